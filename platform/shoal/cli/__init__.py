@@ -1,0 +1,56 @@
+"""The command line: parse, call, print. One module a verb; each is loaded only when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from shoal.errors import ShoalError
+
+# verb -> (module, what `shoal --help` says)
+VERBS = {
+    "up": ("cluster", "Start a Ray cluster for Shoal on this machine, in the background."),
+    "down": ("cluster", "Stop the cluster that `shoal up` started."),
+    "status": ("cluster", "Say what is running: the cluster, its jobs, gateways and endpoints."),
+    "doctor": ("doctor", "Check this machine and say the remedy for what does not fit."),
+    "run": ("run", "Run a job, with a live display."),
+    "actor": ("actor", "Play an environment and send the experience to a gateway."),
+    "runs": ("runs", "List the runs, or show one."),
+    "report": ("report", "Write the one-page HTML report of a run."),
+    "models": ("models", "List, show, promote and roll back registered models."),
+}
+
+
+class _Verbs(click.Group):
+    """A group that imports a verb's module when the verb is used, so that `--help` stays fast."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        module = importlib.import_module(f"shoal.cli.{VERBS[cmd_name][0]}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="shoal")
+def cli() -> None:
+    """Shoal trains, reinforces and serves PyTorch models on Ray as one loop of versioned weights."""
+
+
+def main() -> None:
+    """The `shoal` program: a ShoalError is printed as one line, and ends with status 1."""
+    try:
+        cli.main(standalone_mode=True)
+    except ShoalError as error:
+        click.secho(f"error: {error}", fg="red", err=True)
+        sys.exit(1)

@@ -1,0 +1,108 @@
+"""The base of every spec: frozen, strict, printable as YAML, and overridable with `a.b=c` words.
+
+Every job and service is configured by one `Spec`. Unknown keys are refused, and every complaint names the field, the
+value and what would have fitted. Called by the CLI, jobs and pillars; knows nothing of any of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from shoal.errors import ConfigError
+
+
+class Spec(BaseModel):
+    """A frozen configuration. Subclasses declare fields; units are part of the field's name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        """Build from a plain mapping. Raises ConfigError naming the first field that does not fit."""
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise _config_error(cls, error) from None
+
+    @classmethod
+    def from_yaml(cls, source: str | Path) -> Self:
+        """Read a YAML file (`Path`) or text (`str`). Raises ConfigError."""
+        text = source.read_text() if isinstance(source, Path) else source
+        try:
+            loaded = yaml.safe_load(text) or {}
+        except yaml.YAMLError as error:
+            raise ConfigError("yaml", str(source)[:80], f"is not YAML ({error})") from None
+        if not isinstance(loaded, dict):
+            raise ConfigError("yaml", loaded, "is not a mapping", "write `field: value` lines")
+        return cls.parse(loaded)
+
+    def to_yaml(self) -> str:
+        """The whole spec as YAML, defaults included; `from_yaml` reads it back."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    def override(self, words: Iterable[str]) -> Self:
+        """A copy with `a.b=c` words applied; values are read as YAML (`true`, `3`, `[1, 2]`, `text`).
+
+        Raises ConfigError for a word without `=`, an unknown field, or a value that does not fit.
+        """
+        values = self.model_dump()
+        for word in words:
+            path, separator, text = word.partition("=")
+            if not separator or not path:
+                raise ConfigError("override", word, "is not of the form a.b=c", "for example learner.lr=0.001")
+            _set(values, type(self), path, yaml.safe_load(text) if text else "")
+        return type(self).parse(values)
+
+
+def _set(values: dict[str, Any], spec: type[BaseModel], path: str, value: object) -> None:
+    *parents, leaf = path.split(".")
+    node: Any = values
+    owner: type[BaseModel] | None = spec
+    for name in parents:
+        _require_field(owner, name, path, value)
+        owner = _spec_type(owner, name) if owner is not None else None
+        node = node[name]
+        if not isinstance(node, dict):
+            raise ConfigError(path, value, f"{name!r} has no fields of its own")
+    _require_field(owner, leaf, path, value)
+    node[leaf] = value
+
+
+def _require_field(owner: type[BaseModel] | None, name: str, path: str, value: object) -> None:
+    if owner is not None and name not in owner.model_fields:
+        raise ConfigError(path, value, "no such field", _suggest(name, owner))
+
+
+def _spec_type(owner: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The Spec class of a field, also through `X | None`; None for a plain mapping."""
+    annotation = owner.model_fields[name].annotation
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _suggest(name: str, owner: type[BaseModel]) -> str:
+    close = difflib.get_close_matches(name, owner.model_fields, n=1)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"fields are: {', '.join(owner.model_fields)}"
+
+
+def _config_error(spec: type[BaseModel], error: ValidationError) -> ConfigError:
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"]) or spec.__name__
+    remedy = ""
+    if first["type"] == "extra_forbidden":
+        owner: type[BaseModel] | None = spec
+        for part in first["loc"][:-1]:
+            owner = _spec_type(owner, str(part)) if owner and str(part) in owner.model_fields else None
+        remedy = _suggest(str(first["loc"][-1]), owner) if owner else ""
+        return ConfigError(field, first["input"], "no such field", remedy)
+    return ConfigError(field, first["input"], first["msg"], remedy)

@@ -1,0 +1,128 @@
+"""The latest weights, and nothing but the latest.
+
+`WeightStore` holds one immutable `WeightSnapshot`. A producer replaces it and never waits; any number of consumers ask
+for something newer than what they have and skip whatever they were too slow for. The payload is safetensors, so a
+snapshot can be handed on, stored or served byte for byte. Called by the learner, the gateway, the endpoint and the
+registry; knows no torch, no Ray and no transport.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from shoal.errors import Closed, WeightsError
+
+
+def encode_tensors(tensors: Mapping[str, np.ndarray]) -> bytes:
+    """Serialise named arrays as safetensors."""
+    return bytes(safetensors.numpy.save({name: np.ascontiguousarray(value) for name, value in tensors.items()}))
+
+
+def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
+    """Named arrays from safetensors. Raises WeightsError when the payload is damaged."""
+    try:
+        return dict(safetensors.numpy.load(payload))
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"the payload is not safetensors: {error}") from None
+
+
+@dataclass(frozen=True)
+class WeightSnapshot:
+    """One version of the weights, immutable.
+
+    version:      increases by one with each publication of a run, from 1
+    payload:      safetensors
+    sha256:       hex digest of the payload
+    published_at: seconds since the epoch at which the producer handed it over
+    """
+
+    version: int
+    payload: bytes = field(repr=False)
+    sha256: str
+    published_at: float
+
+    @classmethod
+    def of(cls, version: int, tensors: Mapping[str, np.ndarray]) -> WeightSnapshot:
+        """Serialise `tensors` as version `version`, published now."""
+        return cls.from_payload(version, encode_tensors(tensors))
+
+    @classmethod
+    def from_payload(cls, version: int, payload: bytes) -> WeightSnapshot:
+        """Wrap an already serialised payload, published now."""
+        return cls(version, payload, hashlib.sha256(payload).hexdigest(), time.time())
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The arrays by name. Raises WeightsError when checksum or format do not fit."""
+        if hashlib.sha256(self.payload).hexdigest() != self.sha256:
+            raise WeightsError(f"weights version {self.version}: the checksum does not match the payload")
+        return decode_tensors(self.payload)
+
+
+class WeightSource(Protocol):
+    """Where a consumer gets weights from. Fulfilled by WeightStore, by the registry and by Ray's remote store."""
+
+    def latest(self) -> WeightSnapshot | None:
+        """The newest snapshot, or None when nothing has been published yet. Never waits for a publication."""
+        ...
+
+    def wait_newer(self, than: int, timeout_s: float) -> WeightSnapshot | None:
+        """The newest snapshot with a version above `than`, waiting up to `timeout_s` for one; None when none came."""
+        ...
+
+
+class WeightStore:
+    """A latest-only cell of weights, safe to use from any thread.
+
+    | capacity | what blocks                   | who unblocks            | close()                               |
+    |----------|-------------------------------|-------------------------|---------------------------------------|
+    | 1        | `wait_newer`, up to timeout_s | `publish`, or `close()` | wakes waiters with None; publish raises |
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._latest: WeightSnapshot | None = None
+        self._closed = False
+
+    @property
+    def version(self) -> int:
+        """The newest version, 0 before the first publication."""
+        latest = self._latest
+        return latest.version if latest else 0
+
+    def publish(self, snapshot: WeightSnapshot) -> bool:
+        """Replace the latest snapshot; never waits for a consumer.
+
+        Returns False, and changes nothing, when the store already holds this version or a newer one, so that a late
+        or repeated publication is harmless. Raises Closed after close().
+        """
+        with self._changed:
+            if self._closed:
+                raise Closed("the weight store is closed")
+            if self._latest is not None and snapshot.version <= self._latest.version:
+                return False
+            self._latest = snapshot
+            self._changed.notify_all()
+            return True
+
+    def latest(self) -> WeightSnapshot | None:
+        return self._latest
+
+    def wait_newer(self, than: int, timeout_s: float) -> WeightSnapshot | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self.version > than, timeout_s)
+            return self._latest if self.version > than else None
+
+    def close(self) -> None:
+        """Wake every waiter; the last snapshot stays readable. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
