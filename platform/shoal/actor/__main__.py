@@ -1,0 +1,68 @@
+"""`python -m shoal.actor`: one external actor, as a game client would run it. Needs gymnasium for the environment."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+
+from shoal.actor.client import ActorClient
+from shoal.actor.loop import play
+from shoal.errors import ConfigError, ShoalError
+from shoal.home import access_token
+
+_EXAMPLES = """examples:
+  python -m shoal.actor --connect tcp://127.0.0.1:5555 --env CartPole-v1
+  SHOAL_TOKEN=... python -m shoal.actor --connect tcp://10.0.0.7:5555 --server-key KEY --env CartPole-v1
+
+The token is $SHOAL_TOKEN, or the file `token` in $SHOAL_HOME (default ~/.shoal).
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Play until the run is over or a signal comes; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        "shoal actor", description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--connect", required=True, metavar="ADDRESS", help="the gateway: tcp://host:port")
+    parser.add_argument("--env", required=True, help="a gymnasium environment id; module:Id imports module first")
+    parser.add_argument("--actor-id", default="", help="unique in the run; default: host name and process id")
+    parser.add_argument("--server-key", default="", help="the gateway's CURVE public key, when it is on another host")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--max-steps", type=int, default=None, help="stop after so many environment steps")
+    parser.add_argument("--timeout-s", type=float, default=60.0, help="give up when no gateway answers for so long")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        return 130
+    except ShoalError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        import gymnasium
+    except ImportError:
+        raise ConfigError("env", options.env, "needs gymnasium", "pip install 'shoal[gym]'") from None
+    try:
+        environment = gymnasium.make(options.env)
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        raise ConfigError("env", options.env, f"cannot be made: {error}") from None
+    client = ActorClient(
+        options.connect, access_token(), options.actor_id, server_key=options.server_key, timeout_s=options.timeout_s
+    )
+    try:
+        client.connect()
+        play(environment, client, options.seed, options.max_steps)
+    finally:
+        client.close()
+        environment.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

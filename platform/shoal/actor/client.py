@@ -1,0 +1,336 @@
+"""The actor's end of the protocol: connect, pull weights, send segments, and come back after any fault.
+
+The client keeps every segment until it is acknowledged, and resends what was not after a reconnect, so a gateway that
+dies and returns loses nothing that it acknowledged and gets again what it did not. One DEALER socket behind one lock:
+the environment's loop uses it directly, and a keeper thread only pings when the loop has been away for a while. Called
+by game clients and by the ready loop; imports neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket as network
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import zmq
+
+from shoal.errors import Closed, ConfigError, ConnectionLost, ProtocolViolation, Refused
+from shoal.weights import decode_tensors
+from shoal.wire import ExperienceSpec, Limits, Segment, decode, encode, pack_segment
+from shoal.wire.messages import (
+    PROTOCOL_VERSION,
+    Ack,
+    Bye,
+    Credit,
+    Error,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Pull,
+    Weights,
+    Welcome,
+)
+
+_AGAIN = frozenset({"hello_required", "shutting_down"})  # errors after which a new hello helps
+
+
+class ActorClient:
+    """One actor of one run.
+
+    address:     tcp://host:port, as the job prints it
+    token:       the gateway's access token
+    actor_id:    1 to 64 characters, unique in the run; by default host name and process id
+    incarnation: must grow with every start of the same actor_id; by default the time in nanoseconds
+    server_key:  the gateway's CURVE public key (Z85 text); required when it is not on this machine
+    timeout_s:   how long to try to reach a gateway that does not answer before ConnectionLost is raised
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        actor_id: str = "",
+        incarnation: int | None = None,
+        server_key: str = "",
+        timeout_s: float = 60.0,
+    ) -> None:
+        if not address.startswith("tcp://"):
+            raise ConfigError("connect", address, "is not an address", "give tcp://host:port, as the job prints it")
+        self.actor_id = actor_id or f"{network.gethostname()[:40]}-{os.getpid()}"
+        self.incarnation = time.time_ns() if incarnation is None else incarnation
+        self._address, self._token, self._server_key, self._timeout_s = address, token, server_key, timeout_s
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._lock = threading.RLock()  # whoever holds it owns the socket
+        self._closed = threading.Event()
+        self._keeper: threading.Thread | None = None
+        self._limits = Limits()
+        self._welcome: Welcome | None = None
+        self._unacknowledged: deque[tuple[int, Segment]] = deque()  # in order of seq
+        self._next_seq = 0
+        self._send_limit = 0
+        self._latest: tuple[int, dict[str, np.ndarray]] | None = None
+        self._heard_at = time.monotonic()
+        self._used_at = time.monotonic()
+        self._pinged_beats = 0
+        self.published_version = 0  # the newest version that the gateway has told of
+        self.finished = False  # the gateway said that the run is over
+        self.reconnects = 0
+        self.acknowledged: dict[str, int] = {"accepted": 0, "dropped": 0, "duplicate": 0}
+        self.last_drop = ""  # reason and detail of the newest dropped segment
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def connect(self) -> ExperienceSpec:
+        """Say hello and wait for welcome; returns what segments must look like.
+
+        Raises Refused (bad token, wrong protocol version, ...) or ConnectionLost after `timeout_s`.
+        """
+        with self._lock:
+            self._reconnect()
+            if self._keeper is None:
+                self._keeper = threading.Thread(target=self._keep_alive, name="actor-keeper", daemon=True)
+                self._keeper.start()
+            return self.spec
+
+    @property
+    def spec(self) -> ExperienceSpec:
+        if self._welcome is None:
+            raise Closed("connect() first")
+        return self._welcome.spec
+
+    @property
+    def run_id(self) -> str:
+        return self._welcome.run_id if self._welcome else ""
+
+    def close(self, drain_timeout_s: float = 2.0) -> None:
+        """Wait for open acknowledgements, say bye and disconnect. Idempotent."""
+        if self._closed.is_set():
+            return
+        try:
+            if self._welcome and not self.finished:
+                self.drain(drain_timeout_s)
+        except (ConnectionLost, Refused):
+            pass  # nobody is left to say bye to
+        finally:
+            self._closed.set()
+            with self._lock:
+                if self._socket is not None:
+                    if not self.finished:
+                        self._post(Bye("done"))
+                    self._socket.close(linger=200)
+            if self._keeper is not None and self._keeper is not threading.current_thread():
+                self._keeper.join(timeout=5)
+            self._context.destroy(linger=200)
+
+    def __enter__(self) -> Self:
+        self.connect()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- weights and experience ---------------------------------------------------------------------------------
+
+    def newer_weights(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
+        """(version, arrays by name) if something newer than `than` has arrived. Never waits; costs microseconds."""
+        with self._lock:
+            self._pump()
+            latest = self._latest
+        return latest if latest is not None and latest[0] > than else None
+
+    def wait_for_weights(self, than: int = 0, timeout_s: float = 30.0) -> tuple[int, dict[str, np.ndarray]]:
+        """Like `newer_weights`, waiting. Raises ConnectionLost after `timeout_s`."""
+        self._wait(lambda: self._latest is not None and self._latest[0] > than, timeout_s, "weights")
+        assert self._latest is not None
+        return self._latest
+
+    def send(self, segment: Segment, timeout_s: float = 600.0) -> int:
+        """Send a segment and return its sequence number; waits while the gateway gives no credit.
+
+        Raises ConnectionLost when no credit came within `timeout_s`, Refused when the gateway refuses this actor.
+        """
+        if self._closed.is_set():
+            raise Closed("the client is closed")
+        self._wait(lambda: self._next_seq < self._send_limit or self.finished, timeout_s, "credit")
+        with self._lock:
+            seq, self._next_seq = self._next_seq, self._next_seq + 1
+            self._unacknowledged.append((seq, segment))
+            if not self.finished:
+                self._send_frames(pack_segment(segment, seq))
+            return seq
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every segment is acknowledged; False when that took longer than `timeout_s`."""
+        try:
+            self._wait(lambda: not self._unacknowledged or self.finished, timeout_s, "acknowledgements")
+        except ConnectionLost:
+            return False
+        return not self._unacknowledged
+
+    @property
+    def num_unacknowledged(self) -> int:
+        return len(self._unacknowledged)
+
+    # -- the socket, always under the lock ----------------------------------------------------------------------
+
+    def _wait(self, ready: Callable[[], bool], timeout_s: float, what: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                self._pump()
+                if ready():
+                    return
+                if time.monotonic() >= deadline:
+                    raise ConnectionLost(f"no {what} from {self._address} within {timeout_s} s")
+                assert self._socket is not None
+                self._socket.poll(50)
+
+    def _pump(self) -> None:
+        """Handle whatever has arrived, and reconnect when the gateway has been silent for too long."""
+        if self._closed.is_set() or self._socket is None:
+            raise Closed("the client is not connected")
+        self._used_at = time.monotonic()
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._heard_at = self._used_at
+            self._handle(frames)
+        assert self._welcome is not None
+        silent_s = self._used_at - self._heard_at
+        if not self.finished and silent_s > self._welcome.timeout_s:
+            self._reconnect()
+        elif silent_s > self._welcome.heartbeat_s and not self.finished:
+            self._ping_once(silent_s)
+
+    def _ping_once(self, silent_s: float) -> None:
+        assert self._welcome is not None
+        beats = int(silent_s / self._welcome.heartbeat_s)
+        if beats != self._pinged_beats:
+            self._pinged_beats = beats
+            self._post(Ping())
+
+    def _handle(self, frames: list[bytes]) -> None:
+        message = decode(frames, self._limits)
+        if isinstance(message, Ack):
+            self._on_ack(message)
+        elif isinstance(message, Credit):
+            self._send_limit = max(self._send_limit, message.send_limit)
+        elif isinstance(message, Weights):
+            self._on_weights(message, frames)
+        elif isinstance(message, Ping):
+            self._post(Pong(message.nonce))
+        elif isinstance(message, Bye):
+            self.finished = self.finished or message.finished
+            if not message.finished:
+                self._heard_at = float("-inf")  # the gateway restarts: say hello again at once
+        elif isinstance(message, Error):
+            self._on_error(message)
+
+    def _on_ack(self, ack: Ack) -> None:
+        self.acknowledged[ack.status] = self.acknowledged.get(ack.status, 0) + 1
+        if ack.reason:
+            self.last_drop = f"{ack.reason}: {ack.detail}"
+        while self._unacknowledged and self._unacknowledged[0][0] <= ack.seq:
+            self._unacknowledged.popleft()
+        self._send_limit = max(self._send_limit, ack.send_limit)
+        self.published_version = max(self.published_version, ack.weights_version)
+
+    def _on_weights(self, message: Weights, frames: list[bytes]) -> None:
+        if len(frames) != 2 or hashlib.sha256(frames[1]).hexdigest() != message.sha256:
+            raise ProtocolViolation("malformed", f"weights {message.version}: the checksum does not match")
+        self._latest = (message.version, decode_tensors(frames[1]))
+        self.published_version = max(self.published_version, message.version)
+        self._post(Pull(message.version))  # one pull is always open: newer weights come as soon as there are any
+
+    def _on_error(self, error: Error) -> None:
+        if error.fatal:
+            raise Refused(error.code, error.message)
+        if error.code in _AGAIN or error.code == "sequence_gap":
+            self._heard_at = float("-inf")
+
+    def _reconnect(self) -> None:
+        """A fresh socket, hello, and again everything that was not acknowledged. Raises after `timeout_s`."""
+        deadline = time.monotonic() + self._timeout_s
+        if self._welcome is not None:
+            self.reconnects += 1
+        while not self._closed.is_set():
+            self._open_socket()
+            self._post(Hello(PROTOCOL_VERSION, self._token, self.actor_id, self.incarnation, "shoal-python"))
+            welcome = self._await_welcome(min(deadline, time.monotonic() + 2.0))
+            if welcome is not None:
+                self._begin_session(welcome)
+                return
+            if time.monotonic() >= deadline:
+                raise ConnectionLost(f"no gateway answers at {self._address} (tried for {self._timeout_s} s)")
+
+    def _open_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.close(linger=0)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, self._limits.max_message_bytes)
+        if self._server_key:
+            self._socket.curve_serverkey = self._server_key.encode()
+            self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
+        self._socket.connect(self._address)
+
+    def _await_welcome(self, deadline: float) -> Welcome | None:
+        assert self._socket is not None
+        while (remaining_s := deadline - time.monotonic()) > 0 and not self._closed.is_set():
+            if not self._socket.poll(int(min(remaining_s, 0.5) * 1000) + 1):
+                continue
+            message = decode(self._socket.recv_multipart(), self._limits)
+            if isinstance(message, Welcome):
+                return message
+            if isinstance(message, Error) and message.code not in _AGAIN:
+                raise Refused(message.code, message.message)
+        return None
+
+    def _begin_session(self, welcome: Welcome) -> None:
+        self._heard_at = self._used_at = time.monotonic()
+        if self._welcome is None:
+            self._next_seq = welcome.next_seq
+        self._welcome = welcome
+        self._limits = Limits(max_message_bytes=welcome.max_message_bytes)
+        self._send_limit = welcome.send_limit
+        self.published_version = max(self.published_version, welcome.weights_version)
+        while self._unacknowledged and self._unacknowledged[0][0] < welcome.next_seq:
+            self._unacknowledged.popleft()
+        for seq, segment in self._unacknowledged:
+            self._send_frames(pack_segment(segment, seq))
+        self._post(Pull(self._latest[0] if self._latest else 0))
+
+    def _post(self, message: Message) -> None:
+        self._send_frames([encode(message)])
+
+    def _send_frames(self, frames: list[bytes] | list[bytes | memoryview]) -> None:
+        assert self._socket is not None
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self._heard_at = float("-inf")  # nothing drains the socket: the gateway is gone
+
+    def _keep_alive(self) -> None:
+        """Ping while the environment's loop is away, so that a slow game is not taken for a dead one."""
+        assert self._welcome is not None
+        while not self._closed.wait(self._welcome.heartbeat_s / 2):
+            with self._lock:
+                if self._closed.is_set() or self.finished:
+                    return
+                if time.monotonic() - self._used_at > self._welcome.heartbeat_s / 2:
+                    self._post(Ping())

@@ -1,0 +1,124 @@
+"""The ready loop: play an environment with the pulled weights and send what happened, segment by segment.
+
+Called by `python -m shoal.actor` and by anyone whose environment has gymnasium's `reset` and `step`. A game with a loop
+of its own uses ActorClient and SegmentBuilder directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from shoal.actor.client import ActorClient
+from shoal.actor.policy import MlpPolicy
+from shoal.wire import ExperienceSpec, Segment
+
+
+class Environment(Protocol):
+    """What the loop needs of an environment: gymnasium's `Env` fits."""
+
+    def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]: ...
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]: ...
+
+
+class SegmentBuilder:
+    """Collects the steps of one episode into segments of at most `segment_length` steps."""
+
+    def __init__(self, spec: ExperienceSpec) -> None:
+        self._spec = spec
+        self._observation_dtype = spec.observation.numpy_dtype()
+        self._action_dtype = spec.action.numpy_dtype()
+        self._observations: list[Any] = []
+        self._actions: list[Any] = []
+        self._rewards: list[float] = []
+        self._log_probabilities: list[float] = []
+        self._versions: list[int] = []
+        self._return = 0.0
+        self._length = 0
+
+    def begin(self, observation: Any) -> None:
+        """The first observation of an episode."""
+        self._observations = [observation]
+        self._return, self._length = 0.0, 0
+
+    def step(
+        self,
+        action: Any,
+        log_probability: float,
+        version: int,
+        reward: float,
+        observation: Any,
+        terminated: bool,
+        truncated: bool,
+    ) -> Segment | None:
+        """One step and the observation that followed it; returns a segment when one is complete.
+
+        `observation` after a truncated or terminated step is the episode's real final one. After it, call `begin`.
+        """
+        self._observations.append(observation)
+        self._actions.append(action)
+        self._rewards.append(reward)
+        self._log_probabilities.append(log_probability)
+        self._versions.append(version)
+        self._return += reward
+        self._length += 1
+        ended = terminated or truncated
+        if not ended and len(self._rewards) < self._spec.segment_length:
+            return None
+        segment = Segment(
+            np.array(self._observations, self._observation_dtype),
+            np.array(self._actions, self._action_dtype),
+            np.array(self._rewards, np.float32),
+            np.array(self._log_probabilities, np.float32),
+            np.array(self._versions, np.int64),
+            terminated,
+            truncated and not terminated,
+            self._return if ended else None,
+            self._length if ended else None,
+        )
+        self._observations = [observation]
+        self._actions, self._rewards, self._log_probabilities, self._versions = [], [], [], []
+        return segment
+
+
+def play(
+    environment: Environment,
+    client: ActorClient,
+    seed: int | None = None,
+    max_steps: int | None = None,
+    on_weights: Callable[[int], None] | None = None,
+    pull_every: int = 8,
+) -> int:
+    """Play until the run is over, or for `max_steps`; returns the number of steps.
+
+    Newer weights are looked for every `pull_every` steps and applied between two steps, whole. `on_weights` is told
+    each version that was applied. Raises Refused or ConnectionLost as the client does.
+    """
+    policy = MlpPolicy(client.spec.policy, seed)
+    policy.load(*client.wait_for_weights())
+    builder = SegmentBuilder(client.spec)
+    observation, _ = environment.reset(seed=seed)
+    builder.begin(observation)
+    steps = 0
+    while not client.finished and (max_steps is None or steps < max_steps):
+        if steps % pull_every == 0:
+            newer = client.newer_weights(policy.version)
+            if newer is not None:
+                policy.load(*newer)
+                if on_weights is not None:
+                    on_weights(policy.version)
+        action, log_probability = policy.act(observation)
+        observation, reward, terminated, truncated, _ = environment.step(action)
+        steps += 1
+        segment = builder.step(
+            action, log_probability, policy.version, float(reward), observation, terminated, truncated
+        )
+        if segment is not None:
+            client.send(segment)
+        if terminated or truncated:
+            observation, _ = environment.reset()
+            builder.begin(observation)
+    return steps

@@ -1,0 +1,141 @@
+"""IMPALA: one learner, many actors that lag behind it (Espeholt et al., arXiv:1802.01561).
+
+Read top to bottom: the config, the loss as a pure function, one update. Called by the learner; knows no clock, device,
+run or Ray. Legend: N steps, S segments laid end to end, B = S segments padded to T = the longest one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from shoal.algorithms.vtrace import vtrace
+from shoal.config import Spec
+from shoal.errors import ShoalError
+
+
+class ImpalaConfig(Spec):
+    """Names and defaults as in table D.1 of the paper, but for the optimiser: Adam, with rates for small networks."""
+
+    discount: float = Field(default=0.99, ge=0, le=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    value_cost: float = Field(default=0.5, ge=0)
+    entropy_cost: float = Field(default=0.01, ge=0)
+    rho_bar: float = Field(default=1.0, gt=0)
+    c_bar: float = Field(default=1.0, gt=0)
+    lambda_: float = Field(default=1.0, ge=0, le=1)
+    max_grad_norm: float = Field(default=40.0, gt=0)
+    normalize_advantages: bool = False
+
+
+class Batch(NamedTuple):
+    """S segments laid end to end: observations [N+S, *obs] (one more a segment), actions, rewards and behaviour
+    log_probabilities [N], lengths_B int64 [S], terminated_B bool [S]."""
+
+    observations: Tensor
+    actions: Tensor
+    rewards: Tensor
+    log_probabilities: Tensor
+    lengths_B: Tensor
+    terminated_B: Tensor
+
+
+class Losses(NamedTuple):
+    """Scalars; `total` is what is minimised, means over the N steps."""
+
+    total: Tensor
+    policy: Tensor
+    value: Tensor
+    entropy: Tensor
+
+
+class NonFiniteLoss(ShoalError):
+    """The loss or its gradient became NaN or infinite: the update was not applied."""
+
+
+def batch_of(
+    observations: np.ndarray,
+    actions: np.ndarray,
+    rewards: np.ndarray,
+    log_probabilities: np.ndarray,
+    lengths: np.ndarray,
+    terminated: np.ndarray,
+) -> Batch:
+    """Tensors from the arrays of an experience batch; observations become float32."""
+    return Batch(
+        torch.from_numpy(np.array(observations, np.float32)),
+        torch.from_numpy(np.array(actions)),
+        torch.from_numpy(np.array(rewards)),
+        torch.from_numpy(np.array(log_probabilities)),
+        torch.from_numpy(np.array(lengths)),
+        torch.from_numpy(np.array(terminated)),
+    )
+
+
+def impala_loss(logits: Tensor, values: Tensor, batch: Batch, config: ImpalaConfig) -> Losses:
+    """The loss of §4.2: policy gradient with V-trace advantages, squared error to V-trace targets, entropy bonus.
+
+    logits [N+S, num_actions] and values [N+S] are the learner's, for every observation; differentiable in both.
+    """
+    length_B, num_segments = batch.lengths_B, len(batch.lengths_B)
+    longest = int(length_B.max())
+    # Observation rows: segment b starts at sum(lengths[:b]) + b and has lengths[b] + 1 rows, the last the bootstrap.
+    column_of_row = torch.repeat_interleave(torch.arange(num_segments), length_B + 1)
+    start_B = (length_B + 1).cumsum(0) - (length_B + 1)
+    row_in_segment = torch.arange(len(values)) - start_B[column_of_row]
+    is_step = row_in_segment < length_B[column_of_row]
+    at = (row_in_segment[is_step], column_of_row[is_step])  # where each step lies in the [T, B] grid
+
+    log_policy = torch.log_softmax(logits[is_step], -1)
+    log_pi = log_policy.gather(-1, batch.actions.unsqueeze(-1)).squeeze(-1)
+    entropy = -(log_policy.exp() * log_policy).sum(-1).mean()
+
+    def grid(steps: Tensor) -> Tensor:
+        return steps.new_zeros(longest, num_segments).index_put(at, steps)
+
+    values_T1B = values.detach().new_zeros(longest + 1, num_segments)
+    values_T1B = values_T1B.index_put((row_in_segment, column_of_row), values.detach())
+    is_last = row_in_segment[is_step] == length_B[at[1]] - 1
+    discounts = config.discount * (1.0 - (is_last & batch.terminated_B[at[1]]).float())
+    trace = vtrace(
+        grid(log_pi.detach() - batch.log_probabilities),
+        grid(discounts),
+        grid(batch.rewards),
+        values_T1B,
+        grid(torch.ones_like(batch.rewards)),
+        config.rho_bar,
+        config.c_bar,
+        config.lambda_,
+    )
+    advantages = trace.advantages_TB[at]
+    if config.normalize_advantages:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    policy_loss = -(advantages * log_pi).mean()
+    value_loss = 0.5 * (trace.targets_TB[at] - values[is_step]).square().mean()
+    total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
+    return Losses(total, policy_loss, value_loss, entropy)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, config: ImpalaConfig) -> dict[str, float]:
+    """One gradient step on `batch`. Returns metrics. Raises NonFiniteLoss, leaving the weights as they were."""
+    logits, values = model(batch.observations)
+    losses = impala_loss(logits, values, batch, config)
+    optimizer.zero_grad(set_to_none=True)
+    losses.total.backward()  # type: ignore[no-untyped-call]
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    metrics = {
+        "learner/loss": losses.total.item(),
+        "learner/policy_loss": losses.policy.item(),
+        "learner/value_loss": losses.value.item(),
+        "learner/entropy": losses.entropy.item(),
+        "learner/grad_norm": grad_norm.item(),
+    }
+    bad = [name for name, value in metrics.items() if not np.isfinite(value)]
+    if bad:
+        raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower impala.learning_rate or check the rewards")
+    optimizer.step()
+    return metrics

@@ -1,0 +1,55 @@
+"""V-trace: off-policy corrected value targets and policy-gradient advantages (Espeholt et al., arXiv:1802.01561, §4.1).
+
+Pure functions of tensors. Legend: T steps of the longest segment, B segments; segments shorter than T are padded, and
+`mask` is 1 on real steps. Called by impala.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class VTrace(NamedTuple):
+    """targets_TB: v_s of equation (1); advantages_TB: ρ_s (r_s + γ v_{s+1} - V(x_s)), the policy gradient's weight."""
+
+    targets_TB: Tensor
+    advantages_TB: Tensor
+
+
+@torch.no_grad()
+def vtrace(
+    log_rhos_TB: Tensor,  # log π(a|x) - log μ(a|x)
+    discounts_TB: Tensor,  # γ; 0 on the step that terminated the episode, γ on one that truncated it
+    rewards_TB: Tensor,
+    values_T1B: Tensor,  # [T+1, B]: V(x_s); the entry after a segment's last step is its bootstrap value
+    mask_TB: Tensor,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+    lambda_: float = 1.0,
+) -> VTrace:
+    """Targets and advantages; both are 0 (targets: V) on padding.
+
+    δ_s = ρ_s (r_s + γ V(x_{s+1}) - V(x_s)), ρ_s = min(ρ̄, π/μ), c_s = λ min(c̄, π/μ);
+    v_s - V(x_s) = δ_s + γ c_s (v_{s+1} - V(x_{s+1})), the recursion of remark 1.
+    """
+    rhos_TB = log_rhos_TB.exp()
+    clipped_rhos_TB = rhos_TB.clamp(max=rho_bar)
+    values_TB, next_values_TB = values_T1B[:-1], values_T1B[1:]
+    deltas_TB = clipped_rhos_TB * (rewards_TB + discounts_TB * next_values_TB - values_TB) * mask_TB
+    decays_TB = discounts_TB * lambda_ * rhos_TB.clamp(max=c_bar) * mask_TB
+
+    correction_B = torch.zeros_like(values_TB[0])
+    corrections: list[Tensor] = []
+    for delta_B, decay_B in zip(reversed(deltas_TB.unbind()), reversed(decays_TB.unbind()), strict=True):
+        correction_B = torch.addcmul(delta_B, decay_B, correction_B)
+        corrections.append(correction_B)
+    corrections.reverse()
+    corrections_TB = torch.stack(corrections)
+
+    next_corrections_TB = torch.cat([corrections_TB[1:], torch.zeros_like(corrections_TB[:1])])
+    next_targets_TB = next_values_TB + next_corrections_TB
+    advantages_TB = clipped_rhos_TB * (rewards_TB + discounts_TB * next_targets_TB - values_TB) * mask_TB
+    return VTrace(values_TB + corrections_TB, advantages_TB)

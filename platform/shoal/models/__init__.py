@@ -1,0 +1,1 @@
+"""Plain `nn.Module`s that know nothing of distribution, of runs, or of who trains and serves them."""

@@ -1,0 +1,32 @@
+"""Who may send how much: the policy of flow control, as one pure function.
+
+Promise: what is queued plus what may still be on its way never exceeds the queue's capacity, so an accepted credit
+always finds room, and a learner that is slow stops its actors instead of filling memory. Called by the gateway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+K = TypeVar("K")
+
+
+def share_credit(open_credit: Mapping[K, int], queued: int, capacity: int, max_credits: int) -> dict[K, int]:
+    """How many more segments each session may send: `open_credit` is what each may send already.
+
+    The poorest come first. A session is topped up only when half of its window is used, since not every freed place
+    is worth a message; it always has an equal share of the queue, at least 1 and at most `max_credits`, as window.
+    """
+    grants: dict[K, int] = {}
+    if not open_credit:
+        return grants
+    free = capacity - queued - sum(open_credit.values())
+    window = max(1, min(max_credits, capacity // len(open_credit)))
+    for session, credit in sorted(open_credit.items(), key=lambda item: item[1]):
+        if free <= 0:
+            break
+        if credit <= window // 2:
+            grants[session] = min(window - credit, free)
+            free -= grants[session]
+    return grants

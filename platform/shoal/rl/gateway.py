@@ -1,0 +1,415 @@
+"""The gateway: where processes that the platform did not start hand in experience and pull weights.
+
+One thread owns one ZeroMQ ROUTER socket. Each round it reads what has arrived, validates it, queues it, commits the
+ledger, and only then acknowledges: an actor that was told "accepted" is never forgotten. A learner that is slow shows
+up as a full queue, a full queue as missing credit, and missing credit stops the actors; memory is bounded throughout.
+Called by the Ray shell, by `local.py` and by tests. Never imports Ray, never unpickles, never waits for an actor.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import zmq
+
+from shoal.errors import Closed, ConfigError, InvalidSegment, ProtocolViolation
+from shoal.rl.credit import share_credit
+from shoal.rl.ledger import ActorKey
+from shoal.rl.progress import ActorProgress, Progress
+from shoal.rl.queue import ExperienceQueue
+from shoal.rl.spec import GatewaySpec
+from shoal.weights import WeightSnapshot, WeightSource
+from shoal.wire import DropReason, ExperienceSpec, Limits, Segment, decode, encode, unpack_segment
+from shoal.wire.messages import (
+    PROTOCOL_VERSION,
+    Ack,
+    Bye,
+    Credit,
+    Error,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Pull,
+    SegmentMessage,
+    Weights,
+    Welcome,
+)
+
+_ROUND = 256  # messages handled between two commits, at most
+_FATAL = frozenset({"bad_token", "bad_version", "stale_incarnation", "superseded"})
+
+
+@dataclass
+class _Session:
+    """One connection of one actor. `send_limit` is the first sequence number that it may not send yet."""
+
+    key: ActorKey
+    progress: ActorProgress
+    send_limit: int
+    last_seen: float
+    told_limit: int = 0
+    pull_newer_than: int | None = None  # an open pull
+    acks: list[tuple[int, str, str, str]] = field(default_factory=list)  # seq, status, reason, detail
+
+
+class Gateway:
+    """Serve actors on `spec.host:spec.port` from `start()` until `close()`. Safe to call from any thread."""
+
+    def __init__(
+        self,
+        spec: GatewaySpec,
+        experience: ExperienceSpec,
+        queue: ExperienceQueue,
+        weights: WeightSource,
+        token: str,
+        run_id: str = "",
+        target_return: float | None = None,
+        curve_keys: tuple[bytes, bytes] | None = None,
+    ) -> None:
+        """`curve_keys` are (public, secret) as zmq.curve_keypair() makes them; required when `spec.curve`."""
+        if not token:
+            raise ConfigError("token", token, "is empty", "a gateway without a token would take anybody's experience")
+        if spec.curve and curve_keys is None:
+            raise ConfigError("gateway.curve", True, "needs a key pair", "pass curve_keys=zmq.curve_keypair()")
+        self.spec, self.experience, self.queue = spec, experience, queue
+        self._weights, self._token, self._run_id, self._curve_keys = weights, token, run_id, curve_keys
+        self._limits = Limits(max_message_bytes=spec.max_message_bytes)
+        self._progress = Progress(target_return)
+        self._actors: dict[ActorKey, ActorProgress] = {}
+        self._sessions: dict[bytes, _Session] = {}
+        self._outbox: list[tuple[bytes, Sequence[bytes]]] = []
+        self._latest: WeightSnapshot | None = None
+        self._lock = threading.Lock()  # guards the state above; never held while waiting
+        self._stopping = threading.Event()
+        self._finished = False
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._threads: list[threading.Thread] = []
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self.port = 0
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def start(self, weights_timeout_s: float = 60.0) -> None:
+        """Wait for the first weights, bind, and serve. Raises ConfigError when the port is taken."""
+        self._latest = self._weights.wait_newer(0, weights_timeout_s)
+        if self._latest is None:
+            raise ConfigError("weights", None, f"none were published within {weights_timeout_s} s", "start the learner")
+        self.port = self._bind()
+        self.queue.on_room = self._wake
+        for target in (self._serve, self._follow_weights):
+            thread = threading.Thread(target=target, name=f"gateway{target.__name__}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    @property
+    def address(self) -> str:
+        return f"tcp://{self.spec.host}:{self.port}"
+
+    def close(self, finished: bool = False) -> None:
+        """Say bye to every actor, stop, and drop what is queued as SHUTDOWN. Idempotent.
+
+        `finished` tells the actors that the run is over; otherwise they come back.
+        """
+        if self._stopping.is_set():
+            return
+        self._finished = finished
+        self._stopping.set()
+        self._wake()
+        for thread in self._threads:
+            thread.join(timeout=10)
+        if not self._threads:
+            self._socket.close(linger=0)
+        self.queue.on_room = lambda: None
+        self.queue.close()
+        self._context.destroy(linger=500)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def stats(self) -> dict[str, Any]:
+        """A copy of everything countable: progress, actors, queue, accounting. Plain values, ready for JSON."""
+        with self._lock:
+            version = self._latest.version if self._latest else 0
+            progress = self._progress
+            totals = self.queue.ledger.totals()
+            return {
+                "weights_version": version,
+                "steps": progress.steps,
+                "episodes": progress.episodes,
+                "mean_return": progress.mean_return,
+                "episodes_in_window": len(progress.returns),
+                "first_segment_at": progress.first_segment_at,
+                "solved_s": progress.solved_s,
+                "solved_steps": progress.solved_steps,
+                "queue_depth": len(self.queue),
+                "queue_capacity": self.queue.capacity,
+                "actors": [actor.to_dict(version) for actor in self._actors.values()],
+                "protocol_errors": dict(progress.protocol_errors),
+                "segments": {**asdict(totals), "balanced": totals.balanced},
+            }
+
+    def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
+        """(time, kind, details) of what happened since the last call: joins, losses, refusals."""
+        with self._lock:
+            events = list(self._progress.events)
+            self._progress.events.clear()
+            return events
+
+    # -- the thread that owns the socket ------------------------------------------------------------------------
+
+    def _bind(self) -> int:
+        socket = self._socket
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, self.spec.max_message_bytes)
+        socket.setsockopt(zmq.LINGER, 500)
+        socket.setsockopt(zmq.IPV6, ":" in self.spec.host)
+        if self.spec.curve and self._curve_keys is not None:
+            socket.curve_publickey, socket.curve_secretkey = self._curve_keys
+            socket.curve_server = True
+        remembered = self.queue.ledger.fact("port")
+        port = self.spec.port or int(remembered or 0)
+        try:
+            socket.bind(f"tcp://{self.spec.host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise ConfigError("gateway.port", port, f"cannot be bound: {error}", "use another port, or 0") from None
+        endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        bound = int(endpoint.rpartition(":")[2])
+        self.queue.ledger.set_fact("port", str(bound))  # a restarted gateway must be found where it was
+        return bound
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        sweep_at = time.monotonic() + self.spec.heartbeat_s
+        while not self._stopping.is_set():
+            ready = dict(poller.poll(timeout=int(self.spec.heartbeat_s * 1000)))
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+            with self._lock:
+                if self._socket in ready:
+                    self._receive_round()
+                if time.monotonic() >= sweep_at:
+                    sweep_at = time.monotonic() + self.spec.heartbeat_s
+                    self._sweep()
+                self._answer_round()
+        with self._lock:
+            for route in list(self._sessions):
+                self._post(route, Bye("the run is over" if self._finished else "the gateway stops", self._finished))
+            self._send_all()
+        self._socket.close(linger=500)
+
+    def _follow_weights(self) -> None:
+        while not self._stopping.is_set():
+            current = self._latest.version if self._latest else 0
+            newer = self._weights.wait_newer(current, timeout_s=1.0)
+            if newer is not None:
+                self._latest = newer  # one reference: readers see the old snapshot or the new one
+                self._wake()
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_write, b"w")
+        except BlockingIOError:
+            return  # the pipe is full of wake-ups already
+        except OSError:
+            if not self._stopping.is_set():
+                raise
+
+    def _receive_round(self) -> None:
+        for _ in range(_ROUND):
+            try:
+                route, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(route, frames)
+
+    def _answer_round(self) -> None:
+        """Commit first, then hand out credit, acknowledgements and weights."""
+        self.queue.ledger.commit()
+        self._grant_credit()
+        snapshot = self._latest
+        payload: list[bytes] | None = None
+        for route, session in self._sessions.items():
+            version = snapshot.version if snapshot else 0
+            for seq, status, reason, detail in session.acks:
+                self._post(route, Ack(seq, status, session.send_limit, version, reason, detail))
+            if session.send_limit > session.told_limit and not session.acks:
+                self._post(route, Credit(session.send_limit))
+            session.told_limit = session.send_limit
+            session.acks.clear()
+            if snapshot and session.pull_newer_than is not None and version > session.pull_newer_than:
+                payload = payload or [encode(Weights(version, snapshot.sha256)), snapshot.payload]
+                self._outbox.append((route, payload))
+                session.pull_newer_than = None
+        self._send_all()
+
+    def _post(self, route: bytes, message: Message) -> None:
+        self._outbox.append((route, [encode(message)]))
+
+    def _send_all(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        for route, frames in outbox:
+            try:
+                self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=len(frames[-1]) < 65536)
+            except zmq.ZMQError as error:
+                # Gone (EHOSTUNREACH) or not reading (EAGAIN): either way it comes back with hello, and resends.
+                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                    raise
+                self._end_session(route, "unreachable" if error.errno == zmq.EHOSTUNREACH else "does not read")
+
+    # -- messages -----------------------------------------------------------------------------------------------
+
+    def _handle(self, route: bytes, frames: list[bytes]) -> None:
+        session = self._sessions.get(route)
+        if session is not None:
+            session.last_seen = time.monotonic()
+        try:
+            message = decode(frames, self._limits)
+        except ProtocolViolation as violation:
+            self._refuse(route, violation.code, violation.message)
+            return
+        if isinstance(message, Hello):
+            self._on_hello(route, message)
+        elif session is None:
+            self._refuse(route, "hello_required", "say hello first")
+        elif isinstance(message, SegmentMessage):
+            self._on_segment(route, session, message, frames[1:])
+        elif isinstance(message, Pull):
+            session.pull_newer_than = message.newer_than
+        elif isinstance(message, Ping):
+            self._post(route, Pong(message.nonce))
+        elif isinstance(message, Bye):
+            self._end_session(route, message.reason or "bye")
+        elif not isinstance(message, Pong):
+            self._refuse(route, "malformed", f"{type(message).__name__} goes from the gateway to the actor")
+
+    def _refuse(self, route: bytes, code: str, message: str) -> None:
+        self._progress.protocol_errors[code] += 1
+        self._post(route, Error(code, message, code in _FATAL))
+
+    def _on_hello(self, route: bytes, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL_VERSION:
+            known = f"this gateway speaks protocol {PROTOCOL_VERSION}, not {hello.protocol}"
+            return self._refuse(route, "bad_version", known)
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            self._progress.event("actor_refused", actor_id=hello.actor_id[:64], reason="bad_token")
+            return self._refuse(route, "bad_token", "the token is not the one of this gateway")
+        if not 1 <= len(hello.actor_id) <= 64 or not 0 <= hello.incarnation < 2**63:
+            return self._refuse(route, "malformed", "actor_id takes 1 to 64 characters, incarnation 0 to 2^63-1")
+        newest = self.queue.ledger.newest_incarnation(hello.actor_id)
+        if newest is not None and hello.incarnation < newest:
+            return self._refuse(route, "stale_incarnation", f"incarnation {newest} of this actor has been seen")
+        self._supersede(route, hello)
+        self._welcome(route, (hello.actor_id, hello.incarnation))
+
+    def _supersede(self, route: bytes, hello: Hello) -> None:
+        """End other connections of the same actor: an older incarnation for good, the same one because it is back."""
+        for other, session in list(self._sessions.items()):
+            if session.key[0] == hello.actor_id:
+                if session.key[1] < hello.incarnation and other != route:
+                    self._refuse(other, "superseded", f"incarnation {hello.incarnation} has taken over")
+                self._end_session(other, "superseded" if session.key[1] < hello.incarnation else "reconnected")
+
+    def _welcome(self, route: bytes, key: ActorKey) -> None:
+        for (actor_id, incarnation), progress in list(self._actors.items()):
+            if actor_id == key[0] and incarnation < key[1]:
+                del self._actors[actor_id, incarnation]
+                self._progress.event("actor_restarted", actor_id=actor_id, steps_before=progress.steps)
+        progress = self._actors.setdefault(key, ActorProgress(*key))
+        progress.connected = True
+        account = self.queue.ledger.open_account(key)
+        session = _Session(key, progress, account.next_seq, time.monotonic())
+        self._sessions[route] = session
+        self._grant_credit()
+        session.told_limit = session.send_limit
+        welcome = Welcome(
+            PROTOCOL_VERSION,
+            self._run_id,
+            self.experience,
+            account.next_seq,
+            session.send_limit,
+            self._latest.version if self._latest else 0,
+            self.spec.heartbeat_s,
+            self.spec.timeout_s,
+            self.spec.max_message_bytes,
+        )
+        self._progress.event("actor_joined", actor_id=key[0], incarnation=key[1], next_seq=account.next_seq)
+        self._post(route, welcome)
+
+    def _on_segment(self, route: bytes, session: _Session, message: SegmentMessage, frames: Sequence[bytes]) -> None:
+        ledger, key, seq = self.queue.ledger, session.key, message.seq
+        expected = ledger.account(key).next_seq
+        if seq < expected:
+            ledger.count_duplicate(key)
+            session.acks.append((seq, "duplicate", "", ""))
+            return
+        if seq > expected:
+            self._refuse(route, "sequence_gap", f"segment {seq} came, {expected} was expected")
+            return
+        reason, detail = self._admit(session, message, frames)
+        if reason is not None:
+            ledger.admit(key, seq, reason)
+        session.send_limit = max(session.send_limit, seq + 1)
+        session.acks.append((seq, "dropped" if reason else "accepted", reason or "", detail))
+
+    def _admit(
+        self, session: _Session, message: SegmentMessage, frames: Sequence[bytes]
+    ) -> tuple[DropReason | None, str]:
+        """Validate and queue. Returns why the segment must be dropped and a detail, or (None, "") when it is queued."""
+        try:
+            segment = unpack_segment(message, frames, self.experience)
+        except InvalidSegment as error:
+            return DropReason(error.reason), f"{error.field}: {error.problem}"
+        version = self._latest.version if self._latest else 0
+        if int(segment.versions.max()) > version:
+            return DropReason.INVALID_RANGE, f"versions: {segment.versions.max()} was never published"
+        self._progress.segment(session.progress, segment)
+        lag = version - segment.oldest_version
+        if lag > self.spec.max_version_lag:
+            return DropReason.STALE_ADMISSION, f"{lag} versions old, at most {self.spec.max_version_lag}"
+        return self._enqueue(session, message.seq, segment)
+
+    def _enqueue(self, session: _Session, seq: int, segment: Segment) -> tuple[DropReason | None, str]:
+        if seq >= session.send_limit:
+            return DropReason.OVER_CREDIT, f"the send limit is {session.send_limit}"
+        try:
+            queued = self.queue.put(session.key, seq, segment)
+        except Closed:
+            return DropReason.SHUTDOWN, "the run is ending"
+        return (None, "") if queued else (DropReason.OVER_CREDIT, "the queue is full")
+
+    # -- credit and liveness ------------------------------------------------------------------------------------
+
+    def _grant_credit(self) -> None:
+        ledger = self.queue.ledger
+        open_credit = {
+            route: session.send_limit - ledger.account(session.key).next_seq
+            for route, session in self._sessions.items()
+        }
+        grants = share_credit(open_credit, len(self.queue), self.queue.capacity, self.spec.max_credits)
+        for route, grant in grants.items():
+            self._sessions[route].send_limit += grant
+
+    def _sweep(self) -> None:
+        """End the sessions that have been silent for too long."""
+        deadline = time.monotonic() - self.spec.timeout_s
+        for route, session in list(self._sessions.items()):
+            if session.last_seen < deadline:
+                self._end_session(route, "timed out")
+
+    def _end_session(self, route: bytes, reason: str) -> None:
+        session = self._sessions.pop(route, None)
+        if session is not None:
+            session.progress.connected = False
+            kind = "actor_lost" if reason in ("timed out", "unreachable", "does not read") else "actor_left"
+            self._progress.event(kind, actor_id=session.key[0], incarnation=session.key[1], reason=reason)

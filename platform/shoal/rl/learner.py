@@ -1,0 +1,215 @@
+"""The learner: takes experience, updates the model, publishes weights, saves what it takes to go on after a crash.
+
+One loop in one thread. It waits for experience and for nothing else: publishing hands over a snapshot and returns.
+Called by the Ray shell and by `local.py`; knows neither Ray nor sockets nor the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from shoal import checkpoint
+from shoal.algorithms.impala import batch_of, update
+from shoal.errors import SpecMismatch
+from shoal.models.actor_critic import ActorCritic
+from shoal.rl.queue import ExperienceBatch, ExperienceSource
+from shoal.rl.spec import RLSpec
+from shoal.weights import WeightSnapshot
+from shoal.wire import ExperienceSpec
+
+
+class WeightSink(Protocol):
+    """Where a learner publishes. Fulfilled by WeightStore and by Ray's remote publisher; never waits for a consumer."""
+
+    @property
+    def version(self) -> int:
+        """The newest version that was ever published there, 0 for none."""
+        ...
+
+    def publish(self, snapshot: WeightSnapshot) -> bool: ...
+
+
+class Published(NamedTuple):
+    """One published version: for the run record."""
+
+    version: int
+    step: int
+    sha256: str
+    published_at: float
+
+
+class Learner:
+    """One learner of one run. `consumer` names this life of it: leases of earlier lives are revoked by the queue."""
+
+    def __init__(
+        self,
+        spec: RLSpec,
+        experience: ExperienceSpec,
+        source: ExperienceSource,
+        sink: WeightSink,
+        folder: Path,
+        first_version: int = 0,
+    ) -> None:
+        """Restore from the newest checkpoint in `folder`, if there is one, and publish at once.
+
+        `first_version`: a version that was already used by this run; new ones are above it.
+        """
+        torch.set_num_threads(spec.learner.torch_threads)
+        torch.manual_seed(spec.learner.seed)
+        self.spec, self._source, self._sink, self._folder = spec, source, sink, folder
+        self.consumer = f"learner-{os.getpid()}-{time.time_ns()}"
+        self.model = build_model(spec, experience)
+        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=spec.impala.learning_rate)
+        self.updates = 0
+        self.steps = 0  # environment steps that entered an update
+        self.version = 0
+        self.counts = {"consumed": 0, "stale": 0}  # segments, over all lives of the learner
+        self.damaged_checkpoints: list[str] = []
+        self._restore()
+        self.restored_updates = self.updates
+        self.version = max(self.version, first_version, sink.version)
+        self._metrics: dict[str, float] = {}
+        self._published: deque[Published] = deque(maxlen=10_000)
+        self._lock = threading.Lock()  # guards what stats() reads together
+        self._stop = threading.Event()
+        self._saved_at = time.monotonic()
+        self._publish()
+
+    def run(self) -> None:
+        """Learn until `stop()`, then save. Raises what an update raises, after saving the last good state."""
+        try:
+            while not self._stop.is_set():
+                self.step()
+        finally:
+            self.save()
+
+    def stop(self) -> None:
+        """End `run` after the current update. Idempotent, callable from any thread."""
+        self._stop.set()
+
+    def step(self) -> bool:
+        """Take one batch and learn from it; False when none came within the timeout."""
+        learner = self.spec.learner
+        max_segments = max(1, self.spec.gateway.queue_capacity // 2)
+        batch = self._source.take(self.consumer, learner.batch_steps, max_segments, learner.take_timeout_s)
+        if batch is None:
+            self._save_if_due()
+            return False
+        lags = self.version - batch.oldest_versions()
+        stale = lags > self.spec.gateway.max_version_lag
+        fresh = batch.select(~stale) if stale.any() else batch
+        if fresh.num_steps:
+            self._update(fresh)
+        self.counts["stale"] += int(stale.sum())
+        self.counts["consumed"] += int((~stale).sum())
+        if not self._source.settle(batch.lease_id, stale):
+            self._stop.set()  # another life of this learner has taken over
+        self._save_if_due()
+        return True
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and the newest metrics. Plain values."""
+        with self._lock:
+            return {
+                "updates": self.updates,
+                "steps": self.steps,
+                "weights_version": self.version,
+                "restored_updates": self.restored_updates,
+                "damaged_checkpoints": list(self.damaged_checkpoints),
+                "pid": os.getpid(),
+                "metrics": dict(self._metrics),
+            }
+
+    def take_published(self) -> list[Published]:
+        """The versions published since the last call."""
+        taken: list[Published] = []
+        while self._published:
+            taken.append(self._published.popleft())
+        return taken
+
+    def snapshot(self) -> WeightSnapshot:
+        """The current weights under the current version."""
+        return WeightSnapshot.of(self.version, model_arrays(self.model))
+
+    def save(self) -> None:
+        """Write a checkpoint: weights, optimiser, versions, counts and the random state."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "updates": self.updates,
+            "steps": self.steps,
+            "version": self.version,
+            "counts": dict(self.counts),
+        }
+        checkpoint.save(self._folder, self.updates, state, self.spec.learner.keep_checkpoints)
+        self._saved_at = time.monotonic()
+
+    def _update(self, batch: ExperienceBatch) -> None:
+        started = time.perf_counter()
+        tensors = batch_of(
+            batch.observations,
+            batch.actions,
+            batch.rewards,
+            batch.log_probabilities,
+            batch.lengths,
+            batch.terminated,
+        )
+        metrics = update(self.model, self._optimizer, tensors, self.spec.impala)
+        lag = float(np.mean(self.version - batch.versions))
+        with self._lock:
+            self.updates += 1
+            self.steps += batch.num_steps
+            self._metrics = {
+                **metrics,
+                "learner/policy_lag": lag,
+                "learner/update_ms": 1e3 * (time.perf_counter() - started),
+                "learner/batch_steps": float(batch.num_steps),
+            }
+        if self.updates % self.spec.learner.publish_every == 0:
+            self._publish()
+
+    def _publish(self) -> None:
+        self.version += 1
+        snapshot = self.snapshot()
+        self._sink.publish(snapshot)
+        self._published.append(Published(self.version, self.steps, snapshot.sha256, snapshot.published_at))
+
+    def _save_if_due(self) -> None:
+        if time.monotonic() - self._saved_at >= self.spec.learner.checkpoint_every_s:
+            self.save()
+
+    def _restore(self) -> None:
+        loaded = checkpoint.load_latest(self._folder)
+        if loaded is None:
+            return
+        self.damaged_checkpoints = loaded.damaged
+        state = loaded.state
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            problem = "does not fit the checkpoint of this run"
+            raise SpecMismatch("hidden", list(self.spec.hidden), problem, str(error).splitlines()[-1].strip()) from None
+        self._optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        self.updates, self.steps, self.version = state["updates"], state["steps"], state["version"]
+        self.counts = dict(state["counts"])
+
+
+def build_model(spec: RLSpec, experience: ExperienceSpec) -> ActorCritic:
+    """The model of a run, with fresh weights."""
+    num_actions = int(experience.action.high or 0) + 1
+    return ActorCritic(experience.observation.shape[0], num_actions, spec.hidden)
+
+
+def model_arrays(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """The state dict as NumPy arrays."""
+    return {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}

@@ -1,0 +1,239 @@
+"""The account book of experience: for every actor, received = consumed + queued + dropped(reason), also after a crash.
+
+One row an (actor id, incarnation). The gateway commits a row before it acknowledges what the row counts, so whatever
+an actor was told is on disk; SQLite without fsync survives the death of the process, which is the fault promised here
+(a power cut may lose the last moments). A segment on its way to the learner is *leased*, which is part of `queued` to
+the outside, until the learner settles the lease. Called by the queue and the gateway; never touches a socket.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.wire.segment import DropReason
+
+ActorKey = tuple[str, int]  # (actor id, incarnation)
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS accounts (
+    actor_id TEXT, incarnation INTEGER, next_seq INTEGER, received INTEGER, consumed INTEGER,
+    duplicates INTEGER, dropped TEXT, PRIMARY KEY (actor_id, incarnation)
+);
+CREATE TABLE IF NOT EXISTS leases (lease_id INTEGER PRIMARY KEY, consumer TEXT, keys TEXT);
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
+"""
+
+
+@dataclass
+class Account:
+    """Counts of segments. The identity `received == consumed + queued + dropped` holds after every method call."""
+
+    next_seq: int = 0
+    received: int = 0
+    consumed: int = 0
+    queued: int = 0  # in the queue or leased to the learner
+    duplicates: int = 0  # received again after they had been counted: not part of `received`
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def balanced(self) -> bool:
+        return self.received == self.consumed + self.queued + self.dropped.total()
+
+
+@dataclass(frozen=True)
+class _Lease:
+    consumer: str
+    keys: tuple[ActorKey, ...]  # one for each segment, in the order of the batch
+
+
+class Ledger:
+    """The accounts of one run, in memory and in a SQLite file. Safe to use from any thread."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Open or create the book; None keeps it in memory. What a crash left queued is dropped as GATEWAY_CRASH."""
+        self.lock = threading.RLock()
+        self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
+        self._database.execute("PRAGMA journal_mode=WAL")
+        self._database.execute("PRAGMA synchronous=OFF")
+        self._database.executescript(_SCHEMA)
+        self._accounts: dict[ActorKey, Account] = {}
+        self._leases: dict[int, _Lease] = {}
+        self._dirty: set[ActorKey] = set()
+        self._dirty_leases: set[int] = set()
+        self._next_lease = 1
+        self._closed = False
+        self._load()
+
+    def account(self, key: ActorKey) -> Account:
+        """The account of an actor's incarnation, opened when it is new. The caller must not change it."""
+        with self.lock:
+            return self._accounts.setdefault(key, Account())
+
+    def newest_incarnation(self, actor_id: str) -> int | None:
+        """The highest incarnation under which this actor has ever been seen."""
+        with self.lock:
+            return max((number for name, number in self._accounts if name == actor_id), default=None)
+
+    def open_account(self, key: ActorKey) -> Account:
+        """The account, on disk from the next commit on even when nothing was received yet."""
+        with self.lock:
+            self._dirty.add(key)
+            return self.account(key)
+
+    def admit(self, key: ActorKey, seq: int, reason: DropReason | None = None) -> None:
+        """Count segment `seq` as received, and as queued, or as dropped for `reason`."""
+        with self.lock:
+            account = self.account(key)
+            account.next_seq = seq + 1
+            account.received += 1
+            if reason is None:
+                account.queued += 1
+            else:
+                account.dropped[reason.value] += 1
+            self._dirty.add(key)
+
+    def count_duplicate(self, key: ActorKey) -> None:
+        with self.lock:
+            self.account(key).duplicates += 1
+            self._dirty.add(key)
+
+    def lease(self, consumer: str, keys: Iterable[ActorKey]) -> int:
+        """Note that `consumer` was handed one segment of each key; returns the lease's id, durable on return."""
+        with self.lock:
+            lease_id, self._next_lease = self._next_lease, self._next_lease + 1
+            self._leases[lease_id] = _Lease(consumer, tuple(keys))
+            self._dirty_leases.add(lease_id)
+            self.commit()
+            return lease_id
+
+    def settle(self, lease_id: int, stale: Sequence[bool]) -> bool:
+        """Close a lease: segments where `stale` is true were dropped as STALE_CONSUMPTION, the others consumed.
+
+        Durable on return. Returns False, and changes nothing, for a lease that was revoked or settled before.
+        """
+        with self.lock:
+            if lease_id not in self._leases:
+                return False
+            keys = self._end_lease(lease_id)
+            for (key, is_stale), count in Counter(zip(keys, stale, strict=True)).items():
+                if is_stale:
+                    self._drop(key, count, DropReason.STALE_CONSUMPTION)
+                else:
+                    self._accounts[key].queued -= count
+                    self._accounts[key].consumed += count
+            self.commit()
+            return True
+
+    def revoke_leases_except(self, consumer: str) -> int:
+        """Drop as LEARNER_CRASH what other consumers never settled; returns how many segments that were."""
+        with self.lock:
+            dead = [lease_id for lease_id, lease in self._leases.items() if lease.consumer != consumer]
+            keys = [key for lease_id in dead for key in self._end_lease(lease_id)]
+            self.drop_queued(keys, DropReason.LEARNER_CRASH)
+            return len(keys)
+
+    def drop_queued(self, keys: Iterable[ActorKey], reason: DropReason) -> None:
+        """Count one queued segment of each key as dropped."""
+        with self.lock:
+            for key, count in Counter(keys).items():
+                self._drop(key, count, reason)
+
+    def totals(self) -> Account:
+        """The sum of all accounts."""
+        total = Account()
+        with self.lock:
+            for account in self._accounts.values():
+                total.received += account.received
+                total.consumed += account.consumed
+                total.queued += account.queued
+                total.duplicates += account.duplicates
+                total.dropped.update(account.dropped)
+        return total
+
+    def accounts(self) -> dict[ActorKey, Account]:
+        """A copy of the book's index; the accounts themselves are live."""
+        with self.lock:
+            return dict(self._accounts)
+
+    def set_fact(self, name: str, value: str) -> None:
+        """Keep a small fact (the gateway's port) across restarts."""
+        with self.lock:
+            self._database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+
+    def fact(self, name: str) -> str | None:
+        with self.lock:
+            row = self._database.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+            return None if row is None else str(row[0])
+
+    def commit(self) -> None:
+        """Write what changed, in one transaction."""
+        with self.lock:
+            if not self._dirty and not self._dirty_leases:
+                return
+            self._database.execute("BEGIN")
+            self._database.executemany(
+                "INSERT OR REPLACE INTO accounts VALUES (?, ?, ?, ?, ?, ?, ?)", map(self._row, self._dirty)
+            )
+            for lease_id in self._dirty_leases:
+                self._write_lease(lease_id)
+            self._database.execute("COMMIT")
+            self._dirty.clear()
+            self._dirty_leases.clear()
+
+    def close(self) -> None:
+        """Commit and close the file. Idempotent."""
+        with self.lock:
+            if not self._closed:
+                self._closed = True
+                self.commit()
+                self._database.close()
+
+    def _drop(self, key: ActorKey, count: int, reason: DropReason) -> None:
+        if count:
+            account = self._accounts[key]
+            account.queued -= count
+            account.dropped[reason.value] += count
+            self._dirty.add(key)
+
+    def _end_lease(self, lease_id: int) -> tuple[ActorKey, ...]:
+        self._dirty_leases.add(lease_id)
+        keys = self._leases.pop(lease_id).keys
+        self._dirty.update(keys)
+        return keys
+
+    def _row(self, key: ActorKey) -> tuple[object, ...]:
+        account = self._accounts[key]
+        dropped = json.dumps(account.dropped)
+        return (*key, account.next_seq, account.received, account.consumed, account.duplicates, dropped)
+
+    def _write_lease(self, lease_id: int) -> None:
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            self._database.execute("DELETE FROM leases WHERE lease_id = ?", (lease_id,))
+        else:
+            row = (lease_id, lease.consumer, json.dumps(lease.keys))
+            self._database.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", row)
+
+    def _load(self) -> None:
+        """Read the book, and drop what was queued in a gateway that did not close it."""
+        for actor_id, incarnation, next_seq, received, consumed, duplicates, dropped in self._database.execute(
+            "SELECT * FROM accounts"
+        ):
+            self._accounts[actor_id, incarnation] = Account(
+                next_seq, received, consumed, 0, duplicates, Counter(json.loads(dropped))
+            )
+        for lease_id, consumer, text in self._database.execute("SELECT * FROM leases"):
+            keys = tuple((actor_id, incarnation) for actor_id, incarnation in json.loads(text))
+            self._leases[lease_id] = _Lease(consumer, keys)
+            self._next_lease = max(self._next_lease, lease_id + 1)
+        leased = Counter(key for lease in self._leases.values() for key in lease.keys)
+        for key, account in self._accounts.items():
+            account.queued = account.received - account.consumed - account.dropped.total()
+            self._drop(key, account.queued - leased[key], DropReason.GATEWAY_CRASH)
+        self.commit()

@@ -1,0 +1,168 @@
+"""The bounded queue between the gateway and the learner, and the batch in which experience leaves it.
+
+Called by the gateway (put) and by the learner, directly or through Ray (take, settle). Every segment that goes in
+comes out exactly once: settled by the learner, or dropped with a reason in the ledger.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Condition
+from typing import Protocol
+
+import numpy as np
+
+from shoal.errors import Closed
+from shoal.rl.ledger import ActorKey, Ledger
+from shoal.wire.segment import DropReason, Segment
+
+
+@dataclass(frozen=True, eq=False)
+class ExperienceBatch:
+    """S segments laid end to end; N steps in all. Legend: S segments, N = sum of lengths.
+
+    observations [N+S, *obs] (each segment has one more observation than steps), actions [N, *act], rewards [N],
+    log_probabilities [N], versions [N], lengths int64 [S], terminated bool [S]; lease_id is what `settle` wants back.
+    """
+
+    lease_id: int
+    observations: np.ndarray
+    actions: np.ndarray
+    rewards: np.ndarray
+    log_probabilities: np.ndarray
+    versions: np.ndarray
+    lengths: np.ndarray
+    terminated: np.ndarray
+
+    @classmethod
+    def of(cls, lease_id: int, segments: list[Segment]) -> ExperienceBatch:
+        """Lay segments end to end."""
+        return cls(
+            lease_id,
+            np.concatenate([segment.observations for segment in segments]),
+            np.concatenate([segment.actions for segment in segments]),
+            np.concatenate([segment.rewards for segment in segments]),
+            np.concatenate([segment.log_probabilities for segment in segments]),
+            np.concatenate([segment.versions for segment in segments]),
+            np.array([segment.num_steps for segment in segments], np.int64),
+            np.array([segment.terminated for segment in segments], np.bool_),
+        )
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.rewards)
+
+    def oldest_versions(self) -> np.ndarray:
+        """The oldest weights version in each segment. [S]"""
+        starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
+        oldest: np.ndarray = np.minimum.reduceat(self.versions, starts)
+        return oldest
+
+    def select(self, keep: np.ndarray) -> ExperienceBatch:
+        """The batch without the segments where `keep` (bool [S]) is false."""
+        steps = np.repeat(keep, self.lengths)
+        rows = np.repeat(keep, self.lengths + 1)
+        return ExperienceBatch(
+            self.lease_id,
+            self.observations[rows],
+            self.actions[steps],
+            self.rewards[steps],
+            self.log_probabilities[steps],
+            self.versions[steps],
+            self.lengths[keep],
+            self.terminated[keep],
+        )
+
+
+class ExperienceSource(Protocol):
+    """Where a learner gets experience from. Fulfilled by ExperienceQueue and by Ray's remote gateway."""
+
+    def take(self, consumer: str, min_steps: int, max_segments: int, timeout_s: float) -> ExperienceBatch | None:
+        """Lease a batch: `min_steps` steps or more, or `max_segments`, or what there is after `timeout_s`; None if
+        that is nothing. `consumer` names one life of the learner: the leases of any other are revoked."""
+        ...
+
+    def settle(self, lease_id: int, stale: np.ndarray) -> bool:
+        """Answer for a lease: segments where `stale` (bool [S]) were dropped for their age, the others consumed."""
+        ...
+
+
+class ExperienceQueue:
+    """Segments on their way to the learner, first in, first out.
+
+    | capacity            | what blocks             | who unblocks               | close()                           |
+    |---------------------|-------------------------|----------------------------|-----------------------------------|
+    | `capacity` segments | `take`, up to timeout_s | `put`, or `close()`        | the rest is dropped as SHUTDOWN,  |
+    |                     | `put` never: False      |                            | `take` gives None, `put` raises   |
+    """
+
+    def __init__(self, capacity: int, ledger: Ledger) -> None:
+        self.capacity = capacity
+        self.ledger = ledger
+        self.on_room: Callable[[], None] = lambda: None  # called after segments have left
+        self._arrived = Condition(ledger.lock)  # one lock: the book and the queue always agree
+        self._segments: deque[tuple[ActorKey, Segment]] = deque()
+        self._num_steps = 0
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def put(self, key: ActorKey, seq: int, segment: Segment) -> bool:
+        """Queue and count a segment; False, counting nothing, when the queue is full. Raises Closed."""
+        with self._arrived:
+            if self._closed:
+                raise Closed("the experience queue is closed")
+            if len(self._segments) >= self.capacity:
+                return False
+            self._segments.append((key, segment))
+            self._num_steps += segment.num_steps
+            self.ledger.admit(key, seq)
+            self._arrived.notify()
+            return True
+
+    def take(self, consumer: str, min_steps: int, max_segments: int, timeout_s: float) -> ExperienceBatch | None:
+        deadline = time.monotonic() + timeout_s
+        with self._arrived:
+            if self.ledger.revoke_leases_except(consumer):
+                self.ledger.commit()
+            while not self._closed and self._num_steps < min_steps and len(self._segments) < max_segments:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    break
+                self._arrived.wait(remaining_s)
+            keys, segments = self._pop(min_steps, max_segments)
+            if not segments:
+                return None
+            lease_id = self.ledger.lease(consumer, keys)
+        self.on_room()
+        return ExperienceBatch.of(lease_id, segments)
+
+    def settle(self, lease_id: int, stale: np.ndarray) -> bool:
+        with self._arrived:
+            return self.ledger.settle(lease_id, stale.tolist())
+
+    def close(self) -> None:
+        """Drop what is left as SHUTDOWN and wake `take`. Idempotent."""
+        with self._arrived:
+            self._closed = True
+            self.ledger.drop_queued((key for key, _ in self._segments), DropReason.SHUTDOWN)
+            self._segments.clear()
+            self._num_steps = 0
+            self.ledger.commit()
+            self._arrived.notify_all()
+
+    def _pop(self, min_steps: int, max_segments: int) -> tuple[list[ActorKey], list[Segment]]:
+        keys: list[ActorKey] = []
+        segments: list[Segment] = []
+        num_steps = 0
+        while self._segments and num_steps < min_steps and len(segments) < max_segments:
+            key, segment = self._segments.popleft()
+            keys.append(key)
+            segments.append(segment)
+            num_steps += segment.num_steps
+        self._num_steps -= num_steps
+        return keys, segments

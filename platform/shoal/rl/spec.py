@@ -1,0 +1,92 @@
+"""What a reinforcement-learning run is told: the specs of its parts, and what its experience looks like.
+
+Called by jobs, by `local.py` and by the Ray shells. Knows the environment only through its two spaces.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from shoal.algorithms.impala import ImpalaConfig
+from shoal.config import Spec
+from shoal.errors import ConfigError
+from shoal.models.actor_critic import policy_spec
+from shoal.wire.spec import ExperienceSpec, TensorSpec
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nothing outside this machine can reach `host`."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class GatewaySpec(Spec):
+    """How actors reach the learner. Beyond loopback, `curve` (encryption and the server's identity) is required."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535, description="0 takes a free one")
+    curve: bool = False
+    queue_capacity: int = Field(default=96, ge=2, description="segments; at least one for every actor")
+    max_credits: int = Field(default=16, ge=1, description="segments that one actor may have on their way")
+    max_version_lag: int = Field(default=30, ge=0, description="weight versions")
+    heartbeat_s: float = Field(default=1.0, gt=0)
+    timeout_s: float = Field(default=6.0, gt=0)
+    max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
+
+    @model_validator(mode="after")
+    def _closed_by_default(self) -> GatewaySpec:
+        if not is_loopback(self.host) and not self.curve:
+            raise ValueError(f"gateway host {self.host!r} is not loopback: set curve=true, so that nothing is in clear")
+        if self.timeout_s < 2 * self.heartbeat_s:
+            raise ValueError("timeout_s must be at least twice heartbeat_s, or one lost ping ends a session")
+        return self
+
+
+class LearnerSpec(Spec):
+    """How the learner takes experience, and how often it publishes and saves."""
+
+    batch_steps: int = Field(default=2048, ge=1, description="environment steps in an update, at least")
+    take_timeout_s: float = Field(default=0.5, gt=0, description="after which a smaller batch is taken")
+    publish_every: int = Field(default=1, ge=1, description="updates between two weight versions")
+    checkpoint_every_s: float = Field(default=5.0, gt=0)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    torch_threads: int = Field(default=1, ge=1)
+    seed: int = 0
+
+
+class RLSpec(Spec):
+    """One actor-learner run."""
+
+    env: str = "CartPole-v1"
+    hidden: tuple[int, ...] = (64, 64)
+    segment_length: int = Field(default=128, ge=1, description="environment steps in a segment, at most")
+    gateway: GatewaySpec = GatewaySpec()
+    learner: LearnerSpec = LearnerSpec()
+    impala: ImpalaConfig = ImpalaConfig()
+
+
+def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec) -> ExperienceSpec:
+    """What segments of an environment with these gymnasium spaces contain.
+
+    Raises ConfigError for spaces that the algorithm cannot learn from.
+    """
+    if type(observation_space).__name__ != "Box" or len(observation_space.shape) != 1:
+        raise ConfigError("env", spec.env, f"observes {observation_space}", "this algorithm needs a flat Box")
+    if type(action_space).__name__ != "Discrete":
+        raise ConfigError("env", spec.env, f"acts with {action_space}", "this algorithm needs a Discrete space")
+    dtype = np.dtype(observation_space.dtype).name
+    low, high = float(np.min(observation_space.low)), float(np.max(observation_space.high))
+    observation = TensorSpec(
+        dtype,
+        tuple(observation_space.shape),
+        low if np.isfinite(low) else None,
+        high if np.isfinite(high) else None,
+    )
+    action = TensorSpec("int64", (), 0, int(action_space.n) - 1)
+    return ExperienceSpec(observation, action, spec.segment_length, policy_spec(spec.hidden))

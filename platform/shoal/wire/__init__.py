@@ -1,0 +1,50 @@
+"""The messages that external processes speak: typed, versioned, free of pickle (docs/protocol.md)."""
+
+from shoal.wire.messages import (
+    PROTOCOL_VERSION,
+    Ack,
+    Bye,
+    Credit,
+    Error,
+    Hello,
+    Limits,
+    Message,
+    Ping,
+    Pong,
+    Pull,
+    SegmentMessage,
+    TensorHeader,
+    Weights,
+    Welcome,
+    decode,
+    encode,
+)
+from shoal.wire.segment import DropReason, Segment, pack_segment, unpack_segment
+from shoal.wire.spec import ExperienceSpec, PolicySpec, TensorSpec
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Ack",
+    "Bye",
+    "Credit",
+    "DropReason",
+    "Error",
+    "ExperienceSpec",
+    "Hello",
+    "Limits",
+    "Message",
+    "Ping",
+    "PolicySpec",
+    "Pong",
+    "Pull",
+    "Segment",
+    "SegmentMessage",
+    "TensorHeader",
+    "TensorSpec",
+    "Weights",
+    "Welcome",
+    "decode",
+    "encode",
+    "pack_segment",
+    "unpack_segment",
+]

@@ -1,0 +1,159 @@
+"""A segment of experience: consecutive steps of one episode, each with the weights version and log-probability it was
+made with; and its way over the wire, in both directions.
+
+`unpack_segment` is the border: what it returns fits the spec in dtype, shape, range and finiteness. Inside, segments
+are trusted. Legend of shape suffixes: L steps (1 ≤ L ≤ segment_length).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.errors import InvalidSegment
+from shoal.wire.messages import SegmentMessage, TensorHeader, encode
+from shoal.wire.spec import DTYPES, ExperienceSpec, TensorSpec
+
+_NAMES = {np.dtype(code): name for name, code in DTYPES.items()}
+_LOG_PROBABILITY = TensorSpec("float32", (), None, 1e-3)  # log p ≤ 0, with room for rounding
+_REWARD = TensorSpec("float32", ())
+_VERSION = TensorSpec("int64", (), 1, None)
+
+
+class DropReason(enum.StrEnum):
+    """Why a received segment did not, or will not, enter training."""
+
+    MALFORMED = "malformed"  # the frames do not fit their own header
+    INVALID_DTYPE = "invalid_dtype"
+    INVALID_SHAPE = "invalid_shape"
+    INVALID_RANGE = "invalid_range"
+    NON_FINITE = "non_finite"
+    OVER_CREDIT = "over_credit"  # sent beyond the send limit, with the queue full
+    STALE_ADMISSION = "stale_admission"  # older than max_version_lag when it arrived
+    STALE_CONSUMPTION = "stale_consumption"  # older than max_version_lag when the learner took it
+    GATEWAY_CRASH = "gateway_crash"  # queued in a gateway that died
+    LEARNER_CRASH = "learner_crash"  # handed to a learner that died before it answered for it
+    SHUTDOWN = "shutdown"  # still queued when the run ended
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """L consecutive steps of one episode.
+
+    observations: [L+1, *obs]; the last one is what the environment really showed after the last step, also when the
+                  episode ended there, so that a truncated episode is bootstrapped from its real final observation
+    actions [L, *act], rewards float32 [L], log_probabilities float32 [L] of the behaviour policy
+    versions int64 [L]: the weights version that chose each action
+    terminated, truncated: how the episode ended after the last step; at most one is true
+    episode_return, episode_length: of the whole episode, given when it ended here
+    """
+
+    observations: np.ndarray
+    actions: np.ndarray
+    rewards: np.ndarray
+    log_probabilities: np.ndarray
+    versions: np.ndarray
+    terminated: bool = False
+    truncated: bool = False
+    episode_return: float | None = None
+    episode_length: int | None = None
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def oldest_version(self) -> int:
+        return int(self.versions.min())
+
+
+def pack_segment(segment: Segment, seq: int) -> list[bytes | memoryview]:
+    """The frames of a segment message: the header, then one frame a tensor."""
+    headers, frames = [], []
+    for name in ("observations", "actions", "rewards", "log_probabilities", "versions"):
+        array = np.ascontiguousarray(getattr(segment, name))
+        dtype = _NAMES[array.dtype.newbyteorder("<")]
+        array = array.astype(DTYPES[dtype], copy=False)
+        headers.append(TensorHeader(name, dtype, array.shape))
+        frames.append(array.tobytes())
+    header = SegmentMessage(
+        seq,
+        tuple(headers),
+        segment.terminated,
+        segment.truncated,
+        segment.episode_return,
+        segment.episode_length,
+    )
+    return [encode(header), *frames]
+
+
+def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: ExperienceSpec) -> Segment:
+    """The segment in `frames` (without the header frame), validated against `spec`; the arrays lie over the frames.
+
+    Tensors of unknown names are ignored, as a newer client may send more. Raises InvalidSegment whose `reason` is the
+    DropReason to count it under.
+    """
+    if len(message.tensors) != len(frames):
+        problem = f"{len(message.tensors)} described, but {len(frames)} frames follow"
+        raise InvalidSegment(DropReason.MALFORMED, "tensors", problem)
+    described = {header.name: (header, frame) for header, frame in zip(message.tensors, frames, strict=True)}
+    length = _length(described, spec.segment_length)
+    _check_ending(message)
+    return Segment(
+        _read("observations", described, length + 1, spec.observation),
+        _read("actions", described, length, spec.action),
+        _read("rewards", described, length, _REWARD),
+        _read("log_probabilities", described, length, _LOG_PROBABILITY),
+        _read("versions", described, length, _VERSION),
+        message.terminated,
+        message.truncated,
+        message.episode_return,
+        message.episode_length,
+    )
+
+
+def _length(described: Mapping[str, tuple[TensorHeader, bytes]], segment_length: int) -> int:
+    if "rewards" not in described:
+        raise InvalidSegment(DropReason.MALFORMED, "rewards", "is missing")
+    shape = described["rewards"][0].shape
+    if len(shape) != 1 or not 1 <= shape[0] <= segment_length:
+        problem = f"{list(shape)}, expected [L] with 1 ≤ L ≤ {segment_length}"
+        raise InvalidSegment(DropReason.INVALID_SHAPE, "rewards", problem)
+    return shape[0]
+
+
+def _read(name: str, described: Mapping[str, tuple[TensorHeader, bytes]], length: int, spec: TensorSpec) -> np.ndarray:
+    """One tensor, checked from the outside in: present, dtype, shape, size of the frame, finite, range."""
+    if name not in described:
+        raise InvalidSegment(DropReason.MALFORMED, name, "is missing")
+    header, frame = described[name]
+    if header.dtype != spec.dtype:
+        raise InvalidSegment(DropReason.INVALID_DTYPE, name, f"{header.dtype[:20]}, expected {spec.dtype}")
+    expected = (length, *spec.shape)
+    if header.shape != expected:
+        raise InvalidSegment(DropReason.INVALID_SHAPE, name, f"{list(header.shape)[:9]}, expected {list(expected)}")
+    dtype = spec.numpy_dtype()
+    if len(frame) != math.prod(expected) * dtype.itemsize:
+        problem = f"{header.dtype} {list(expected)} does not fit a frame of {len(frame)} bytes"
+        raise InvalidSegment(DropReason.MALFORMED, name, problem)
+    array: np.ndarray = np.frombuffer(frame, dtype).reshape(expected)
+    if dtype.kind == "f" and not np.isfinite(array).all():
+        raise InvalidSegment(DropReason.NON_FINITE, name, "has NaN or infinite values")
+    if array.size and spec.low is not None and array.min() < spec.low:
+        raise InvalidSegment(DropReason.INVALID_RANGE, name, f"{array.min()} is below {spec.low}")
+    if array.size and spec.high is not None and array.max() > spec.high:
+        raise InvalidSegment(DropReason.INVALID_RANGE, name, f"{array.max()} is above {spec.high}")
+    return array
+
+
+def _check_ending(message: SegmentMessage) -> None:
+    if message.terminated and message.truncated:
+        raise InvalidSegment(DropReason.INVALID_RANGE, "truncated", "an episode is terminated or truncated, not both")
+    if message.episode_return is not None and not math.isfinite(message.episode_return):
+        raise InvalidSegment(DropReason.NON_FINITE, "episode_return", "is NaN or infinite")
+    if message.episode_length is not None and message.episode_length < 1:
+        raise InvalidSegment(DropReason.INVALID_RANGE, "episode_length", f"{message.episode_length} is below 1")
