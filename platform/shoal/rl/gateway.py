@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -140,8 +140,8 @@ class Gateway:
         with self._lock:
             version = self._latest.version if self._latest else 0
             progress = self._progress
-            totals = self.queue.ledger.totals()
             return {
+                "pid": os.getpid(),
                 "weights_version": version,
                 "steps": progress.steps,
                 "episodes": progress.episodes,
@@ -154,7 +154,7 @@ class Gateway:
                 "queue_capacity": self.queue.capacity,
                 "actors": [actor.to_dict(version) for actor in self._actors.values()],
                 "protocol_errors": dict(progress.protocol_errors),
-                "segments": {**asdict(totals), "balanced": totals.balanced},
+                "segments": self.queue.ledger.totals().to_dict(),
             }
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:

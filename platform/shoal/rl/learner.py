@@ -27,14 +27,9 @@ from shoal.wire import ExperienceSpec
 
 
 class WeightSink(Protocol):
-    """Where a learner publishes. Fulfilled by WeightStore and by Ray's remote publisher; never waits for a consumer."""
+    """Where a learner publishes. Fulfilled by WeightStore and by WeightPublisher; never waits for a consumer."""
 
-    @property
-    def version(self) -> int:
-        """The newest version that was ever published there, 0 for none."""
-        ...
-
-    def publish(self, snapshot: WeightSnapshot) -> bool: ...
+    def publish(self, snapshot: WeightSnapshot) -> object: ...
 
 
 class Published(NamedTuple):
@@ -56,11 +51,11 @@ class Learner:
         source: ExperienceSource,
         sink: WeightSink,
         folder: Path,
-        first_version: int = 0,
+        used_version: int = 0,
     ) -> None:
         """Restore from the newest checkpoint in `folder`, if there is one, and publish at once.
 
-        `first_version`: a version that was already used by this run; new ones are above it.
+        `used_version`: the newest version that this run has used so far; new ones are above it.
         """
         torch.set_num_threads(spec.learner.torch_threads)
         torch.manual_seed(spec.learner.seed)
@@ -75,20 +70,23 @@ class Learner:
         self.damaged_checkpoints: list[str] = []
         self._restore()
         self.restored_updates = self.updates
-        self.version = max(self.version, first_version, sink.version)
+        self.version = max(self.version, used_version)
         self._metrics: dict[str, float] = {}
         self._published: deque[Published] = deque(maxlen=10_000)
         self._lock = threading.Lock()  # guards what stats() reads together
         self._stop = threading.Event()
         self._saved_at = time.monotonic()
+        self._published_updates = self.updates
         self._publish()
 
     def run(self) -> None:
-        """Learn until `stop()`, then save. Raises what an update raises, after saving the last good state."""
+        """Learn until `stop()`; publish and save the last good state, also when an update raises."""
         try:
             while not self._stop.is_set():
                 self.step()
         finally:
+            if self.updates != self._published_updates:
+                self._publish()
             self.save()
 
     def stop(self) -> None:
@@ -179,6 +177,7 @@ class Learner:
 
     def _publish(self) -> None:
         self.version += 1
+        self._published_updates = self.updates
         snapshot = self.snapshot()
         self._sink.publish(snapshot)
         self._published.append(Published(self.version, self.steps, snapshot.sha256, snapshot.published_at))

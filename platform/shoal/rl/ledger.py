@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shoal.wire.segment import DropReason
 
@@ -44,6 +45,17 @@ class Account:
     @property
     def balanced(self) -> bool:
         return self.received == self.consumed + self.queued + self.dropped.total()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "received": self.received,
+            "consumed": self.consumed,
+            "queued": self.queued,
+            "duplicates": self.duplicates,
+            "dropped": dict(self.dropped),
+            "balanced": self.balanced,
+        }
 
 
 @dataclass(frozen=True)

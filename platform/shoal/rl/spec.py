@@ -57,6 +57,8 @@ class LearnerSpec(Spec):
     checkpoint_every_s: float = Field(default=5.0, gt=0)
     keep_checkpoints: int = Field(default=2, ge=1)
     torch_threads: int = Field(default=1, ge=1)
+    num_cpus: float = Field(default=0.5, ge=0, description="what it reserves of the cluster")
+    max_restarts: int = Field(default=3, ge=0, description="of the gateway and of the learner, after a crash")
     seed: int = 0
 
 

@@ -1,0 +1,55 @@
+# Two commands do all the set-up: `make demo` and `make test`. Everything lands in .venv.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PEERS  := .venv-peers
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench bench-check clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+setup: $(READY)  ## Install Shoal and all it needs into .venv
+
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "Shoal needs Python 3.11: install it, or say make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (a few minutes the first time) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'torch==2.13.0'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cluster,dev]'
+	@touch $@
+
+demo: $(READY)  ## Run the main job: four external actors teach a policy that an endpoint already serves
+	@$(BIN)/shoal run actor_learner --actors 4
+
+test: $(READY)  ## Run the whole test suite
+	@$(BIN)/python -m pytest tests
+
+check: $(READY)  ## Format, lint, types, import contracts
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/contracts
+
+format: $(READY)  ## Let ruff format and fix what it can
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+$(PEERS)/.ready: benchmarks/peers.txt
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@echo "installing the peers into $(PEERS) ..."
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0'
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers.txt
+	@touch $@
+
+bench: $(READY) $(PEERS)/.ready  ## Measure every bar beside its peers, and renew the README's table
+	@$(BIN)/python -m benchmarks.all
+	@$(BIN)/python -m benchmarks.table --write
+
+bench-check: $(READY)  ## Say which bars the committed results miss
+	@$(BIN)/python -m benchmarks.table --check
+
+clean:  ## Remove the environments and caches
+	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,153 @@
+"""What a run looks like while it goes on: one picture on a terminal, plain lines elsewhere.
+
+Reads the run record and nothing else, so it shows the same for a run of this process, of another, or of yesterday.
+Called by `shoal run`. `RunView` is the data, `render` and `plain_line` are pure functions of it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shoal.runs import Run
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One moment of a run. `metrics` are the newest values; `history` the mean returns seen so far."""
+
+    run_id: str
+    phase: str
+    elapsed_s: float
+    target_return: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    history: tuple[float, ...] = ()
+    endpoint: str = ""
+    gateway: str = ""
+    notes: tuple[str, ...] = ()
+
+    def value(self, name: str) -> float:
+        return self.metrics.get(name, math.nan)
+
+    def named(self, prefix: str) -> dict[str, float]:
+        """Metrics under `prefix/`, without it."""
+        return {name[len(prefix) + 1 :]: v for name, v in self.metrics.items() if name.startswith(prefix + "/")}
+
+
+def view_of(run: Run, phase: str, target_return: float | None, before: RunView | None, notes: Sequence[str]) -> RunView:
+    """The run as it is now; `before` carries the history on."""
+    metrics = run.latest()
+    history = before.history if before else ()
+    mean = metrics.get("return/mean_100", math.nan)
+    if math.isfinite(mean) and (not history or history[-1] != mean):
+        history = (*history, mean)[-120:]
+    addresses = {endpoint.kind: endpoint.address for endpoint in run.endpoints() if endpoint.state == "ready"}
+    return RunView(
+        run.id,
+        phase,
+        time.time() - run.created_at,
+        target_return,
+        metrics,
+        history,
+        addresses.get("inference", ""),
+        addresses.get("gateway", ""),
+        tuple(notes),
+    )
+
+
+def render(view: RunView) -> RenderableType:
+    """The picture for a terminal."""
+    parts: list[RenderableType] = [_return_line(view), _numbers(view)]
+    lags = view.named("lag")
+    if lags:
+        parts.append(_actors(view, lags))
+    drops = {reason: count for reason, count in view.named("drops").items() if count}
+    dropped = ", ".join(f"{reason} {count:,.0f}" for reason, count in sorted(drops.items())) or "none"
+    parts.append(Text.assemble(("drops     ", "dim"), dropped))
+    if view.endpoint:
+        parts.append(Text.assemble(("endpoint  ", "dim"), view.endpoint, ("   gateway  ", "dim"), view.gateway or "-"))
+    parts += [Text(note, style="yellow") for note in view.notes]
+    title = f"[bold]{view.run_id}[/]  {view.phase}  [dim]{view.elapsed_s:.0f} s[/]"
+    return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", padding=(0, 1))
+
+
+def plain_line(view: RunView) -> str:
+    """One line for a log file."""
+    if math.isnan(view.value("steps/total")):
+        return f"[{view.elapsed_s:5.1f} s] {view.phase}"
+    drops = sum(view.named("drops").values())
+    lag = max(view.named("lag").values(), default=math.nan)
+    numbers = {
+        "return": _number(view.value("return/mean_100"), ".1f"),
+        "steps/s": _number(view.value("steps/per_s"), ",.0f"),
+        "weights": _number(view.value("weights/version"), ".0f"),
+        "max lag": _number(lag, ".0f"),
+        "queue": _number(view.value("queue/depth"), ".0f"),
+        "drops": f"{drops:.0f}",
+        "endpoint requests/s": _number(view.value("endpoint/requests_per_s"), ".0f"),
+    }
+    return f"[{view.elapsed_s:5.1f} s] {view.phase}: " + ", ".join(f"{k} {v}" for k, v in numbers.items())
+
+
+def sparkline(values: Sequence[float], width: int, low: float = 0.0, high: float | None = None) -> str:
+    """`values`, oldest first, as bars between `low` and `high` (the highest value when None)."""
+    if not values:
+        return ""
+    step = max(1, math.ceil(len(values) / width))
+    shown = [max(values[start : start + step]) for start in range(0, len(values), step)]
+    top = max(high if high is not None else max(shown), low + 1e-9)
+    return "".join(_BARS[round(min(1.0, max(0.0, (v - low) / (top - low))) * (len(_BARS) - 1))] for v in shown)
+
+
+def _return_line(view: RunView) -> RenderableType:
+    mean, target = view.value("return/mean_100"), view.target_return
+    label = Text.assemble(("return    ", "dim"), (f"{_number(mean, '.1f'):>6}", "bold green"))
+    line = Table.grid(padding=(0, 1))
+    cells: list[RenderableType] = [label]
+    if target:
+        completed = max(0.0, mean) if math.isfinite(mean) else 0.0
+        cells += [ProgressBar(total=target, completed=min(completed, target), width=24), Text(f"{target:g}", "dim")]
+    cells.append(Text(sparkline(view.history, 40, high=target), "green"))
+    line.add_row(*cells)
+    return line
+
+
+def _numbers(view: RunView) -> RenderableType:
+    table = Table.grid(padding=(0, 3))
+    table.add_row(
+        _cell("steps/s", view.value("steps/per_s"), ",.0f"),
+        _cell("steps", view.value("steps/total"), ",.0f"),
+        _cell("episodes", view.value("episodes/total"), ",.0f"),
+        _cell("weights", view.value("weights/version"), ".0f"),
+        _cell("queue", view.value("queue/depth"), ".0f"),
+        _cell("endpoint req/s", view.value("endpoint/requests_per_s"), ".0f"),
+    )
+    return table
+
+
+def _actors(view: RunView, lags: dict[str, float]) -> RenderableType:
+    text = Text.assemble(("actors    ", "dim"), f"{_number(view.value('actors/connected'), '.0f')} connected, lag ")
+    for index, (name, lag) in enumerate(sorted(lags.items())):
+        style = "green" if lag <= 2 else "yellow" if lag <= 10 else "red"
+        text.append("  " if index else "")
+        text.append(f"{name} ", "dim")
+        text.append(f"{lag:.0f}", style)
+    return text
+
+
+def _cell(name: str, value: float, form: str) -> Text:
+    return Text.assemble((f"{name} ", "dim"), (_number(value, form), "bold"))
+
+
+def _number(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else "-"

@@ -1,0 +1,165 @@
+"""`shoal models`: the registry's versions and aliases, to look at and to move.
+
+Parse, call, print: everything is asked of `shoal.registry`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shoal.registry import ModelVersion, Registry, TensorSignature
+from shoal.runs.display import age, moment, number, size
+
+NUM_MOVES = 5
+
+
+@click.group()
+def models() -> None:
+    """List, show, promote and roll back registered models.
+
+    A model is named NAME@3, NAME@champion, or NAME for its newest version.
+
+    \b
+    Examples:
+      shoal models list
+      shoal models show cartpole@champion
+      shoal models promote cartpole@3
+      shoal models rollback cartpole
+    """
+
+
+@models.command("list")
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def list_models(name: str | None, as_json: bool) -> None:
+    """List every version of every model, or of the model NAME.
+
+    \b
+    Examples:
+      shoal models list
+      shoal models list cartpole
+      shoal models list --json
+    """
+    found = Registry().list(name)
+    if as_json:
+        click.echo(json.dumps([_as_dict(each) for each in found], indent=2))
+        return
+    console = Console()
+    if not found:
+        console.print(
+            "There are no models yet. A job registers what it trained:\n\n  shoal run --help", highlight=False
+        )
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("model", "aliases", "age", "size", "run", "metrics"):
+        table.add_column(title, overflow="fold", justify="right" if title in ("age", "size") else "left")
+    now = time.time()
+    for each in found:
+        manifest = each.manifest
+        numbers = ", ".join(f"{key} {number(value)}" for key, value in manifest.metrics.items())
+        since, how_big = age(now - manifest.created_at), size(manifest.size_bytes)
+        table.add_row(
+            Text(each.ref),
+            _aliases(each),
+            Text(since),
+            Text(how_big),
+            Text(manifest.run_id or "-"),
+            Text(numbers or "-"),
+        )
+    console.print(table)
+
+
+@models.command()
+@click.argument("model", metavar="NAME@VERSION")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def show(model: str, as_json: bool) -> None:
+    """Show one version: where it comes from, how it is built and called, and whether its weights are whole.
+
+    \b
+    Examples:
+      shoal models show cartpole@3
+      shoal models show cartpole@champion --json
+    """
+    registry = Registry()
+    found = registry.get(model)
+    if as_json:
+        click.echo(json.dumps(_as_dict(found), indent=2))
+        return
+    tensors = found.snapshot().tensors()
+    manifest = found.manifest
+    since = age(time.time() - manifest.created_at)
+    num_values = sum(tensor.size for tensor in tensors.values())
+    facts = [
+        ("model", found.ref),
+        ("aliases", ", ".join(found.aliases) or "-"),
+        ("registered", f"{moment(manifest.created_at)}, {since} ago"),
+        ("from run", f"{manifest.run_id or '-'}, weights version {manifest.weights_version}"),
+        ("built by", f"{manifest.model.factory} {json.dumps(manifest.model.kwargs)}"),
+        *(("input", _tensor(each)) for each in manifest.signature.inputs),
+        *(("output", _tensor(each)) for each in manifest.signature.outputs),
+        *((key, number(value)) for key, value in manifest.metrics.items()),
+        ("weights", f"{len(tensors)} tensors, {num_values:,} values, {size(manifest.size_bytes)}, whole"),
+        ("sha256", manifest.sha256),
+        ("files", str(found.folder)),
+    ]
+    for alias, moves in sorted(registry.aliases(found.name).moves.items()):
+        facts += [(f"{alias}", f"{each.kind} to {each.version}, {moment(each.time)}") for each in moves[-NUM_MOVES:]]
+    width = max(len(label) for label, _ in facts)
+    for label, value in facts:
+        click.echo(f"{click.style(label.ljust(width), dim=True)}  {value}")
+
+
+@models.command()
+@click.argument("model", metavar="NAME@VERSION")
+@click.option("--alias", default="champion", show_default=True, help="The alias to move.")
+def promote(model: str, alias: str) -> None:
+    """Let an alias mean this version; endpoints that follow the alias pick it up.
+
+    \b
+    Examples:
+      shoal models promote cartpole@3
+      shoal models promote cartpole@candidate
+      shoal models promote cartpole@3 --alias candidate
+    """
+    found = Registry().promote(model, alias)
+    click.echo(f"{found.name}@{alias} is {found.ref} now. Back to the one before: {_rollback_command(found, alias)}")
+
+
+@models.command()
+@click.argument("name")
+@click.option("--alias", default="champion", show_default=True, help="The alias to move back.")
+def rollback(name: str, alias: str) -> None:
+    """Let an alias of the model NAME mean what it meant before its last promotion.
+
+    \b
+    Examples:
+      shoal models rollback cartpole
+      shoal models rollback cartpole --alias candidate
+    """
+    found = Registry().rollback(name, alias)
+    click.echo(f"{found.name}@{alias} is {found.ref} now.")
+
+
+def _rollback_command(found: ModelVersion, alias: str) -> str:
+    option = "" if alias == "champion" else f" --alias {alias}"
+    return f"shoal models rollback {found.name}{option}"
+
+
+def _as_dict(found: ModelVersion) -> dict[str, object]:
+    described = json.loads(found.manifest.model_dump_json())
+    return {**described, "aliases": list(found.aliases), "folder": str(found.folder)}
+
+
+def _aliases(found: ModelVersion) -> Text:
+    return Text(", ".join(found.aliases) or "-", style="green" if found.aliases else "default")
+
+
+def _tensor(tensor: TensorSignature) -> str:
+    sizes = ", ".join("any" if size == -1 else str(size) for size in tensor.shape)
+    return f"{tensor.name}: {tensor.datatype} [{sizes}]"

@@ -1,0 +1,299 @@
+"""`shoal run`: a cluster if there is none, the job, its actors, and a display until the end.
+
+It owns the processes that it starts and ends them all, however it ends itself; a cluster that was there before stays.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from rich.console import Console
+from rich.live import Live
+
+import shoal.runs
+from shoal.cli.display import RunView, plain_line, render, view_of
+from shoal.cluster import jobs as ray_jobs
+from shoal.cluster.attach import find_cluster
+from shoal.cluster.embedded import start
+from shoal.cluster.handle import ClusterHandle
+from shoal.errors import ConfigError, RunError
+from shoal.home import access_token, home
+from shoal.runs import Run
+
+REFRESH_S = 0.25
+PLAIN_S = 2.0
+ACTORS_END_S = 10.0
+
+
+@click.command(
+    epilog="""\b
+examples:
+  shoal run actor_learner --actors 4
+  shoal run actor_learner --actors 4 env=Acrobot-v1 target_return=-100
+  shoal run jobs/my_job.py learner.batch_steps=4096 --address http://head.example:8265
+  shoal run actor_learner resume=20261120-064501-3f2a"""
+)
+@click.argument("job")
+@click.argument("words", nargs=-1, metavar="[A.B=C]...")
+@click.option("--actors", default=0, show_default=True, help="External actor processes to start on this machine.")
+@click.option("--address", default=None, help="The cluster to use: a dashboard URL, or 'local' for one of its own.")
+@click.option("--plain", is_flag=True, help="Plain lines, even on a terminal.")
+def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plain: bool) -> None:
+    """Run JOB, a file or the name of one in ./jobs, with fields of its spec set by A.B=C words.
+
+    Without a cluster (see `shoal up`), one is started for this run and ends with it.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    console = Console(highlight=False, soft_wrap=True)
+    path = find_job(job)
+    found = find_cluster(address)
+    if found is not None and not found.is_local:
+        _run_remote(found, path, words, actors, console)
+        return
+    with ExitStack() as stack:
+        try:
+            session = _Session(path, words, actors, console, plain or not console.is_terminal)
+            session.run(found, stack)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows takes seconds, and leaves nothing behind
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            console.print("stopping: the job, the actors and the cluster ...")
+            stack.close()
+            console.print(f"stopped. {session.how_to_resume()}")
+            sys.exit(130)
+
+
+def find_job(job: str) -> Path:
+    """The file of a job: a path, or a name in ./jobs. Raises ConfigError naming what there is."""
+    for candidate in (Path(job), Path("jobs") / f"{job}.py"):
+        if candidate.is_file():
+            return candidate.resolve()
+    known = ", ".join(sorted(path.stem for path in Path("jobs").glob("*.py"))) or "none here"
+    raise ConfigError("job", job, "is neither a file nor in ./jobs", f"jobs: {known}")
+
+
+class _Session:
+    """One `shoal run` on a cluster of this machine: what was started, and what is shown."""
+
+    def __init__(self, path: Path, words: Sequence[str], num_actors: int, console: Console, plain: bool) -> None:
+        self._path, self._words, self._num_actors = path, list(words), num_actors
+        self._console, self._plain = console, plain
+        resumed = [word.partition("=")[2] for word in words if word.startswith("resume=")]
+        self.run_id = shoal.runs.load(resumed[-1]).id if resumed and resumed[-1] else _new_run_id()
+        self._resumed = bool(resumed)
+        self._actors: list[subprocess.Popen[bytes]] = []
+        self._notes: list[str] = []
+        self._view: RunView | None = None
+        self._record: Run | None = None
+        self._job: ray_jobs.Job | None = None
+        self._printed = ("", 0.0)
+
+    def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
+        """Start everything, show it, and say how it ended. Raises RunError when the job failed."""
+        self._console.print(f"run {self.run_id}: {self._path.stem} {' '.join(self._words)}".rstrip())
+        if cluster is None:
+            self._console.print("starting a Ray cluster for this run ...")
+            embedded = start()
+            stack.callback(embedded.stop)
+            cluster = embedded
+        env = {"SHOAL_RUN_ID": self.run_id, "SHOAL_HOME": str(home()), "SHOAL_TOKEN": access_token()}
+        words = [word for word in self._words if not word.startswith("resume=")]
+        words += [f"resume={self.run_id}"] if self._resumed else []
+        self._job = ray_jobs.submit(cluster, [sys.executable, str(self._path), *words], env=env)
+        stack.callback(self._job.stop)
+        stack.callback(self._end_actors)
+        self._follow()
+        self._finish_actors()
+        if self._job.status() is not ray_jobs.JobStatus.SUCCEEDED:
+            raise RunError(self._failure())
+        self._summary()
+
+    def how_to_resume(self) -> str:
+        """What to type to go on, when there is a record."""
+        if self._record is None:
+            return ""
+        return f"Go on with: shoal run {self._path.stem} --actors {self._num_actors} resume={self.run_id}"
+
+    # -- while it runs --------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        assert self._job is not None
+        if self._plain:
+            while not self._step():
+                self._print_plain()
+            return
+        with Live(console=self._console, refresh_per_second=4, transient=True) as live:
+            while not self._step():
+                if self._view is not None:
+                    live.update(render(self._view))
+
+    def _step(self) -> bool:
+        """Look at the run; True when the job is over."""
+        assert self._job is not None
+        time.sleep(REFRESH_S)
+        self._read_record()
+        return self._job.status().is_over
+
+    def _read_record(self) -> None:
+        try:
+            self._record = shoal.runs.load(self.run_id)
+        except RunError:
+            return  # the job has not begun to record yet
+        addresses = {point.kind: point.address for point in self._record.endpoints() if point.state == "ready"}
+        if "gateway" in addresses and not self._actors and self._num_actors:
+            self._start_actors(self._record)
+        phase = self._phase(self._record, addresses)
+        target = yaml.safe_load(self._record.spec).get("target_return")
+        self._view = view_of(self._record, phase, target, self._view, self._notes + self._dead_actors())
+
+    def _phase(self, record: Run, addresses: dict[str, str]) -> str:
+        seen = last_details(record)
+        if "evaluated" in seen:
+            return "writing the report"
+        if "solved" in seen:
+            return "solved; playing through the endpoint"
+        if record.latest():
+            return "learning"
+        if "gateway" in addresses:
+            return "waiting for actors"
+        return "starting the endpoint" if "inference" not in addresses else "starting the gateway"
+
+    def _print_plain(self) -> None:
+        if self._view is None:
+            return
+        phase, at = self._printed
+        if self._view.phase != phase or time.monotonic() - at >= PLAIN_S:
+            self._printed = (self._view.phase, time.monotonic())
+            self._console.print(plain_line(self._view))
+
+    # -- actors ---------------------------------------------------------------------------------------------------
+
+    def _start_actors(self, record: Run) -> None:
+        details = last_details(record)["gateway_ready"]
+        words = [sys.executable, "-m", "shoal.actor", "--connect", details["address"], "--env", details["env"]]
+        if details["server_key"]:
+            words += ["--server-key", details["server_key"]]
+        environment = {**os.environ, "SHOAL_TOKEN": access_token(), "OMP_NUM_THREADS": "1"}
+        for index in range(self._num_actors):
+            with (record.folder / f"actor-{index}.log").open("ab") as log:
+                self._actors.append(
+                    subprocess.Popen(
+                        [*words, "--actor-id", f"actor-{index}", "--seed", str(index)],
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,  # Ctrl-C reaches this program, which then ends them in order
+                    )
+                )
+
+    def _dead_actors(self) -> list[str]:
+        assert self._record is not None
+        dead = [(index, actor.poll()) for index, actor in enumerate(self._actors) if actor.poll()]
+        return [f"actor-{index} ended with status {code}: {self._last_words(index)}" for index, code in dead]
+
+    def _last_words(self, index: int) -> str:
+        assert self._record is not None
+        lines = (self._record.folder / f"actor-{index}.log").read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def _finish_actors(self) -> None:
+        """The gateway has dismissed them: give them a moment to leave by themselves."""
+        deadline = time.monotonic() + ACTORS_END_S
+        for actor in self._actors:
+            try:
+                actor.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                break
+        self._end_actors()
+
+    def _end_actors(self) -> None:
+        for actor in self._actors:
+            if actor.poll() is None:
+                actor.terminate()
+        for actor in self._actors:
+            try:
+                actor.wait(3.0)
+            except subprocess.TimeoutExpired:
+                actor.kill()
+                actor.wait()
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _failure(self) -> str:
+        assert self._job is not None
+        said = [line for line in self._job.logs().splitlines() if line.strip()]
+        reason = next((line for line in reversed(said) if line.startswith("error: ")), "")
+        if reason:
+            return f"{reason.removeprefix('error: ')}\n{self.how_to_resume()}".rstrip()
+        return "\n".join([f"the job of run {self.run_id} failed; its last words:", *said[-15:]])
+
+    def _summary(self) -> None:
+        record = shoal.runs.load(self.run_id)
+        events, models = last_details(record), record.models().to_dict("records")
+        say = self._console.print
+        if "solved" in events:
+            seconds, steps = events["solved"]["seconds"], events["solved"]["steps"]
+            say(f"[green]solved[/] {seconds:.1f} s after the first segment, with {steps:,} environment steps")
+        for model in models:
+            say(f"registered [bold]{model['name']}@{model['version']}[/] ({', '.join(model['aliases'])})")
+        if "evaluated" in events:
+            played = events["evaluated"]
+            say(
+                f"mean return [bold]{played['mean_return']:.1f}[/] over {len(played['returns'])} episodes"
+                f" played through the endpoint's HTTP interface ({played['requests']} requests)"
+            )
+        say(f"run folder      {record.folder}")
+        for label, name in (("report", "report.html"), ("learning curve", "learning_curve.png")):
+            if (record.folder / name).exists():
+                say(f"{label:<15} {record.folder / name}")
+        say("what next:")
+        say(f"  shoal runs {record.id}")
+        say(f"  tensorboard --logdir {record.folder / 'tensorboard'}")
+        for model in models:
+            say(f"  shoal models show {model['name']}@{model['version']}")
+
+
+def _run_remote(cluster: ClusterHandle, path: Path, words: Sequence[str], actors: int, console: Console) -> None:
+    """Submit to a cluster elsewhere and follow its words; the record lives there."""
+    if actors:
+        remedy = "start actors by hand, with the command that the job prints"
+        raise ConfigError("actors", actors, "cannot be started for a cluster on another machine", remedy)
+    folder = Path.cwd().resolve()
+    if not path.is_relative_to(folder):
+        raise ConfigError("job", str(path), f"lies outside {folder}", "run from the folder that holds the job")
+    entrypoint = ["python", str(path.relative_to(folder)), *words]
+    job = ray_jobs.submit(cluster, entrypoint, working_dir=folder)
+    console.print(f"job {job.submission_id} on {cluster.dashboard_url}")
+    try:
+        for line in job.follow(timeout_s=7 * 24 * 3600.0):
+            console.print(line, markup=False)
+    except KeyboardInterrupt:
+        job.stop()
+        console.print("stopped")
+        sys.exit(130)
+    if job.status() is not ray_jobs.JobStatus.SUCCEEDED:
+        raise RunError(f"job {job.submission_id} ended as {job.status().value}")
+
+
+def last_details(record: Run) -> dict[str, dict[str, Any]]:
+    """The details of the newest event of each kind."""
+    return {event["kind"]: event["details"] for event in record.events().to_dict("records")}
+
+
+def _new_run_id() -> str:
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.urandom(2).hex()}"
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt

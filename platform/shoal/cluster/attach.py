@@ -1,0 +1,72 @@
+"""Find the cluster to use: the one that was asked for, the one of the environment, or the one that `shoal up` started.
+
+Called by the CLI before it starts an embedded cluster. Owns `$SHOAL_HOME/cluster.json`, where `shoal up` leaves word of
+its cluster. It starts and stops nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shoal.cluster.handle import FOLDER_VARIABLE, ClusterHandle, load
+from shoal.errors import ConfigError
+from shoal.home import home, ray_token_path
+
+
+def find_cluster(address: str | None = None) -> ClusterHandle | None:
+    """The cluster at `address`, else that of $RAY_ADDRESS, else the one that `shoal up` started; None if there is none.
+
+    An address is the dashboard's URL (`http://head.example:8265`) or, for a cluster of this machine, the host:port that
+    `shoal status` shows. "local" says to use none. Raises ConfigError for an address that cannot be used.
+    """
+    if address == "local":
+        return None
+    if address:
+        return _resolve("address", address)
+    from_environment = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
+    if from_environment and from_environment not in ("auto", "local"):
+        return _resolve("RAY_ADDRESS", from_environment)
+    return started_by_up()
+
+
+def started_by_up() -> ClusterHandle | None:
+    """The cluster that `shoal up` started, if it is still alive."""
+    handle = load(state_path())
+    return handle if handle is not None and handle.head_is_alive() else None
+
+
+def state_path() -> Path:
+    """Where `shoal up` leaves word of its cluster."""
+    return home() / "cluster.json"
+
+
+def _resolve(field: str, address: str) -> ClusterHandle:
+    for handle in (load(state_path()), _of_environment()):
+        if handle is not None and address.rstrip("/") in (handle.address, handle.dashboard_url):
+            if not handle.head_is_alive():
+                raise ConfigError(field, address, "is a cluster that has ended", "`shoal up` starts a new one")
+            return handle
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(field, address, "is not the URL of a dashboard", "write http://HOST:8265, or unset it")
+    return _remote(address.rstrip("/"))
+
+
+def _of_environment() -> ClusterHandle | None:
+    """The local cluster whose client environment this process has (or whose job it is)."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    return load(Path(folder) / "cluster.json") if folder else None
+
+
+def _remote(url: str) -> ClusterHandle:
+    """A cluster on other machines, with Ray's own rules for the token, and at last the token of $SHOAL_HOME."""
+    environment = {"RAY_ADDRESS": url, "RAY_API_SERVER_ADDRESS": url, "RAY_AUTH_MODE": "token"}
+    token = os.environ.get("RAY_AUTH_TOKEN", "")
+    if token:
+        return ClusterHandle(url, url, token, {**environment, "RAY_AUTH_TOKEN": token})
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray/auth_token")
+    if "RAY_AUTH_TOKEN_PATH" in os.environ and not path.exists():
+        raise ConfigError("RAY_AUTH_TOKEN_PATH", str(path), "does not exist", "copy the cluster's token file there")
+    if not path.exists():
+        path = ray_token_path()
+    return ClusterHandle(url, url, path.read_text().strip(), {**environment, "RAY_AUTH_TOKEN_PATH": str(path)})

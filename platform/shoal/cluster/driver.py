@@ -1,0 +1,62 @@
+"""The main function of every job: read the words, connect to the cluster that started it, run, say what went wrong.
+
+Called by the files in `jobs/`. A stop request (SIGTERM, as `ray job stop` sends it) ends a job as Ctrl-C does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import ray
+from shoal.config import Spec
+from shoal.errors import ClusterError, ShoalError
+
+SpecT = TypeVar("SpecT", bound=Spec)
+NAMESPACE = "shoal"
+
+
+def job_main(
+    spec: SpecT, run: Callable[[SpecT, str], object], job: str, arguments: Sequence[str] | None = None
+) -> None:
+    """Run `run(spec with the words applied, job)` on the cluster of $RAY_ADDRESS; exits 1 on a ShoalError."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if "-h" in words or "--help" in words:
+        print(f"usage: python jobs/{job}.py [field=value ...]\n\nfields and their defaults:\n\n{spec.to_yaml()}")
+        return
+    try:
+        chosen = spec.override(words)
+        signal.signal(signal.SIGTERM, _interrupt)
+        connect()
+        try:
+            run(chosen, job)
+        finally:
+            ray.shutdown()
+    except ShoalError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+
+def connect() -> None:
+    """Connect this process to the cluster of $RAY_ADDRESS. Raises ClusterError."""
+    if not os.environ.get("RAY_ADDRESS"):
+        remedy = "start it with `shoal run`, or with `ray job submit` on a cluster that is up"
+        raise ClusterError(f"a job runs on a cluster, and $RAY_ADDRESS is not set: {remedy}")
+    try:
+        ray.init(
+            address=os.environ["RAY_ADDRESS"], namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING
+        )
+    except (ConnectionError, RuntimeError) as error:
+        raise ClusterError(f"no Ray answers at {os.environ['RAY_ADDRESS']}: {error}") from error
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what follows is cleaning up
+    raise KeyboardInterrupt

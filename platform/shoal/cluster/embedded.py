@@ -1,0 +1,203 @@
+"""A Ray cluster of our own on this machine: started as child processes, closed to the outside, ended without a trace.
+
+`start()` is called by `shoal run` (embedded: the cluster ends with the process, however that ends) and by `shoal up`
+(detached: it stays). Everything listens on loopback, asks for a token, and lies in one folder with a short path. It
+never reads or changes another Ray of the machine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shoal.cluster.handle import FOLDER_VARIABLE, ClusterHandle
+from shoal.cluster.processes import MARKER, end_cluster, members
+from shoal.cluster.serve_environment import free_port, serve_environment
+from shoal.errors import ClusterError
+from shoal.home import ray_token_path
+
+# Variables of an outer Ray that would make ours something else.
+_FOREIGN = (
+    *("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_REDIS_ADDRESS", "RAY_TMPDIR", "RAY_JOB_ID"),
+    *("RAY_GCS_SERVER_PORT", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RAYLET_PID", "RAY_OVERRIDE_NODE_ID_FOR_TESTING"),
+)
+
+
+class EmbeddedCluster(ClusterHandle):
+    """A running cluster and the right to stop it. Made by `start`; use it as a context manager or call `stop`."""
+
+    _head: subprocess.Popen[bytes]
+    _owner_pid: int
+
+    def __init__(self, handle: ClusterHandle, head: subprocess.Popen[bytes]) -> None:
+        super().__init__(**vars(handle))
+        object.__setattr__(self, "_head", head)
+        object.__setattr__(self, "_owner_pid", os.getpid())
+
+    def is_alive(self) -> bool:
+        """Whether the head process still runs; it ends as soon as a part of Ray does."""
+        return self._head.poll() is None
+
+    def pids(self) -> list[int]:
+        """The ids of the processes of the cluster that run now."""
+        assert self.cluster_id is not None
+        assert self.temp_dir is not None
+        return sorted(process.pid for process in members(self.cluster_id, self.temp_dir))
+
+    def stop(self, *, grace_s: float = 2.0) -> None:
+        """End every process of the cluster and remove its folder. Idempotent.
+
+        Raises ClusterError when a process survives SIGKILL.
+        """
+        if os.getpid() != self._owner_pid:
+            return  # a fork of the owner: the cluster is not its to stop
+        assert self.cluster_id is not None
+        assert self.temp_dir is not None
+        _stop(self._head, self.cluster_id, self.temp_dir, grace_s)
+        atexit.unregister(self.stop)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+
+def start(
+    *,
+    num_cpus: int | None = None,
+    num_gpus: int | None = None,
+    object_store_memory_bytes: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    detached: bool = False,
+    timeout_s: float = 60.0,
+) -> EmbeddedCluster:
+    """Start a cluster and return when it takes jobs.
+
+    None means what the machine has. `environment` is added to that of every process of the cluster. A `detached`
+    cluster outlives this process and its terminal; otherwise it ends with this process, even when that is killed.
+
+    Raises ClusterError when Ray does not start within `timeout_s`; nothing is left behind then, nor when interrupted.
+    """
+    cluster_id = uuid.uuid4().hex
+    # Ray puts unix sockets, whose paths may have 107 characters, deep into this folder.
+    temp_dir = Path(tempfile.mkdtemp(prefix="shoal-", dir="/tmp"))
+    (temp_dir / "cluster-id").write_text(cluster_id)
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(end_cluster, cluster_id, temp_dir, grace_s=0.5)
+        serve = serve_environment(temp_dir)
+        options = {
+            "temp_dir": str(temp_dir),
+            "dashboard_port": free_port(),
+            "num_cpus": num_cpus,
+            "num_gpus": num_gpus,
+            "object_store_memory_bytes": object_store_memory_bytes,
+            "watch_parent": not detached,
+        }
+        head = subprocess.Popen(
+            [sys.executable, "-P", "-m", "shoal.cluster.ray_head", json.dumps(options)],
+            stdin=subprocess.DEVNULL if detached else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if detached else None,
+            env=_cluster_environment(temp_dir, cluster_id, serve, environment or {}),
+            cwd="/",
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the cluster in order
+        )
+        on_failure.callback(_stop, head, cluster_id, temp_dir, 0.5)
+        report = _wait_until_ready(head, temp_dir, timeout_s)
+        handle = ClusterHandle(
+            address=report["address"],
+            dashboard_url=report["dashboard_url"],
+            token=ray_token_path().read_text().strip(),
+            environment={
+                **_common_environment(temp_dir),
+                **serve,
+                "RAY_ADDRESS": report["address"],
+                "RAY_API_SERVER_ADDRESS": report["dashboard_url"],
+            },
+            temp_dir=temp_dir,
+            cluster_id=cluster_id,
+            head_pid=head.pid,
+            started_at_s=time.time(),
+        )
+        handle.save(temp_dir / "cluster.json")
+        cluster = EmbeddedCluster(handle, head)
+        if not detached:
+            atexit.register(cluster.stop)
+        on_failure.pop_all()
+    return cluster
+
+
+def _common_environment(temp_dir: Path) -> dict[str, str]:
+    """What the cluster and its clients must agree on."""
+    return {
+        FOLDER_VARIABLE: str(temp_dir),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(ray_token_path()),
+        # Ray's switch for "one node, on loopback" (the default on macOS and Windows). Without it `ray.init` turns
+        # 127.0.0.1 into the machine's outside address, where nothing of ours listens.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def _cluster_environment(
+    temp_dir: Path, cluster_id: str, serve: Mapping[str, str], extra: Mapping[str, str]
+) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+    bin_folder = str(Path(sys.executable).parent)
+    return {
+        **inherited,
+        **_common_environment(temp_dir),
+        **serve,
+        "RAY_JOB_STOP_WAIT_TIME_S": "15",  # a job that is asked to stop may save what it has
+        "DASHBOARD_METRIC_PORT": str(free_port()),
+        "PATH": bin_folder + os.pathsep + inherited.get("PATH", os.defpath),  # `python` in a job is this one
+        **extra,
+        MARKER: cluster_id,
+    }
+
+
+def _wait_until_ready(head: subprocess.Popen[bytes], temp_dir: Path, timeout_s: float) -> dict[str, str]:
+    assert head.stdout is not None
+    deadline_s = time.monotonic() + timeout_s
+    readable = select.select([head.stdout], [], [], max(0.0, deadline_s - time.monotonic()))[0]
+    line = head.stdout.readline() if readable else b""
+    if line:
+        report: dict[str, str] = json.loads(line)
+        return report
+    problem = "ended while starting" if readable else f"was not ready within {timeout_s:g} s"
+    raise ClusterError(f"Ray {problem}. {_last_words(temp_dir)} `shoal doctor` checks this machine")
+
+
+def _last_words(temp_dir: Path) -> str:
+    log = temp_dir / "head.log"
+    lines = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
+    return f"It said: {' / '.join(lines)}." if lines else "It said nothing."
+
+
+def _stop(head: subprocess.Popen[bytes], cluster_id: str, temp_dir: Path, grace_s: float) -> None:
+    end_cluster(cluster_id, temp_dir, grace_s=grace_s)
+    _reap(head)
+
+
+def _reap(head: subprocess.Popen[bytes]) -> None:
+    """Collect the head's exit status and close our ends of its pipes."""
+    for pipe in (head.stdin, head.stdout):
+        if pipe is not None:
+            pipe.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        head.wait(timeout=5.0)

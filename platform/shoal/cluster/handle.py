@@ -1,0 +1,82 @@
+"""What a client must know of a Ray cluster to use it: addresses, token, and where its files lie if they are near.
+
+Made by `embedded.start` and `attach.find_cluster`; read by `jobs` and the CLI. It owns nothing and stops nothing. A
+local cluster's handle is also a file, `cluster.json`, in the cluster's folder; the token is never written into it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+from shoal.cluster.processes import MARKER, is_alive
+
+FOLDER_VARIABLE = "SHOAL_CLUSTER_DIR"
+
+
+@dataclass(frozen=True)
+class ClusterHandle:
+    """A cluster that can be reached. The last four fields are None when it runs on another machine."""
+
+    address: str  # what `ray.init` takes: "127.0.0.1:41234"; for a remote cluster its dashboard's URL
+    dashboard_url: str  # "http://127.0.0.1:38123"
+    token: str = field(repr=False)
+    environment: dict[str, str] = field(repr=False)  # for a client process, set before it imports ray
+    temp_dir: Path | None = None
+    cluster_id: str | None = None
+    head_pid: int | None = None
+    started_at_s: float | None = None  # Unix time
+
+    @property
+    def is_local(self) -> bool:
+        """Whether jobs see this machine's files, so that nothing needs to be uploaded."""
+        return self.temp_dir is not None
+
+    def head_is_alive(self) -> bool:
+        """Whether the head process of a local cluster still runs; its pid alone may belong to another by now."""
+        try:
+            head = psutil.Process(self.head_pid or 0)
+            return is_alive(head) and head.environ().get(MARKER) == self.cluster_id
+        except psutil.Error:
+            return False
+
+    def save(self, path: Path) -> None:
+        """Write everything but the token, for `load`; atomic."""
+        record = {
+            "address": self.address,
+            "dashboard_url": self.dashboard_url,
+            "temp_dir": str(self.temp_dir),
+            "cluster_id": self.cluster_id,
+            "head_pid": self.head_pid,
+            "started_at_s": self.started_at_s,
+            "versions": {"python": platform.python_version(), "ray": version("ray"), "shoal": version("shoal")},
+            "environment": self.environment,
+        }
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(record, indent=2) + "\n")
+        draft.replace(path)
+
+
+def load(path: Path) -> ClusterHandle | None:
+    """The handle that `save` wrote; None if there is no such file."""
+    try:
+        record = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    token_path = Path(record["environment"]["RAY_AUTH_TOKEN_PATH"])
+    return ClusterHandle(
+        address=record["address"],
+        dashboard_url=record["dashboard_url"],
+        token=token_path.read_text().strip() if token_path.exists() else "",
+        environment=record["environment"],
+        temp_dir=Path(record["temp_dir"]),
+        cluster_id=record["cluster_id"],
+        head_pid=record["head_pid"],
+        started_at_s=record["started_at_s"],
+    )

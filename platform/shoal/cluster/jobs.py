@@ -1,0 +1,253 @@
+"""Jobs on a cluster: submit, follow, stop. Speaks Ray's job REST API; a job's driver runs on the head node.
+
+Called by the CLI and by whoever starts work on a cluster. A job on this machine uses the files in place: nothing is
+uploaded. For a remote cluster the working folder and the `shoal` package are shipped. Nobody retries a job, and a job
+dies with its cluster: what must survive is kept by runs, checkpoints and the registry, never here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+import shoal
+from shoal.cluster.dashboard import ask, connect
+from shoal.cluster.handle import ClusterHandle
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
+
+FIRST_POLL_S, LAST_POLL_S = 0.1, 0.5
+NUM_LAST_LINES = 10
+
+# What a job never needs from its working folder (gitignore patterns).
+EXCLUDES = (".git", ".venv", "venv", "runs", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "*.sqlite")
+
+
+class JobStatus(StrEnum):
+    """Ray's states of a job. PENDING -> RUNNING -> SUCCEEDED | FAILED | STOPPED, and PENDING -> FAILED."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job can change no more."""
+        return self not in (JobStatus.PENDING, JobStatus.RUNNING)
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """What Ray says of one job. `message` is Ray's words on a failure."""
+
+    submission_id: str
+    status: JobStatus
+    entrypoint: str
+    message: str
+    started_at_s: float  # Unix time; 0 if not known
+
+
+def submit(
+    cluster: ClusterHandle,
+    entrypoint: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    working_dir: Path | None = None,
+    submission_id: str | None = None,
+) -> Job:
+    """Start `entrypoint` (words, no shell) as a job.
+
+    On a cluster of this machine it runs in `working_dir` (default: the current folder), in place. On a remote one
+    `working_dir` is uploaded without EXCLUDES and becomes the current folder: give paths relative to it. `env` reaches
+    the driver and all its workers.
+
+    Raises ClusterError if the cluster refuses, ConnectionLost if it does not answer.
+    """
+    if not entrypoint:
+        raise ConfigError("entrypoint", entrypoint, "is empty", "give the words of a command")
+    if not cluster.is_local:
+        return _submit_remote(cluster, entrypoint, dict(env or {}), working_dir, submission_id)
+    folder = (working_dir or Path.cwd()).resolve()
+    request: dict[str, Any] = {
+        # `exec` makes the driver itself the process that a stop request signals.
+        "entrypoint": f"cd {shlex.quote(str(folder))} && exec {shlex.join(entrypoint)}",
+        "runtime_env": {"env_vars": dict(env)} if env else {},
+    }
+    if submission_id is not None:
+        request["submission_id"] = submission_id
+    with connect(cluster) as client:
+        answer = ask(client, "POST", "/api/jobs/", json=request)
+    return Job(cluster, answer["submission_id"])
+
+
+def _submit_remote(
+    cluster: ClusterHandle,
+    entrypoint: Sequence[str],
+    env: dict[str, str],
+    working_dir: Path | None,
+    submission_id: str | None,
+) -> Job:
+    """Upload and start. Ray puts the working folder FIRST on every worker's import path (ray-project/ray#58772)."""
+    runtime_env: dict[str, Any] = {"py_modules": [str(Path(shoal.__file__).parent)], "excludes": list(EXCLUDES)}
+    if env:
+        runtime_env["env_vars"] = env
+    if working_dir is not None:
+        refuse_shadowing(working_dir)
+        runtime_env["working_dir"] = str(working_dir.resolve())
+    from ray.job_submission import JobSubmissionClient
+
+    try:
+        with _api_server(cluster.dashboard_url):
+            client = JobSubmissionClient(headers={"Authorization": f"Bearer {cluster.token}"})
+        chosen = client.submit_job(
+            entrypoint=shlex.join(entrypoint), runtime_env=runtime_env, submission_id=submission_id
+        )
+    except ConnectionError as error:
+        raise ConnectionLost(f"no answer from {cluster.dashboard_url}: {error}") from None
+    except (RuntimeError, ValueError) as error:
+        raise ClusterError(f"{cluster.dashboard_url} refused the job: {error}") from None
+    return Job(cluster, chosen)
+
+
+@contextlib.contextmanager
+def _api_server(url: str) -> Iterator[None]:
+    """Ray's client lets $RAY_API_SERVER_ADDRESS and $RAY_ADDRESS win over its argument: say it there."""
+    name = "RAY_API_SERVER_ADDRESS"
+    before = os.environ.get(name)
+    os.environ[name] = url
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def refuse_shadowing(working_dir: Path) -> None:
+    """Raise ConfigError for a module at the top of `working_dir` that would hide one of the standard library's.
+
+    A stray `platform/__init__.py` or `stat.py` kills the job before its first line, with a riddle for a message.
+    """
+    for path in sorted([*working_dir.glob("*.py"), *working_dir.glob("*/__init__.py")]):
+        name = path.parent.name if path.name == "__init__.py" else path.stem
+        if name in sys.stdlib_module_names:
+            remedy = f"rename or move {path}: the working folder comes first on the import path of every worker"
+            raise ConfigError("working_dir", str(working_dir), f"hides Python's own module {name!r}", remedy)
+
+
+def list_jobs(cluster: ClusterHandle) -> list[JobInfo]:
+    """The submitted jobs of the cluster, newest first."""
+    with connect(cluster) as client:
+        answer: list[dict[str, Any]] = ask(client, "GET", "/api/jobs/")
+    jobs = [_job_info(entry) for entry in answer if entry.get("submission_id")]
+    return sorted(jobs, key=lambda job: job.started_at_s, reverse=True)
+
+
+class Job:
+    """One submitted job. Cheap to make and to throw away: the job goes on without it."""
+
+    def __init__(self, cluster: ClusterHandle, submission_id: str) -> None:
+        self.submission_id = submission_id
+        self._cluster = cluster
+        self._path = f"/api/jobs/{submission_id}"
+
+    def info(self) -> JobInfo:
+        """What Ray says of it now. Raises RunError when Ray knows no such job."""
+        with connect(self._cluster) as client:
+            return _job_info(ask(client, "GET", self._path))
+
+    def status(self) -> JobStatus:
+        """Its state now."""
+        return self.info().status
+
+    def logs(self) -> str:
+        """All it has written so far, standard output and standard error mixed."""
+        if self._log_path is not None:
+            return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
+        with connect(self._cluster) as client:
+            text: str = ask(client, "GET", f"{self._path}/logs")["logs"]
+            return text
+
+    def wait(self, timeout_s: float) -> JobStatus:
+        """Wait for the end; the state it ended in, SUCCEEDED or STOPPED.
+
+        Raises RunError with the last lines of its log if it failed, ClusterError if it goes on after `timeout_s`.
+        """
+        for _ in self.follow(timeout_s):
+            pass
+        info = self.info()
+        if info.status is JobStatus.FAILED:
+            raise RunError(f"job {self.submission_id} failed: {self._failure(info)}")
+        return info.status
+
+    def follow(self, timeout_s: float) -> Iterator[str]:
+        """The log as it grows, piece by piece, until the job is over. Raises ClusterError after `timeout_s`.
+
+        On this machine the file is read from where it was left; from a remote cluster the whole log comes each time.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        poll_s, num_seen = FIRST_POLL_S, 0
+        with connect(self._cluster) as client:
+            while True:
+                status = _job_info(ask(client, "GET", self._path)).status
+                piece, num_seen = self._log_from(client, num_seen)
+                if piece:
+                    yield piece
+                if status.is_over:
+                    return
+                if time.monotonic() > deadline_s:
+                    raise ClusterError(f"job {self.submission_id} is still {status} after {timeout_s:g} s")
+                time.sleep(poll_s)
+                poll_s = min(LAST_POLL_S, poll_s * 1.1)
+
+    def stop(self, timeout_s: float = 30.0) -> JobStatus:
+        """Ask it to end (SIGTERM; Ray sends SIGKILL after $RAY_JOB_STOP_WAIT_TIME_S) and wait until it has."""
+        with connect(self._cluster) as client:
+            ask(client, "POST", f"{self._path}/stop")
+        for _ in self.follow(timeout_s):
+            pass
+        return self.status()
+
+    @property
+    def _log_path(self) -> Path | None:
+        if self._cluster.temp_dir is None:
+            return None
+        return self._cluster.temp_dir / "ray/session_latest/logs" / f"job-driver-{self.submission_id}.log"
+
+    def _log_from(self, client: httpx.Client, start: int) -> tuple[str, int]:
+        """What was written after `start`, and the next start (bytes of the file; characters of a remote log)."""
+        if self._log_path is None:
+            text: str = ask(client, "GET", f"{self._path}/logs")["logs"]
+            return text[start:], len(text)
+        if not self._log_path.exists():
+            return "", start
+        with self._log_path.open("rb") as file:
+            file.seek(start)
+            new = file.read()
+        return new.decode(errors="replace"), start + len(new)
+
+    def _failure(self, info: JobInfo) -> str:
+        lines = self.logs().strip().splitlines()[-NUM_LAST_LINES:]
+        return "the last lines of its log are\n" + "\n".join(lines) if lines else info.message
+
+
+def _job_info(entry: Mapping[str, Any]) -> JobInfo:
+    return JobInfo(
+        submission_id=entry["submission_id"],
+        status=JobStatus(entry["status"]),
+        entrypoint=entry["entrypoint"],
+        message=entry.get("message") or "",
+        started_at_s=(entry.get("start_time") or 0) / 1000,
+    )

@@ -1,0 +1,113 @@
+"""The processes of one cluster, found by the marker they inherit, and how they are ended.
+
+Every process of a cluster carries `SHOAL_CLUSTER_ID=<id>` in its environment, also those that fork twice. Called by the
+embedded cluster, by the head process when the process that embeds it has died, and by `shoal down`. It never signals a
+process without a proof that it belongs to the cluster (see `members`), and never the calling process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import psutil
+
+from shoal.errors import ClusterError
+
+MARKER = "SHOAL_CLUSTER_ID"
+POLL_S = 0.02
+
+# Ray's servers answer SIGTERM late or never once the others are gone, and hold nothing that outlives the cluster.
+_SERVERS = ("raylet", "gcs_server", "ray::RuntimeEnvAgent", "shoal.cluster.ray_head")
+
+
+def members(cluster_id: str, temp_dir: Path) -> list[psutil.Process]:
+    """The living processes of the cluster, without the caller.
+
+    A long process title overwrites the environment that the kernel shows (those of Ray's dashboard modules do), so two
+    more proofs count: to descend from a marked process, and to be a Ray process with a file of `temp_dir` open.
+    """
+    own: list[psutil.Process] = []
+    children: dict[int, list[psutil.Process]] = defaultdict(list)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            children[process.ppid()].append(process)
+            if process.environ().get(MARKER) == cluster_id or _is_ray_process_in(process, temp_dir):
+                own.append(process)
+    found: dict[int, psutil.Process] = {}
+    while own:
+        process = own.pop()
+        if process.pid not in found and process.pid != os.getpid():
+            found[process.pid] = process
+            own.extend(children[process.pid])
+    return list(found.values())
+
+
+def _is_ray_process_in(process: psutil.Process, temp_dir: Path) -> bool:
+    return process.name().startswith("ray") and any(
+        file.path.startswith(f"{temp_dir}/") for file in process.open_files()
+    )
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it still runs: a zombie, which waits only for its parent, does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def end_processes(cluster_id: str, temp_dir: Path, *, grace_s: float = 2.0, timeout_s: float = 5.0) -> None:
+    """SIGTERM to every process of the cluster; SIGKILL after `grace_s`, or when only Ray's servers are left.
+
+    Idempotent. Raises ClusterError when a process is still there `timeout_s` after the first SIGKILL.
+    """
+    asked: set[psutil.Process] = set()
+    kill_at_s = time.monotonic() + grace_s
+    while alive := _alive(asked) | set(members(cluster_id, temp_dir)):
+        now_s = time.monotonic()
+        if now_s > kill_at_s + timeout_s:
+            raise ClusterError(f"processes {sorted(p.pid for p in alive)} of cluster {cluster_id} survive SIGKILL")
+        kill = now_s > kill_at_s or all(_is_server(process) for process in alive)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if kill:
+                    process.kill()
+                elif process not in asked:
+                    process.terminate()
+        asked.update(alive)
+        psutil.wait_procs(alive, timeout=POLL_S)
+
+
+def _alive(asked: set[psutil.Process]) -> set[psutil.Process]:
+    """Those asked to end that still run: they may have lost the parent that proved their membership."""
+    return {process for process in asked if is_alive(process)}
+
+
+def _is_server(process: psutil.Process) -> bool:
+    try:
+        return any(word in _SERVERS for word in (process.name(), *process.cmdline()[:4]))
+    except psutil.Error:
+        return True  # it has just ended
+
+
+def remove_folder(temp_dir: Path, cluster_id: str) -> None:
+    """Remove the cluster's temporary folder, if it is really that cluster's."""
+    try:
+        if (temp_dir / "cluster-id").read_text() != cluster_id:
+            return
+    except FileNotFoundError:
+        return
+    shutil.rmtree(temp_dir)
+
+
+def end_cluster(cluster_id: str, temp_dir: Path, *, grace_s: float = 2.0) -> None:
+    """Leave no process and no file of the cluster behind. Idempotent; raises ClusterError if that cannot be done."""
+    end_processes(cluster_id, temp_dir, grace_s=grace_s)
+    remove_folder(temp_dir, cluster_id)

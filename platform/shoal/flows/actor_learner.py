@@ -1,0 +1,309 @@
+"""The loop: external actors teach a policy that an endpoint already serves, and the best of it is registered.
+
+    endpoint up ► gateway and learner up ► actors come ► solved ► registered ► played through the endpoint ► reported
+
+Called by `jobs/actor_learner.py`, in a process that is connected to a Ray cluster. It owns the order of things and the
+run record; the work is done by the gateway, the learner and the replicas.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import zmq
+from pydantic import Field, SecretStr
+
+import shoal.runs
+from shoal.errors import RunError
+from shoal.flows.evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
+from shoal.home import access_token
+from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.rl.ray_rl import ActorLearnerWorkers, RunSetting
+from shoal.rl.spec import RLSpec, experience_spec
+from shoal.runs import RunRecorder
+from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.ray_serve import Endpoint, deploy
+from shoal.weights import WeightSnapshot
+from shoal.wire import ExperienceSpec
+
+POLL_S = 0.5
+PRINT_S = 2.0
+MAX_LAG_METRICS = 16  # actors whose lag is recorded one by one
+ENV_RUN_ID = "SHOAL_RUN_ID"  # lets whoever submits a job know its run beforehand
+
+
+class ActorLearnerSpec(RLSpec):
+    """One run of the loop. `resume` names an earlier run to go on with."""
+
+    target_return: float | None = Field(default=475.0, description="mean of 100 episodes at which to stop")
+    max_wall_s: float = Field(default=600.0, gt=0, description="from the first segment; then the run has failed")
+    eval_episodes: int = Field(default=20, ge=1)
+    endpoint: EndpointSpec = EndpointSpec(name="cartpole", num_cpus=0.5)
+    aliases: tuple[str, ...] = ("champion",)
+    resume: str = ""
+
+
+def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
+    """Run the loop to its end and return the run's id. Raises RunError when the target was not reached."""
+    with _record(spec, job) as recorder:
+        flow = _Flow(spec, recorder)
+        with ExitStack() as closing:
+            try:
+                flow.start(closing)
+                flow.follow_until_solved()
+                flow.finish()
+            finally:
+                flow.settle()
+        recorder.flush()
+        shoal.runs.write_report(shoal.runs.load(recorder.id))
+    return recorder.id
+
+
+@contextmanager
+def _record(spec: ActorLearnerSpec, job: str) -> Iterator[RunRecorder]:
+    if spec.resume:
+        recorder = shoal.runs.reopen(spec.resume)
+    else:
+        recorder = shoal.runs.create(job, spec.to_yaml(), os.environ.get(ENV_RUN_ID))
+    with recorder:
+        yield recorder
+
+
+class _Flow:
+    """The parts of one run, and what is known of them."""
+
+    def __init__(self, spec: ActorLearnerSpec, recorder: RunRecorder) -> None:
+        self.spec, self.recorder, self.token = spec, recorder, access_token()
+        environment = gymnasium.make(spec.env)
+        self.experience = experience_spec(environment.observation_space, environment.action_space, spec)
+        self._first_observation = environment.reset(seed=0)[0]
+        environment.close()
+        self._workers: ActorLearnerWorkers | None = None
+        self._endpoint: Endpoint | None = None
+        self._gateway_stats: dict[str, Any] = {}
+        self._learner_stats: dict[str, Any] = {}
+        self._pids: dict[str, int] = {}
+        self._last_rates: dict[str, tuple[float, float]] = {}
+        self._printed_at = 0.0
+
+    # -- up -------------------------------------------------------------------------------------------------------
+
+    def start(self, closing: ExitStack) -> None:
+        """Bring everything up; the gateway is announced last, when an endpoint already serves."""
+        spec, recorder = self.spec, self.recorder
+        keys = curve_keys(recorder.folder) if spec.gateway.curve else None
+        setting = RunSetting(recorder.id, recorder.folder, self.token, spec.target_return, keys)
+        self._workers = ActorLearnerWorkers(spec, self.experience, setting, _used_version(recorder.id))
+        closing.callback(self._workers.close)
+        endpoint_spec = spec.endpoint.model_copy(update={"token": SecretStr(self.token)})
+        factory, signature = served_model(spec, self.experience)
+        self._endpoint = deploy(endpoint_spec, factory, signature, self._workers.weight_source())
+        closing.callback(self._endpoint.close)
+        recorder.endpoint(spec.endpoint.name, "inference", self._endpoint.url, "ready")
+        address = f"tcp://{spec.gateway.host}:{self._workers.gateway_port()}"
+        server_key = keys[0].decode() if keys else ""
+        command = f"python -m shoal.actor --connect {address} --env {spec.env}"
+        command += f" --server-key {server_key}" if server_key else ""
+        recorder.event("gateway_ready", address=address, env=spec.env, server_key=server_key)
+        recorder.endpoint("gateway", "gateway", address, "ready")
+        print(f"run {recorder.id}: the endpoint is {self._endpoint.url}/v2/models/{spec.endpoint.name}", flush=True)
+        print(f"run {recorder.id}: waiting for actors; start some with\n    {command}", flush=True)
+
+    # -- on -------------------------------------------------------------------------------------------------------
+
+    def follow_until_solved(self) -> None:
+        """Poll, record and print until the target is reached. Raises RunError when it will not be."""
+        while True:
+            polled_at = time.monotonic()
+            self._poll()
+            if self._gateway_stats.get("solved_s") is not None:
+                break
+            self._require_hope()
+            time.sleep(max(0.0, POLL_S - (time.monotonic() - polled_at)))
+        stats = self._gateway_stats
+        self.recorder.event("solved", seconds=stats["solved_s"], steps=stats["solved_steps"])
+        print(
+            f"solved: mean return {stats['mean_return']:.1f} over 100 episodes, {stats['solved_s']:.1f} s after the"
+            f" first segment, {stats['solved_steps']:,} environment steps",
+            flush=True,
+        )
+
+    def _require_hope(self) -> None:
+        if self._learner_stats.get("failure"):
+            raise RunError(f"the learner failed: {self._learner_stats['failure']}")
+        started = self._gateway_stats.get("first_segment_at")
+        if started is not None and time.time() - started > self.spec.max_wall_s:
+            raise RunError(
+                f"mean return {self._gateway_stats['mean_return']:.1f} after {self.spec.max_wall_s:.0f} s, the target"
+                f" is {self.spec.target_return}: lower target_return, or go on with"
+                f" `shoal run actor_learner resume={self.recorder.id} max_wall_s=…`"
+            )
+
+    def _poll(self) -> None:
+        assert self._workers is not None
+        gateway, learner = self._workers.stats()
+        self._gateway_stats = gateway or self._gateway_stats
+        self._learner_stats = learner or self._learner_stats
+        for name, stats in (("gateway", gateway), ("learner", learner)):
+            if stats and self._pids.setdefault(name, stats["pid"]) != stats["pid"]:
+                self._pids[name] = stats["pid"]
+                damaged = stats.get("damaged_checkpoints", [])
+                self.recorder.event(f"{name}_restarted", pid=stats["pid"], damaged_checkpoints=damaged)
+        for at, kind, details in self._workers.events():
+            self.recorder.event(kind, at=at, **details)
+        for published in self._workers.published():
+            self.recorder.weights_published(published.version, published.step, published.sha256, published.published_at)
+        if self._gateway_stats.get("first_segment_at") is not None:
+            self.recorder.log(int(self._gateway_stats["steps"]), self._metrics())
+        self._print_progress()
+
+    def _metrics(self) -> dict[str, float]:
+        gateway, learner = self._gateway_stats, self._learner_stats
+        segments = gateway["segments"]
+        metrics = {
+            "return/mean_100": gateway["mean_return"],
+            "episodes/total": gateway["episodes"],
+            "steps/total": gateway["steps"],
+            "steps/per_s": self._rate("steps", gateway["steps"]),
+            "weights/version": gateway["weights_version"],
+            "queue/depth": gateway["queue_depth"],
+            "actors/connected": sum(actor["connected"] for actor in gateway["actors"]),
+            "segments/received": segments["received"],
+            "segments/consumed": segments["consumed"],
+            "segments/queued": segments["queued"],
+            "segments/dropped": sum(segments["dropped"].values()),
+            "endpoint/requests_per_s": self._rate("requests", self._endpoint_requests()),
+            "learner/updates": learner.get("updates", 0),
+            **learner.get("metrics", {}),
+        }
+        metrics |= {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
+        metrics |= {f"lag/{actor['actor_id']}": actor["lag"] for actor in gateway["actors"][:MAX_LAG_METRICS]}
+        return {name: float(value) for name, value in metrics.items()}
+
+    def _endpoint_requests(self) -> float:
+        assert self._endpoint is not None
+        return float(sum(replica["requests"] for replica in self._endpoint.stats()))
+
+    def _rate(self, name: str, total: float) -> float:
+        now = time.monotonic()
+        before, then = self._last_rates.get(name, (total, now))
+        self._last_rates[name] = (total, now)
+        return max(0.0, total - before) / (now - then) if now > then else 0.0
+
+    def _print_progress(self) -> None:
+        stats = self._gateway_stats
+        if stats.get("first_segment_at") is None or time.monotonic() - self._printed_at < PRINT_S:
+            return
+        self._printed_at = time.monotonic()
+        print(
+            f"return {stats['mean_return']:6.1f} | {stats['steps']:9,} steps | {stats['episodes']:6,} episodes"
+            f" | weights {stats['weights_version']:5} | queue {stats['queue_depth']:3}",
+            flush=True,
+        )
+
+    # -- down -----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Register the last weights, and play episodes with them through the endpoint."""
+        assert self._workers is not None
+        snapshot = self._workers.finish_learner()
+        model = self._register(snapshot)
+        evaluation = self._evaluate(snapshot)
+        self.recorder.log(
+            int(self._gateway_stats["steps"]) + 1,
+            {"evaluation/mean_return": evaluation.mean_return, "evaluation/requests": evaluation.num_requests},
+        )
+        self.recorder.event(
+            "evaluated",
+            mean_return=evaluation.mean_return,
+            returns=evaluation.returns,
+            requests=evaluation.num_requests,
+            versions=sorted(evaluation.versions),
+        )
+        print(
+            f"{model.ref} ({', '.join(model.aliases)}): mean return {evaluation.mean_return:.1f} over"
+            f" {len(evaluation.returns)} episodes played through the endpoint ({evaluation.num_requests} requests)",
+            flush=True,
+        )
+
+    def settle(self) -> None:
+        """Say goodbye to the actors and write the last numbers, however the run ended."""
+        if self._workers is None:
+            return
+        stats = self._workers.close_gateway(finished=True)
+        if stats is not None:
+            self._gateway_stats = stats
+            self.recorder.event("accounting", **stats["segments"])
+        for name, kind in ((self.spec.endpoint.name, "inference"), ("gateway", "gateway")):
+            self.recorder.endpoint(name, kind, "", "closed")
+
+    def _register(self, snapshot: WeightSnapshot) -> ModelVersion:
+        factory, signature = served_model(self.spec, self.experience)
+        model = Registry().register(
+            self.spec.endpoint.name.lower(),
+            snapshot,
+            model=factory,
+            signature=signature,
+            run_id=self.recorder.id,
+            metrics={
+                "mean_return_100": float(self._gateway_stats["mean_return"]),
+                "steps": float(self._gateway_stats["steps"]),
+            },
+            aliases=self.spec.aliases,
+        )
+        self.recorder.model_registered(model.name, model.version, model.aliases)
+        return model
+
+    def _evaluate(self, snapshot: WeightSnapshot) -> Evaluation:
+        assert self._endpoint is not None
+        connection = InferenceConnection(self._endpoint.url, self.spec.endpoint.name, self.token)
+        try:
+            wait_for_version(connection, self._first_observation, snapshot.version, timeout_s=15.0)
+            return play_through(connection, self.spec.env, self.spec.eval_episodes)
+        finally:
+            connection.close()
+
+
+def served_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[ModelFactory, Signature]:
+    """How the endpoint and the registry build the policy, and what it takes and gives."""
+    size, num_actions = experience.observation.shape[0], int(experience.action.high or 0) + 1
+    factory = ModelFactory(
+        factory="shoal.models.actor_critic:ActorCritic",
+        kwargs={"observation_size": size, "num_actions": num_actions, "hidden": list(spec.hidden)},
+    )
+    signature = Signature(
+        inputs=[TensorSignature(name="observation", datatype="FP32", shape=[-1, size])],
+        outputs=[
+            TensorSignature(name="action", datatype="INT64", shape=[-1]),
+            TensorSignature(name="logits", datatype="FP32", shape=[-1, num_actions]),
+            TensorSignature(name="value", datatype="FP32", shape=[-1]),
+        ],
+    )
+    return factory, signature
+
+
+def curve_keys(folder: Path) -> tuple[bytes, bytes]:
+    """The run's CURVE key pair (public, secret), made once and kept private in its folder."""
+    path = folder / "curve.json"
+    if not path.exists():
+        public, secret = zmq.curve_keypair()
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({"public": public.decode(), "secret": secret.decode()}, file)
+    pair: Mapping[str, str] = json.loads(path.read_text())
+    return pair["public"].encode(), pair["secret"].encode()
+
+
+def _used_version(run_id: str) -> int:
+    """The newest weights version that the record of a resumed run knows."""
+    versions = shoal.runs.load(run_id).versions()
+    newest = float(versions["version"].max()) if len(versions) else 0.0
+    return 0 if math.isnan(newest) else int(newest)

@@ -1,0 +1,109 @@
+"""Playing episodes through an endpoint, as a client that has nothing but its URL.
+
+Called by flows and by tests. Speaks the Open Inference Protocol over plain HTTP; knows no Ray and holds no weights.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import gymnasium
+import numpy as np
+
+from shoal.errors import ConnectionLost, InferenceError
+
+
+class Answer(NamedTuple):
+    """One inference: the output tensors by name, and the version of the weights that made them."""
+
+    outputs: dict[str, np.ndarray]
+    version: int
+
+
+class InferenceConnection:
+    """One kept-alive connection to one model of an endpoint. Not for use by several threads."""
+
+    def __init__(self, url: str, model: str, token: str, timeout_s: float = 10.0) -> None:
+        parts = urlsplit(url)
+        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+        self._path = f"/v2/models/{model}/infer"
+        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+
+    def infer(self, observations: np.ndarray) -> Answer:
+        """Ask for `observations` [B, *obs]. Raises InferenceError with the endpoint's words, or ConnectionLost."""
+        tensor = {
+            "name": "observation",
+            "datatype": "FP32",
+            "shape": list(observations.shape),
+            "data": observations.ravel().tolist(),
+        }
+        try:
+            self._connection.request("POST", self._path, json.dumps({"inputs": [tensor]}), self._headers)
+            response = self._connection.getresponse()
+            body: dict[str, Any] = json.loads(response.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self._connection.close()
+            raise ConnectionLost(f"the endpoint did not answer: {error}") from error
+        if response.status != 200:
+            raise InferenceError(response.status, str(body.get("error", body)))
+        outputs = {one["name"]: np.array(one["data"]).reshape(one["shape"]) for one in body["outputs"]}
+        return Answer(outputs, int(body["model_version"]))
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Evaluation(NamedTuple):
+    """`returns` of the episodes, in order; how many requests that took; the versions that answered."""
+
+    returns: list[float]
+    num_requests: int
+    versions: set[int]
+
+    @property
+    def mean_return(self) -> float:
+        return float(np.mean(self.returns))
+
+
+def wait_for_version(connection: InferenceConnection, observation: np.ndarray, version: int, timeout_s: float) -> None:
+    """Return when `version` or a newer one answers. Raises ConnectionLost after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    seen = 0
+    while time.monotonic() < deadline:
+        try:
+            seen = connection.infer(observation[None]).version
+        except InferenceError as error:
+            if error.status != 503:
+                raise
+        if seen >= version:
+            return
+        time.sleep(0.02)
+    raise ConnectionLost(f"the endpoint still answers with version {seen}, not {version}, after {timeout_s} s")
+
+
+def play_through(connection: InferenceConnection, env: str, num_episodes: int, seed: int = 10_000) -> Evaluation:
+    """Play `num_episodes` greedily, side by side: each request carries one observation of every unfinished episode."""
+    environments = [gymnasium.make(env) for _ in range(num_episodes)]
+    observations = [environment.reset(seed=seed + index)[0] for index, environment in enumerate(environments)]
+    returns = [0.0] * num_episodes
+    playing = list(range(num_episodes))
+    versions: set[int] = set()
+    num_requests = 0
+    while playing:
+        answer = connection.infer(np.stack([observations[index] for index in playing]).astype(np.float32))
+        num_requests += 1
+        versions.add(answer.version)
+        still = []
+        for index, action in zip(playing, answer.outputs["action"], strict=True):
+            observations[index], reward, terminated, truncated, _ = environments[index].step(int(action))
+            returns[index] += float(reward)
+            if not (terminated or truncated):
+                still.append(index)
+        playing = still
+    for environment in environments:
+        environment.close()
+    return Evaluation(returns, num_requests, versions)

@@ -1,0 +1,19 @@
+"""Models by name and version: immutable once registered, found by number or by alias."""
+
+from shoal.registry.aliases import Aliases, Move
+from shoal.registry.manifest import Manifest, ModelFactory, Signature, TensorSignature
+from shoal.registry.registry import ModelVersion, Registry, split_ref
+from shoal.registry.source import RegistrySource
+
+__all__ = [
+    "Aliases",
+    "Manifest",
+    "ModelFactory",
+    "ModelVersion",
+    "Move",
+    "Registry",
+    "RegistrySource",
+    "Signature",
+    "TensorSignature",
+    "split_ref",
+]

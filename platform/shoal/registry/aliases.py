@@ -1,0 +1,56 @@
+"""Which version an alias means, and meant before: an append-only list of moves an alias.
+
+Pure values: the registry reads and writes them as `aliases.json`. Never touches a file.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from shoal.config import Spec
+
+
+class Move(Spec):
+    """The alias went to `version`: to a new one (promote) or back to the one before (rollback).
+
+    time: seconds since the epoch
+    """
+
+    version: int
+    time: float
+    kind: Literal["promote", "rollback"]
+
+
+class Aliases(Spec):
+    """The moves of every alias of one model."""
+
+    moves: dict[str, list[Move]] = Field(default_factory=dict)
+
+    def promoted(self, alias: str) -> list[int]:
+        """The versions that were promoted and not rolled back, oldest first; the last one is what the alias means."""
+        stack: list[int] = []
+        for move in self.moves.get(alias, []):
+            if move.kind == "promote":
+                stack.append(move.version)
+            else:
+                stack.pop()
+        return stack
+
+    def target(self, alias: str) -> int | None:
+        """The version that the alias means; None when there is no such alias."""
+        stack = self.promoted(alias)
+        return stack[-1] if stack else None
+
+    def of(self, version: int) -> tuple[str, ...]:
+        """The aliases that mean `version`, sorted."""
+        return tuple(sorted(alias for alias in self.moves if self.target(alias) == version))
+
+    def has_left(self, alias: str, version: int) -> bool:
+        """Whether the alias once meant `version` and means another one now."""
+        return self.target(alias) != version and any(move.version == version for move in self.moves.get(alias, []))
+
+    def moved(self, alias: str, move: Move) -> Aliases:
+        """A copy with one more move."""
+        return Aliases(moves={**self.moves, alias: [*self.moves.get(alias, []), move]})

@@ -1,0 +1,65 @@
+"""How the registry touches the disk: whole or not at all, and one writer at a time.
+
+Called by the registry alone; knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shoal.errors import RegistryError
+
+LOCK_TIMEOUT_S = 60.0
+_LOCK_POLL_S = 0.01
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep every other writer, in this process or another, out of `folder`; a killed holder lets go by dying.
+
+    Raises RegistryError when it stays locked for LOCK_TIMEOUT_S.
+    """
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise RegistryError(f"{folder} is being written by another process; try again") from None
+                time.sleep(_LOCK_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, payload: bytes) -> None:
+    """Write the file, and return when it is on the disk."""
+    with path.open("wb") as file:
+        file.write(payload)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_synced(path: Path, payload: bytes) -> None:
+    """Replace the file in one step: a reader sees the old or the new one, also after a power cut."""
+    incoming = path.with_name(f".incoming-{path.name}")
+    write_synced(incoming, payload)
+    incoming.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's list of names durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,259 @@
+"""Models by name and version, immutable once registered, and the aliases that say which version to use.
+
+    NAME/VERSION/manifest.json, weights.safetensors      NAME/aliases.json      (in $SHOAL_HOME/registry)
+
+Called by jobs and pillars that register what they trained, by endpoints, and by the CLI. Any number of processes may
+read and write at once: a version appears whole or not at all, and is never changed. Never runs or builds a model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import ConfigError, RegistryError, WeightsError
+from shoal.home import home
+from shoal.registry.aliases import Aliases, Move
+from shoal.registry.files import locked, replace_synced, sync_folder, write_synced
+from shoal.registry.manifest import Manifest, ModelFactory, Signature
+from shoal.weights import WeightSnapshot
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+_INCOMING = ".incoming"
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """One registered version. `aliases` are those that meant it when it was looked up."""
+
+    name: str
+    version: int
+    manifest: Manifest
+    aliases: tuple[str, ...]
+    folder: Path
+
+    @property
+    def ref(self) -> str:
+        """What names exactly this version: name@version."""
+        return f"{self.name}@{self.version}"
+
+    def snapshot(self) -> WeightSnapshot:
+        """The weights, as version `self.version`. Raises WeightsError when they are missing or damaged."""
+        path = self.folder / "weights.safetensors"
+        remedy = f"restore {path} from a copy, or register the model again"
+        try:
+            payload = path.read_bytes()
+        except OSError as error:
+            raise WeightsError(f"the weights of {self.ref} cannot be read ({error}): {remedy}") from error
+        if hashlib.sha256(payload).hexdigest() != self.manifest.sha256:
+            expected = self.manifest.size_bytes
+            raise WeightsError(
+                f"the weights of {self.ref} are damaged: the checksum does not match"
+                f" ({len(payload)} bytes, {expected} expected): {remedy}"
+            )
+        return WeightSnapshot(self.version, payload, self.manifest.sha256, self.manifest.created_at)
+
+
+class Registry:
+    """The models under `root` (`$SHOAL_HOME/registry` when None).
+
+    A model is referred to as `name@3`, `name@champion`, or `name` for its newest version.
+    """
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root if root is not None else home() / "registry"
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    def register(
+        self,
+        name: str,
+        snapshot: WeightSnapshot,
+        *,
+        model: ModelFactory,
+        signature: Signature,
+        run_id: str | None = None,
+        metrics: Mapping[str, float] | None = None,
+        aliases: Sequence[str] = ("champion",),
+    ) -> ModelVersion:
+        """Add the next version of `name`, and let `aliases` mean it.
+
+        Raises ConfigError for a name or alias that does not fit, WeightsError for a damaged snapshot, RegistryError
+        when it cannot be written. What is interrupted leaves nothing to see.
+        """
+        _require_name("name", name)
+        for alias in aliases:
+            _require_alias(alias)
+        snapshot.tensors()  # refuses damage now, and not when the model is served
+        folder = self.root / name
+        try:
+            folder.mkdir(exist_ok=True)
+            with locked(folder):
+                manifest = Manifest(
+                    name=name,
+                    version=max(_versions_in(folder), default=0) + 1,
+                    created_at=time.time(),
+                    run_id=run_id,
+                    weights_version=snapshot.version,
+                    sha256=snapshot.sha256,
+                    size_bytes=len(snapshot.payload),
+                    model=model,
+                    signature=signature,
+                    metrics=dict(metrics or {}),
+                )
+                _write_version(folder, manifest, snapshot.payload)
+                for alias in aliases:
+                    self._promote(folder, alias, manifest.version)
+        except OSError as error:
+            raise RegistryError(f"{name!r} cannot be registered in {self.root}: {error}") from error
+        return self.get(f"{name}@{manifest.version}")
+
+    def get(self, ref: str) -> ModelVersion:
+        """The version that `ref` means. Raises RegistryError, with what there is, when there is none."""
+        name, word = split_ref(ref)
+        folder = self._folder(name)
+        versions, aliases = _versions_in(folder), _read_aliases(folder)
+        version = _meant(word, versions, aliases)
+        if version is None:
+            known = [f"versions {versions[0]} to {versions[-1]}", *sorted(aliases.moves)]
+            raise RegistryError(f"{name!r} has no {word!r}: it has {', '.join(known)}")
+        return _version(folder, version, aliases)
+
+    def has(self, ref: str) -> bool:
+        """Whether `ref` means a version now."""
+        name, word = split_ref(ref)
+        return _meant(word, _versions_in(self.root / name), _read_aliases(self.root / name)) is not None
+
+    def list(self, name: str | None = None) -> tuple[ModelVersion, ...]:
+        """Every version of `name`, or of every model, oldest first. Raises RegistryError when `name` is unknown."""
+        found: Sequence[ModelVersion] = ()
+        for folder in [self.root / each for each in self._names()] if name is None else [self._folder(name)]:
+            aliases = _read_aliases(folder)
+            found = [*found, *(_version(folder, version, aliases) for version in _versions_in(folder))]
+        return tuple(found)
+
+    def promote(self, ref: str, alias: str = "champion") -> ModelVersion:
+        """Let `alias` mean the version that `ref` means; no move when it does already. Raises RegistryError."""
+        _require_alias(alias)
+        found = self.get(ref)
+        with locked(found.folder.parent):
+            self._promote(found.folder.parent, alias, found.version)
+        return self.get(found.ref)
+
+    def rollback(self, name: str, alias: str = "champion") -> ModelVersion:
+        """Let `alias` mean what it meant before its last promotion. Raises RegistryError when there is no before."""
+        folder = self._folder(name)
+        with locked(folder):
+            aliases = _read_aliases(folder)
+            stack = aliases.promoted(alias)
+            if len(stack) < 2:
+                now = f"is {name}@{stack[0]} and was never another" if stack else "was never promoted"
+                remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"
+                raise RegistryError(f"{name}@{alias} {now}: {remedy}")
+            _write_aliases(folder, aliases.moved(alias, Move(version=stack[-2], time=time.time(), kind="rollback")))
+        return self.get(f"{name}@{alias}")
+
+    def aliases(self, name: str) -> Aliases:
+        """Every alias of `name` with its history. Raises RegistryError when the model is unknown."""
+        return _read_aliases(self._folder(name))
+
+    def _promote(self, folder: Path, alias: str, version: int) -> None:
+        aliases = _read_aliases(folder)
+        if aliases.target(alias) != version:
+            _write_aliases(folder, aliases.moved(alias, Move(version=version, time=time.time(), kind="promote")))
+
+    def _names(self) -> Sequence[str]:
+        return sorted(path.name for path in self.root.iterdir() if _NAME.fullmatch(path.name) and _versions_in(path))
+
+    def _folder(self, name: str) -> Path:
+        _require_name("name", name)
+        if _versions_in(self.root / name):
+            return self.root / name
+        near = difflib.get_close_matches(name, self._names(), n=3, cutoff=0.4)
+        remedy = f"did you mean {' or '.join(near)}?" if near else "`shoal models list` shows what there is"
+        raise RegistryError(f"there is no model {name!r}: {remedy}")
+
+
+def split_ref(ref: str) -> tuple[str, str]:
+    """(name, version or alias) of `name@3` or `name@champion`; the second is empty for `name` and `name@latest`.
+
+    Raises ConfigError for what is not a reference.
+    """
+    name, separator, word = ref.partition("@")
+    _require_name("model", name)
+    if separator and not _NAME.fullmatch(word):
+        raise ConfigError("model", ref, "is not a model reference", "write name@3, name@champion, or name")
+    return name, "" if word == "latest" else word
+
+
+def _meant(word: str, versions: Sequence[int], aliases: Aliases) -> int | None:
+    """The version that the word after the @ means; None when there is none."""
+    if not word:
+        return versions[-1] if versions else None
+    version = int(word) if word.isdigit() else aliases.target(word)
+    return version if version in versions else None
+
+
+def _require_name(field: str, name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(field, name, "is not a name", "use a-z, 0-9, '.', '_' and '-', and begin with a-z or 0-9")
+
+
+def _require_alias(alias: str) -> None:
+    _require_name("alias", alias)
+    if alias.isdigit() or alias == "latest":
+        raise ConfigError("alias", alias, "means a version already", "choose a word, such as champion or candidate")
+
+
+def _versions_in(folder: Path) -> list[int]:
+    """The versions in the folder of a model, in order; none when there is no such folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def _version(folder: Path, version: int, aliases: Aliases) -> ModelVersion:
+    place = folder / str(version)
+    return ModelVersion(folder.name, version, _read_manifest(place), aliases.of(version), place)
+
+
+def _write_version(folder: Path, manifest: Manifest, payload: bytes) -> None:
+    """Write beside, then rename: the caller holds the lock, so what is found half-written is nobody's."""
+    incoming = folder / _INCOMING
+    shutil.rmtree(incoming, ignore_errors=True)
+    incoming.mkdir()
+    write_synced(incoming / "weights.safetensors", payload)
+    write_synced(incoming / "manifest.json", manifest.model_dump_json(indent=2).encode())
+    sync_folder(incoming)
+    incoming.rename(folder / str(manifest.version))
+    sync_folder(folder)
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / "manifest.json"
+    try:
+        return Manifest.parse(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise RegistryError(f"{path} cannot be read ({error}): restore it from a copy, or remove its folder") from error
+
+
+def _read_aliases(folder: Path) -> Aliases:
+    path = folder / "aliases.json"
+    try:
+        return Aliases.parse(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return Aliases()
+    except (OSError, ValueError) as error:
+        raise RegistryError(
+            f"{path} cannot be read ({error}): restore it from a copy, or remove it and promote"
+        ) from error
+
+
+def _write_aliases(folder: Path, aliases: Aliases) -> None:
+    replace_synced(folder / "aliases.json", aliases.model_dump_json(indent=2).encode())

@@ -1,0 +1,216 @@
+"""The gateway and the learner as Ray workers: shells that hold a plain object and forward to it.
+
+Each worker starts its object when it is constructed, so that Ray's own restart of a dead worker is all there is to
+recovery: the gateway finds its ledger and its port, the learner its checkpoint. Called by flows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ray.actor import ActorHandle
+
+import ray
+from shoal.errors import ClusterError, ConnectionLost
+from shoal.rl.gateway import Gateway
+from shoal.rl.learner import Learner, Published
+from shoal.rl.ledger import Ledger
+from shoal.rl.queue import ExperienceBatch, ExperienceQueue
+from shoal.rl.spec import RLSpec
+from shoal.weights import WeightSnapshot
+from shoal.weights.ray_weights import (
+    CALL_TIMEOUT_S,
+    NAMESPACE,
+    RETRY_S,
+    STORE_IS_AWAY,
+    RayWeightPublisher,
+    RayWeightSource,
+    start_weight_store,
+)
+from shoal.wire import ExperienceSpec
+
+SETTLE_TIMEOUT_S = 60.0  # how long a learner waits for a gateway that restarts to take its answer
+
+
+@dataclass(frozen=True)
+class RunSetting:
+    """What both workers must know of their run."""
+
+    run_id: str
+    folder: Path
+    token: str
+    target_return: float | None
+    curve_keys: tuple[bytes, bytes] | None
+
+
+@ray.remote(num_cpus=0, max_concurrency=16)
+class GatewayWorker:
+    """A Gateway in a process of its own. A restarted one drops what its predecessor had queued as GATEWAY_CRASH."""
+
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
+        self._ledger = Ledger(setting.folder / "ledger.sqlite")
+        self._queue = ExperienceQueue(spec.gateway.queue_capacity, self._ledger)
+        self._gateway = Gateway(
+            spec.gateway,
+            experience,
+            self._queue,
+            RayWeightSource(start_weight_store(setting.run_id)),
+            setting.token,
+            setting.run_id,
+            setting.target_return,
+            setting.curve_keys,
+        )
+        self._gateway.start()
+
+    def port(self) -> int:
+        return self._gateway.port
+
+    def take(self, consumer: str, min_steps: int, max_segments: int, timeout_s: float) -> ExperienceBatch | None:
+        return self._queue.take(consumer, min_steps, max_segments, timeout_s)
+
+    def settle(self, lease_id: int, stale: np.ndarray) -> bool:
+        return self._queue.settle(lease_id, stale)
+
+    def stats(self) -> dict[str, Any]:
+        return self._gateway.stats()
+
+    def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
+        return self._gateway.take_events()
+
+    def close(self, finished: bool) -> dict[str, Any]:
+        """The last stats, with the queue settled as SHUTDOWN."""
+        self._gateway.close(finished)
+        return self._gateway.stats()
+
+
+class RayExperienceSource:
+    """An ExperienceSource on a gateway's handle. While that is away there is no experience, and settling waits."""
+
+    def __init__(self, gateway: ActorHandle) -> None:
+        self._gateway = gateway
+
+    def take(self, consumer: str, min_steps: int, max_segments: int, timeout_s: float) -> ExperienceBatch | None:
+        try:
+            call = self._gateway.take.remote(consumer, min_steps, max_segments, timeout_s)
+            return ray.get(call, timeout=timeout_s + CALL_TIMEOUT_S)
+        except STORE_IS_AWAY:
+            time.sleep(RETRY_S)
+            return None
+
+    def settle(self, lease_id: int, stale: np.ndarray) -> bool:
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        while True:
+            try:
+                return bool(ray.get(self._gateway.settle.remote(lease_id, stale), timeout=CALL_TIMEOUT_S))
+            except STORE_IS_AWAY as error:
+                if time.monotonic() > deadline:
+                    raise ConnectionLost(f"the gateway has been away for {SETTLE_TIMEOUT_S} s") from error
+                time.sleep(RETRY_S)
+
+
+@ray.remote(max_concurrency=4)
+class LearnerWorker:
+    """A Learner in a process of its own; it starts to learn at once, from its newest checkpoint if there is one."""
+
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting, used_version: int) -> None:
+        store = start_weight_store(setting.run_id)
+        used_version = max(used_version, ray.get(store.version.remote(), timeout=CALL_TIMEOUT_S))
+        self._publisher = RayWeightPublisher(store)
+        source = RayExperienceSource(ray.get_actor(_gateway_name(setting.run_id), NAMESPACE))
+        folder = setting.folder / "checkpoints"
+        self._learner = Learner(spec, experience, source, self._publisher, folder, used_version)
+        self._failure = ""
+        self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
+        self._thread.start()
+
+    def stats(self) -> dict[str, Any]:
+        return {**self._learner.stats(), "failure": self._failure}
+
+    def take_published(self) -> list[Published]:
+        return self._learner.take_published()
+
+    def finish(self, timeout_s: float) -> WeightSnapshot:
+        """Stop learning, save, and return the last weights. Raises TimeoutError when an update does not end."""
+        self._learner.stop()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the learner did not stop within {timeout_s} s")
+        self._publisher.close()
+        return self._learner.snapshot()
+
+    def _run(self) -> None:
+        try:
+            self._learner.run()
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+
+
+class ActorLearnerWorkers:
+    """The store, the gateway and the learner of one run: started together, asked together, closed together."""
+
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting, used_version: int) -> None:
+        self._store = start_weight_store(setting.run_id)
+        # Workers find each other by name: a handle among the arguments of a constructor would hinder its restart.
+        options = {"namespace": NAMESPACE, "max_restarts": spec.learner.max_restarts}
+        self._gateway: Any = GatewayWorker.options(  # type: ignore[attr-defined]
+            name=_gateway_name(setting.run_id), **options
+        ).remote(spec, experience, setting)
+        self._learner: Any = LearnerWorker.options(  # type: ignore[attr-defined]
+            name=f"learner-{setting.run_id}", num_cpus=spec.learner.num_cpus, **options
+        ).remote(spec, experience, setting, used_version)
+
+    def weight_source(self) -> RayWeightSource:
+        return RayWeightSource(self._store)
+
+    def gateway_port(self, timeout_s: float = 120.0) -> int:
+        """Wait for the gateway. Raises ClusterError when it does not come up."""
+        try:
+            return int(ray.get(self._gateway.port.remote(), timeout=timeout_s))
+        except (*STORE_IS_AWAY, ray.exceptions.RayTaskError) as error:
+            raise ClusterError(f"the gateway did not start: {error}") from error
+
+    def stats(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """(gateway's, learner's); None for one that is restarting. Raises ClusterError when one is gone for good."""
+        return self._ask(self._gateway, "stats"), self._ask(self._learner, "stats")
+
+    def events(self) -> list[tuple[float, str, dict[str, Any]]]:
+        return self._ask(self._gateway, "take_events") or []
+
+    def published(self) -> list[Published]:
+        return self._ask(self._learner, "take_published") or []
+
+    def finish_learner(self, timeout_s: float = 60.0) -> WeightSnapshot:
+        """Stop learning, save, and return the last weights."""
+        return ray.get(self._learner.finish.remote(timeout_s), timeout=timeout_s + CALL_TIMEOUT_S)
+
+    def close_gateway(self, finished: bool) -> dict[str, Any] | None:
+        """Dismiss the actors; the last stats, or None when the gateway is dead."""
+        try:
+            return ray.get(self._gateway.close.remote(finished), timeout=CALL_TIMEOUT_S)
+        except STORE_IS_AWAY:
+            return None
+
+    def close(self) -> None:
+        """End the workers, restarts included. Idempotent."""
+        for worker in (self._learner, self._gateway, self._store):
+            ray.kill(worker, no_restart=True)
+
+    def _ask(self, worker: Any, method: str) -> Any:
+        try:
+            return ray.get(getattr(worker, method).remote(), timeout=CALL_TIMEOUT_S)
+        except ray.exceptions.ActorUnavailableError:
+            return None
+        except ray.exceptions.RayActorError as error:
+            raise ClusterError(f"a worker is gone for good: {error}") from error
+        except ray.exceptions.GetTimeoutError:
+            return None
+
+
+def _gateway_name(run_id: str) -> str:
+    return f"gateway-{run_id}"

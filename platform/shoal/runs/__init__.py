@@ -1,0 +1,20 @@
+"""The durable run record: runs, their events, metrics, weight versions, models and endpoints, and the report."""
+
+from shoal.runs.recorder import RunRecorder, create, reopen
+from shoal.runs.report import write_report
+from shoal.runs.run import Endpoint, Run, list_runs, load
+from shoal.runs.status import HEARTBEAT_TIMEOUT_S, Status, transition
+
+__all__ = [
+    "HEARTBEAT_TIMEOUT_S",
+    "Endpoint",
+    "Run",
+    "RunRecorder",
+    "Status",
+    "create",
+    "list_runs",
+    "load",
+    "reopen",
+    "transition",
+    "write_report",
+]

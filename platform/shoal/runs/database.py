@@ -1,0 +1,96 @@
+"""The tables of the run record: one SQLite file for all runs, written by many processes and read by any.
+
+Owns the schema, connections and transactions. Called by the recorder and the reader; knows nothing of what a run means.
+
+Write-ahead logging lets readers go on while a run writes, and whatever was committed outlives a kill -9 of the writer.
+SQLite has no NaN: a metric that is not a number is stored as NULL and read back as NaN.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shoal.errors import RunError
+
+BUSY_TIMEOUT_S = 10.0
+SCHEMA_VERSION = 1
+
+# Times are seconds since the epoch. `summaries` repeats the newest value and the finite extremes of each metric, so
+# that polling a run and listing runs cost the number of metrics and not the length of the run.
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS runs (
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, job TEXT NOT NULL, status TEXT NOT NULL, spec TEXT NOT NULL,
+    command TEXT NOT NULL, git_revision TEXT, git_dirty INTEGER NOT NULL, created_at REAL NOT NULL, finished_at REAL,
+    host TEXT NOT NULL, pid INTEGER NOT NULL, heartbeat_at REAL NOT NULL, incarnation INTEGER NOT NULL, error TEXT);
+CREATE TABLE IF NOT EXISTS events (
+    number INTEGER PRIMARY KEY, run INTEGER NOT NULL, time REAL NOT NULL, kind TEXT NOT NULL, details TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS events_of_run ON events (run, number);
+CREATE TABLE IF NOT EXISTS metrics (
+    run INTEGER NOT NULL, step INTEGER NOT NULL, name TEXT NOT NULL, time REAL NOT NULL, value REAL,
+    PRIMARY KEY (run, step, name)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS summaries (
+    run INTEGER NOT NULL, name TEXT NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL, value REAL,
+    lowest REAL, highest REAL, PRIMARY KEY (run, name)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS versions (
+    run INTEGER NOT NULL, version INTEGER NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL, sha256 TEXT NOT NULL,
+    PRIMARY KEY (run, version)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS models (
+    run INTEGER NOT NULL, name TEXT NOT NULL, version INTEGER NOT NULL, time REAL NOT NULL, aliases TEXT NOT NULL,
+    PRIMARY KEY (run, name, version)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS endpoints (
+    run INTEGER NOT NULL, name TEXT NOT NULL, kind TEXT NOT NULL, address TEXT NOT NULL, state TEXT NOT NULL,
+    time REAL NOT NULL, PRIMARY KEY (run, name)) WITHOUT ROWID;
+"""
+
+
+def connect(home: Path) -> sqlite3.Connection:
+    """A connection to the record in `home`, made when absent. Raises RunError when it cannot be opened.
+
+    The caller closes it; it may be used from any thread, one at a time.
+    """
+    path = home / "runs.sqlite"
+    connection: sqlite3.Connection | None = None
+    try:
+        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        connection.row_factory = sqlite3.Row
+        connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may cost the newest commits, a kill none
+        found = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        if found == 0:
+            _create(connection)
+    except sqlite3.Error as error:
+        if connection is not None:
+            connection.close()
+        raise RunError(f"the run record {path} cannot be opened: {error}") from error
+    if found > SCHEMA_VERSION:
+        connection.close()
+        raise RunError(f"the run record {path} was made by a newer Shoal (schema {found}): upgrade, or set SHOAL_HOME")
+    return connection
+
+
+def _create(connection: sqlite3.Connection) -> None:
+    connection.execute("PRAGMA journal_mode = WAL")
+    with transaction(connection):
+        for statement in _SCHEMA.split(";"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """All of the body's writes, or none; takes the write lock at once, so that what the body reads stays true.
+
+    Raises RunError when the database refuses, or when others keep it busy for longer than BUSY_TIMEOUT_S.
+    """
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            connection.execute("COMMIT")
+        finally:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+    except sqlite3.Error as error:
+        raise RunError(f"the run record cannot be written: {error}") from error

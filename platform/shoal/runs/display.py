@@ -1,0 +1,48 @@
+"""Numbers and times as people read them, the same in the report and on the terminal. Pure functions of numbers."""
+
+from __future__ import annotations
+
+import math
+import time
+
+_UNITS = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
+
+
+def number(value: float) -> str:
+    """Whole numbers with separators, others with four digits that matter."""
+    if not math.isfinite(value):
+        return "not a number" if math.isnan(value) else ("∞" if value > 0 else "-∞")
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """8.2 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    whole = round(seconds)
+    for unit_s, unit, part_s, part in _UNITS:
+        if whole >= unit_s:
+            return f"{whole // unit_s} {unit} {whole % unit_s // part_s} {part}"
+    return f"{max(seconds, 0.0):.1f} s"
+
+
+def age(seconds: float) -> str:
+    """8 s, 3 min, 2 h, 3 d."""
+    whole = max(int(seconds), 0)
+    for unit_s, unit, _, _ in _UNITS:
+        if whole >= unit_s:
+            return f"{whole // unit_s} {unit}"
+    return f"{whole} s"
+
+
+def size(size_bytes: int) -> str:
+    """12 B, 3.5 KiB, 1.2 GiB."""
+    for unit_bytes, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size_bytes >= unit_bytes:
+            return f"{size_bytes / unit_bytes:.1f} {unit}"
+    return f"{size_bytes} B"
+
+
+def moment(epoch_s: float) -> str:
+    """A local time of day with its date."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(epoch_s))

@@ -1,0 +1,157 @@
+"""The pictures of a run: its learning curve and the small plots of its report.
+
+Called by the report alone. Takes columns of numbers and gives a matplotlib figure, or SVG to put into a page; never
+reads the record. Draws with figures of its own, so that a caller's pyplot is left as it was.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_POINTS = 1500
+
+INK, MUTED, RULE, GRID = "#111827", "#6b7280", "#d1d5db", "#eef0f3"
+LINE, MARK = "#2563eb", "#d97706"
+_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "shoal", "font.size": 9.0, "axes.unicode_minus": True}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points in the order in which they were made: x and y are equally long, and finite."""
+
+    x: np.ndarray
+    y: np.ndarray
+
+    @classmethod
+    def of(cls, x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> Curve:
+        """Leave out what is not finite, and sort by x."""
+        x_all, y_all = np.asarray(x, float), np.asarray(y, float)
+        kept = np.isfinite(x_all) & np.isfinite(y_all)
+        order = np.argsort(x_all[kept], kind="stable")
+        return cls(x_all[kept][order], y_all[kept][order])
+
+    def thinned(self, max_points: int = MAX_POINTS) -> Curve:
+        """At most `max_points`, keeping the lowest and highest of each stretch, so that no spike is hidden."""
+        num_buckets = max_points // 2
+        if len(self.x) <= max_points:
+            return self
+        size = -(-len(self.x) // num_buckets)
+        starts = range(0, len(self.y), size)
+        kept = {start + int(pick(self.y[start : start + size])) for start in starts for pick in (np.argmin, np.argmax)}
+        indices = sorted(kept)
+        return Curve(self.x[indices], self.y[indices])
+
+
+def learning_curve(
+    title: str, metric: str, panels: Sequence[tuple[str, Curve]], marks_s: Sequence[float], more_is_better: bool
+) -> Figure:
+    """One panel a way of counting progress, side by side.
+
+    panels:  (label of the x axis, curve) each; the last one is in wall seconds
+    marks_s: when the run was resumed, drawn into the last panel
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(5.4 * len(panels), 3.5), facecolor="white")
+        figure.subplots_adjust(left=0.05, right=0.985, bottom=0.15, top=0.86, wspace=0.16)
+        for number, (label, curve) in enumerate(panels, start=1):
+            axes = figure.add_subplot(1, len(panels), number)
+            _draw(axes, curve, width=1.7)
+            _mark_best(axes, curve, more_is_better)
+            axes.set_xlabel(label, color=MUTED)
+        for mark_s in marks_s:
+            axes.axvline(mark_s, color=MARK, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
+            axes.annotate("resumed", (mark_s, 0.02), (3, 0), xycoords=("data", "axes fraction"), color=MARK,
+                          textcoords="offset points", fontsize=8)  # fmt: skip
+        figure.text(0.05, 0.93, metric, color=INK, fontsize=11, fontweight="bold")
+        figure.text(0.985, 0.93, title, color=MUTED, fontsize=9, ha="right")
+    return figure
+
+
+def small_plot(curve: Curve, end_s: float) -> Figure:
+    """A plot for a grid of many, all over the same wall seconds: no labels, for the page names it."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(3.5, 1.7), facecolor="white")
+        figure.subplots_adjust(left=0.13, right=0.97, bottom=0.14, top=0.95)
+        axes = figure.add_subplot()
+        _draw(axes, curve, width=1.2)
+        axes.set_xlim(-0.01 * end_s, 1.01 * end_s)
+        axes.locator_params(nbins=4)
+        axes.tick_params(labelsize=7.5)
+    return figure
+
+
+def wide_plot(curve: Curve) -> Figure:
+    """Stairs across the page."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(10.8, 1.9), facecolor="white")
+        figure.subplots_adjust(left=0.05, right=0.985, bottom=0.22, top=0.95)
+        axes = figure.add_subplot()
+        _draw(axes, curve, width=1.5, drawstyle="steps-post")
+        axes.set_xlabel("wall time (s)", color=MUTED)
+        axes.locator_params(axis="y", nbins=5)
+    return figure
+
+
+def svg(figure: Figure) -> str:
+    """The figure as an SVG element, text as text; the page gives the font."""
+    from matplotlib import rc_context
+
+    buffer = io.StringIO()
+    with rc_context(_STYLE):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def png(figure: Figure, dots_per_inch: int = 160) -> bytes:
+    """The figure as a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dots_per_inch)
+    return buffer.getvalue()
+
+
+def _draw(axes: Axes, curve: Curve, width: float, drawstyle: str = "default") -> None:
+    from matplotlib.ticker import EngFormatter
+
+    thin = curve.thinned()
+    single = "o" if len(thin.x) == 1 else ""
+    axes.plot(thin.x, thin.y, color=LINE, linewidth=width, solid_joinstyle="round", drawstyle=drawstyle, marker=single)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(RULE)
+    axes.tick_params(colors=MUTED, length=0, pad=4)
+    axes.grid(axis="y", color=GRID, linewidth=1)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.01, y=0.08)
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        if max(abs(low), abs(high)) >= 10_000:
+            axis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _mark_best(axes: Axes, curve: Curve, more_is_better: bool) -> None:
+    best = int(np.argmax(curve.y) if more_is_better else np.argmin(curve.y))
+    x, y = curve.x[best], curve.y[best]
+    axes.plot([x], [y], "o", color=LINE, markersize=5, markeredgecolor="white", markeredgewidth=1.2, zorder=5)
+    axes.annotate(
+        f"• best {y:.4g}", (0.985, 0.05 if more_is_better else 0.93), xycoords="axes fraction", ha="right",
+        va="bottom" if more_is_better else "top", color=INK, fontsize=9,
+    )  # fmt: skip

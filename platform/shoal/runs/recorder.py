@@ -1,0 +1,359 @@
+"""The writing side of the run record: what a run says about itself while it goes on.
+
+Owns the row of one run, the thread that writes to it, and the run's folder. Called by jobs and pillars, from any
+thread. Never reads metrics back, and never holds up a caller of `log` for the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shoal.errors import Closed, ConfigError, RunError
+from shoal.home import home
+from shoal.runs.database import BUSY_TIMEOUT_S, connect, transaction
+from shoal.runs.origin import command_line, git_revision
+from shoal.runs.run import find_row
+from shoal.runs.status import TERMINAL, Status, observed, transition
+from shoal.runs.tensorboard import EventFile
+
+FLUSH_INTERVAL_S = 0.5
+HEARTBEAT_INTERVAL_S = 3.0
+MAX_PENDING = 50_000
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_RESERVED_METRICS = frozenset({"step", "time"})  # columns of Run.metrics()
+_log = logging.getLogger(__name__)
+
+_INSERT_METRIC = "INSERT OR REPLACE INTO metrics (run, step, name, time, value) VALUES (?, ?, ?, ?, ?)"
+_INSERT_VERSION = "INSERT OR REPLACE INTO versions (run, version, step, time, sha256) VALUES (?, ?, ?, ?, ?)"
+_UPSERT_SUMMARY = """
+INSERT INTO summaries (run, name, step, time, value, lowest, highest) VALUES (?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (run, name) DO UPDATE SET step = excluded.step, time = excluded.time, value = excluded.value,
+    lowest = min(ifnull(lowest, excluded.lowest), ifnull(excluded.lowest, lowest)),
+    highest = max(ifnull(highest, excluded.highest), ifnull(excluded.highest, highest))
+"""
+_END = "UPDATE runs SET status = ?, finished_at = ?, error = ? WHERE number = ?"
+_INSERT_EVENT = "INSERT INTO events (run, time, kind, details) VALUES (?, ?, ?, ?)"
+_INSERT_MODEL = "INSERT OR REPLACE INTO models (run, name, version, time, aliases) VALUES (?, ?, ?, ?, ?)"
+_INSERT_ENDPOINT = "INSERT OR REPLACE INTO endpoints (run, name, kind, address, state, time) VALUES (?, ?, ?, ?, ?, ?)"
+
+
+def create(job: str, spec: str, run_id: str | None = None, *, command: str | None = None) -> RunRecorder:
+    """Record a new run of `job` with `spec` (YAML), and start it.
+
+    run_id:  names the run and its folder; made from the time when None
+    command: what would start the run again; the command line of this process when None
+
+    Raises ConfigError for an id that cannot name a folder, RunError for one that is taken.
+    """
+    now = time.time()
+    run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
+    if not _ID.fullmatch(run_id) or run_id == "latest":
+        raise ConfigError("run_id", run_id, "cannot name a run", "use letters, digits, '.', '_' and '-', not 'latest'")
+    revision, is_dirty = git_revision(Path.cwd())
+    values = (run_id, job, Status.CREATED, spec, command or command_line(), revision, is_dirty)
+    connection = connect(home())
+    try:
+        with transaction(connection):
+            if connection.execute("SELECT 1 FROM runs WHERE id = ?", (run_id,)).fetchone():
+                raise RunError(f"there is a run {run_id!r} already: resume it, or choose another id")
+            number = connection.execute(
+                "INSERT INTO runs (id, job, status, spec, command, git_revision, git_dirty,"
+                " created_at, heartbeat_at, host, pid, incarnation) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
+                (*values, now, now, socket.gethostname(), os.getpid()),
+            ).lastrowid
+        assert number is not None
+        folder = home() / "runs" / run_id
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "spec.yaml").write_text(spec)
+        incarnation = _start(connection, number)
+    except BaseException:
+        connection.close()
+        raise
+    return RunRecorder(connection, number, run_id, incarnation, folder)
+
+
+def reopen(ref: str) -> RunRecorder:
+    """Go on with a run that ended or was lost; the event `resumed` is recorded.
+
+    ref: an id, the unique beginning of one, or `latest`
+
+    Raises RunError when there is no such run, or when a living process is still writing to it.
+    """
+    connection = connect(home())
+    try:
+        row = find_row(connection, ref)
+        incarnation = _start(connection, row["number"])
+        folder = home() / "runs" / row["id"]
+        folder.mkdir(parents=True, exist_ok=True)
+    except BaseException:
+        connection.close()
+        raise
+    recorder = RunRecorder(connection, row["number"], row["id"], incarnation, folder)
+    recorder.event("resumed", after=row["status"], incarnation=incarnation)
+    return recorder
+
+
+def _start(connection: sqlite3.Connection, number: int) -> int:
+    """Make this process the writer of the run, and return its incarnation. Raises RunError when another lives."""
+    now, host, pid = time.time(), socket.gethostname(), os.getpid()
+    with transaction(connection):
+        row = connection.execute("SELECT * FROM runs WHERE number = ?", (number,)).fetchone()
+        seen = observed(Status(row["status"]), row["heartbeat_at"], row["host"], row["pid"], host, now)
+        if seen is Status.RUNNING:
+            raise RunError(f"run {row['id']!r} is still running (process {row['pid']} on {row['host']}): stop it first")
+        connection.execute(
+            "UPDATE runs SET status = ?, finished_at = NULL, error = NULL, host = ?, pid = ?, heartbeat_at = ?,"
+            " incarnation = incarnation + 1 WHERE number = ?",
+            (transition(seen, Status.RUNNING), host, pid, now, number),
+        )
+    return int(row["incarnation"]) + 1
+
+
+_Logged = tuple[int, float, dict[str, float]]  # step, time, values
+
+
+@dataclass
+class _Pending:
+    """What was said but not yet written."""
+
+    logged: list[_Logged] = field(default_factory=list)
+    versions: list[tuple[int, int, int, float, str]] = field(default_factory=list)
+    others: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
+    num_rows: int = 0
+
+    def extend(self, later: _Pending) -> None:
+        self.logged += later.logged
+        self.versions += later.versions
+        self.others += later.others
+        self.num_rows += later.num_rows
+
+
+class RunRecorder:
+    """Writes to one run; made by `create` and `reopen`. Every method may be called from any thread.
+
+    | capacity           | what blocks                             | who unblocks   | close()                          |
+    |--------------------|-----------------------------------------|----------------|----------------------------------|
+    | MAX_PENDING values | `log` at capacity: it flushes by itself | the database   | writes the rest, ends the        |
+    |                    | `flush`, `event`, ...: for one commit   | (busy timeout) | thread; later calls raise Closed |
+
+    Metrics and weight versions wait up to half a second, to be written together by a thread of the recorder; all else
+    is committed before the call returns. That thread is also the heartbeat: a run is lost when its process is.
+    """
+
+    def __init__(
+        self, connection: sqlite3.Connection, number: int, run_id: str, incarnation: int, folder: Path
+    ) -> None:
+        self.id, self.folder = run_id, folder
+        self._number, self._incarnation = number, incarnation
+        self._connection = connection
+        self._tensorboard: EventFile | None = None
+        self._pending = _Pending()
+        self._unmirrored: list[_Logged] = []
+        self._status = Status.RUNNING
+        self._closed = False
+        self._heartbeat_monotonic_s = time.monotonic()
+        self._buffering = threading.Lock()  # guards _pending, _unmirrored and _closed; held for moments
+        self._writing = threading.RLock()  # guards the connection and _status; held for a transaction
+        self._mirroring = threading.Lock()  # guards _tensorboard
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._write_until_stopped, name=f"run-{run_id}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record metrics of one step; values that are not finite are kept. A step logged again replaces the first."""
+        if not _RESERVED_METRICS.isdisjoint(values):
+            raise ConfigError("values", sorted(values), "'step' and 'time' cannot name a metric", "call it x/time")
+        entry = (int(step), time.time(), {name: float(value) for name, value in values.items()})
+        self._make_room()
+        with self._buffering:
+            self._require_open()
+            self._pending.logged.append(entry)
+            self._pending.num_rows += len(values)
+
+    def weights_published(self, version: int, step: int, sha256: str, published_at: float) -> None:
+        """Record that version `version` of the weights was handed out after step `step`."""
+        row = (self._number, int(version), int(step), float(published_at), sha256)
+        self._make_room()
+        with self._buffering:
+            self._require_open()
+            self._pending.versions.append(row)
+            self._pending.num_rows += 1
+
+    def event(self, kind: str, /, **details: object) -> None:
+        """Record that something happened; details are stored as JSON, and as text where JSON has no word for them."""
+        self._write_through(_INSERT_EVENT, (self._number, time.time(), kind, json.dumps(details, default=str)))
+
+    def endpoint(self, name: str, kind: str, address: str, state: str) -> None:
+        """Record where a gateway or an endpoint of this run listens, and its state; the newest word counts."""
+        self._write_through(_INSERT_ENDPOINT, (self._number, name, kind, address, state, time.time()))
+
+    def model_registered(self, name: str, version: int, aliases: Sequence[str]) -> None:
+        """Record that this run registered name@version."""
+        row = (self._number, name, int(version), time.time(), json.dumps(list(aliases)))
+        self._write_through(_INSERT_MODEL, row)
+
+    def flush(self) -> None:
+        """Commit everything said so far. Raises RunError when it cannot be written; it is then tried again later."""
+        self._flush(heartbeat_after_s=HEARTBEAT_INTERVAL_S)
+
+    def heartbeat(self) -> None:
+        """Say that the run is alive, now. The recorder's thread does so by itself every few seconds."""
+        with self._buffering:
+            self._require_open()
+        self._flush(heartbeat_after_s=0.0)
+
+    def finish(self, status: Status | str, error: str | None = None) -> None:
+        """Write the rest, record how the run ended, and close. Raises RunError unless `status` is a way to end."""
+        to = Status(status)
+        with self._writing:
+            transition(self._status, to)
+            with self._buffering:
+                self._closed = True
+                self._pending.others.append((_END, (to, time.time(), error, self._number)))
+            try:
+                self._flush(heartbeat_after_s=0.0)
+            finally:
+                self._status = to
+                self._release()
+
+    def close(self) -> None:
+        """Write the rest; a run that nobody finished is recorded as stopped. Idempotent."""
+        with self._writing:
+            if self._status not in TERMINAL:
+                self.finish(Status.STOPPED)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(BUSY_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The end of the body is the end of the run: finished; failed with the error; stopped by Ctrl-C."""
+        try:
+            if self._status in TERMINAL:
+                return
+            if error is None or (isinstance(error, SystemExit) and not error.code):
+                self.finish(Status.FINISHED)
+            elif isinstance(error, KeyboardInterrupt):
+                self.finish(Status.STOPPED, "interrupted")
+            else:
+                self.finish(Status.FAILED, f"{type(error).__name__}: {error}")
+        finally:
+            self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise Closed(f"run {self.id!r} is {self._status.value}: nothing more can be recorded")
+
+    def _make_room(self) -> None:
+        if self._pending.num_rows >= MAX_PENDING:
+            self.flush()
+
+    def _write_through(self, statement: str, row: tuple[object, ...]) -> None:
+        with self._buffering:
+            self._require_open()
+            self._pending.others.append((statement, row))
+            self._pending.num_rows += 1
+        self.flush()
+
+    def _flush(self, heartbeat_after_s: float) -> None:
+        with self._writing:
+            if self._status in TERMINAL:
+                return
+            with self._buffering:
+                pending, self._pending = self._pending, _Pending()
+            if not pending.num_rows and time.monotonic() - self._heartbeat_monotonic_s < heartbeat_after_s:
+                return
+            try:
+                self._commit(pending)
+            except BaseException:  # whatever interrupted it, nothing is lost: the next flush writes it
+                with self._buffering:
+                    pending.extend(self._pending)
+                    self._pending = pending
+                raise
+            self._heartbeat_monotonic_s = time.monotonic()
+            with self._buffering:
+                self._unmirrored += pending.logged
+
+    def _commit(self, pending: _Pending) -> None:
+        run, connection = self._number, self._connection
+        metrics = [(run, step, k, at, v) for step, at, values in pending.logged for k, v in values.items()]
+        with transaction(connection):
+            beat = connection.execute(
+                "UPDATE runs SET heartbeat_at = ? WHERE number = ? AND incarnation = ?",
+                (time.time(), run, self._incarnation),
+            )
+            if beat.rowcount == 0:
+                raise RunError(f"run {self.id!r} was resumed by another process, which records it now")
+            connection.executemany(_INSERT_METRIC, metrics)
+            connection.executemany(_UPSERT_SUMMARY, _summaries(run, pending))
+            connection.executemany(_INSERT_VERSION, pending.versions)
+            for statement, row in pending.others:
+                connection.execute(statement, row)
+
+    def _mirror(self) -> None:
+        """Repeat what was committed in the TensorBoard file; the record is whole without it.
+
+        Left to the thread, and to the end of the run: that reader can wait.
+        """
+        with self._mirroring:
+            with self._buffering:
+                logged, self._unmirrored = self._unmirrored, []
+            if not logged:
+                return
+            try:
+                if self._tensorboard is None:
+                    self._tensorboard = EventFile(self.folder / "tensorboard")
+                for step, at, values in logged:
+                    self._tensorboard.add(step, at, values)
+                self._tensorboard.flush()
+            except OSError as error:
+                _log.warning("run %s: TensorBoard files cannot be written: %s", self.id, error)
+
+    def _write_until_stopped(self) -> None:
+        last_problem = ""
+        while not self._stopping.wait(FLUSH_INTERVAL_S):
+            try:
+                self.flush()
+                self._mirror()
+            except RunError as error:  # kept, and tried again; whoever calls flush or event is told
+                if str(error) != last_problem:
+                    _log.warning("run %s: %s", self.id, error)
+                last_problem = str(error)
+
+    def _release(self) -> None:
+        self._stopping.set()
+        self._mirror()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        self._connection.close()
+
+
+def _summaries(run: int, pending: _Pending) -> list[tuple[object, ...]]:
+    """For each metric of the batch: its newest value, and the extremes of the finite ones."""
+    newest: dict[str, tuple[int, float, float]] = {}
+    finite: dict[str, list[float]] = {}
+    for step, at, values in pending.logged:
+        for name, value in values.items():
+            newest[name] = (step, at, value)
+            if math.isfinite(value):
+                finite.setdefault(name, []).append(value)
+    extremes = {name: (min(values), max(values)) for name, values in finite.items()}
+    return [(run, name, *last, *extremes.get(name, (None, None))) for name, last in newest.items()]

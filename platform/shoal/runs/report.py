@@ -1,0 +1,235 @@
+"""The report of a run: one self-contained HTML page and one picture, for people.
+
+Called by the CLI and at the end of jobs. Reads the run and writes two files into its folder; never changes the record.
+Whatever the run lacks, the page leaves out.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.runs import plots
+from shoal.runs.display import duration, moment, number
+from shoal.runs.run import Run, is_more_better
+from shoal.runs.status import Status
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+MAX_SMALL_PLOTS = 12
+MAX_EVENTS = 200
+
+# metric -> what the report calls it, in the order in which it shows them
+_NAMES = {
+    "return/mean_100": "Mean return, last 100 episodes",
+    "steps/per_s": "Environment steps a second",
+    "learner/loss": "Learner loss",
+    "learner/entropy": "Policy entropy",
+    "learner/policy_lag": "Policy lag (versions)",
+    "queue/depth": "Queue depth (segments)",
+    "endpoint/requests_per_s": "Endpoint requests a second",
+    "steps/total": "Environment steps",
+    "weights/version": "Weight version",
+}
+_SHORT_NAMES = {"return/mean_100": "mean return"}
+_CARDS = (
+    ("steps/total", "environment steps"),
+    ("steps/per_s", "steps a second"),
+    ("weights/version", "weight version"),
+    ("learner/policy_lag", "policy lag"),
+    ("endpoint/requests_per_s", "requests a second"),
+)
+# Shown elsewhere than among the small plots.
+_ELSEWHERE = ("steps/total", "weights/version", "drops/", "segments/")
+
+
+@dataclass(frozen=True)
+class Card:
+    """A headline number."""
+
+    value: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A small plot; `svg` is markup, `latest` the newest value."""
+
+    name: str
+    label: str
+    svg: str
+    latest: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of several counts; `percent` of the largest, for its bar."""
+
+    name: str
+    count: str
+    percent: float
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """Where the received segments went, from one row of the record."""
+
+    received: int
+    consumed: int
+    queued: int
+    dropped: int
+
+    @property
+    def missing(self) -> int:
+        """Received, and neither consumed nor queued nor dropped: 0 when the promise is kept."""
+        return self.received - self.consumed - self.queued - self.dropped
+
+
+def write_report(run: Run) -> Path:
+    """Write `report.html` and, when there is something to draw, `learning_curve.png`; the path of the page."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    folder = run.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"number": number, "duration": duration, "moment": moment}
+    page = environment.get_template("report.html").render(_page(run))
+    path = folder / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The record, read once; what is read last knows every name that was read first, also of a run that goes on."""
+
+    run: Run
+    best: tuple[str, float] | None
+    latest: dict[str, float]
+    metrics: DataFrame
+    versions: DataFrame
+    events: DataFrame
+
+    @classmethod
+    def of(cls, run: Run) -> _Read:
+        return cls(run, run.best(), run.latest(), run.metrics(), run.versions(), run.events())
+
+
+def _page(run: Run) -> dict[str, object]:
+    """Everything that the template names."""
+    read = _Read.of(run)
+    return {
+        "run": run,
+        "status": run.status.value,
+        "is_running": run.status is Status.RUNNING,
+        "now": time.time(),
+        "cards": _cards(read),
+        "curve_name": read.best[0] if read.best else "",
+        "curve": _learning_curve(read),
+        "small_plots": _small_plots(read),
+        "drops": _drops(read.latest),
+        "accounting": accounting(read.metrics),
+        "num_versions": len(read.versions),
+        "versions": _versions_plot(read.versions),
+        "versions_per_s": _rate(read.versions),
+        "table": _table(read.metrics),
+        "models": run.models().to_dict("records"),
+        "endpoints": run.endpoints(),
+        "events": read.events.tail(MAX_EVENTS).to_dict("records"),
+        "num_events": len(read.events),
+    }
+
+
+def accounting(metrics: DataFrame) -> Accounting | None:
+    """The newest row that has all four counts of segments; None when there is none."""
+    columns = [f"segments/{part}" for part in ("received", "consumed", "queued", "dropped")]
+    if not set(columns) <= set(metrics.columns):
+        return None
+    complete = metrics[columns].dropna()
+    return Accounting(*(int(value) for value in complete.iloc[-1])) if len(complete) else None
+
+
+def _cards(read: _Read) -> list[Card]:
+    cards = [Card(duration(read.run.duration_s), "wall time")]
+    if read.best is not None:
+        name, value = read.best
+        called = _SHORT_NAMES.get(name, name)
+        cards.append(Card(number(value), f"best {called}"))
+        cards.append(Card(number(read.latest[name]), f"newest {called}"))
+    cards += [Card(number(read.latest[name]), label) for name, label in _CARDS if name in read.latest]
+    if len(read.versions) and "weights/version" not in read.latest:
+        cards.append(Card(number(len(read.versions)), "weight versions"))
+    return cards
+
+
+def _learning_curve(read: _Read) -> str:
+    """The markup of the learning curve, which is also written as a picture; empty when there is nothing to draw."""
+    if read.best is None:
+        return ""
+    run, (name, _) = read.run, read.best
+    rows = read.metrics[read.metrics[name].notna()]
+    has_steps = "steps/total" in rows and rows["steps/total"].notna().any()
+    steps = ("environment steps", rows["steps/total"]) if has_steps else ("step", rows.index)
+    progress = (steps, ("wall time (s)", rows["time"]))
+    panels = [(label, plots.Curve.of(x.to_numpy(), rows[name].to_numpy())) for label, x in progress]
+    panels = [(label, curve) for label, curve in panels if len(curve.x)]
+    if not panels:
+        return ""
+    resumed = read.events.loc[read.events["kind"] == "resumed", "time"].tolist()
+    title = f"{run.job} · {run.id}"
+    figure = plots.learning_curve(title, _NAMES.get(name, name), panels, resumed, is_more_better(name))
+    (run.folder / "learning_curve.png").write_bytes(plots.png(figure))
+    return plots.svg(figure)
+
+
+def _small_plots(read: _Read) -> list[Plot]:
+    """The known metrics in their order, then the rest by name."""
+    hidden = {"time", read.best[0] if read.best else ""}
+    names = [name for name in read.metrics.columns if name not in hidden and not name.startswith(_ELSEWHERE)]
+    order = list(_NAMES)
+    names.sort(key=lambda name: (order.index(name) if name in order else len(order), name))
+    end_s = max(float(read.metrics["time"].max()), 1e-3) if names else 0.0
+    made: list[Plot] = []
+    for name in names:
+        column = read.metrics[name].dropna()
+        curve = plots.Curve.of(read.metrics.loc[column.index, "time"].to_numpy(), column.to_numpy())
+        if len(curve.x) and len(made) < MAX_SMALL_PLOTS:
+            picture = plots.svg(plots.small_plot(curve, end_s))
+            made.append(Plot(name, _NAMES.get(name, ""), picture, number(float(column.iloc[-1]))))
+    return made
+
+
+def _drops(latest: Mapping[str, float]) -> list[Share]:
+    counts = {name.removeprefix("drops/"): value for name, value in latest.items() if name.startswith("drops/")}
+    finite = {reason: count for reason, count in counts.items() if math.isfinite(count)}
+    most = max(finite.values(), default=0.0) or 1.0
+    by_count = sorted(finite.items(), key=lambda item: (-item[1], item[0]))
+    return [Share(reason, number(count), 100 * count / most) for reason, count in by_count]
+
+
+def _versions_plot(versions: DataFrame) -> str:
+    if len(versions) < 2:
+        return ""
+    return plots.svg(plots.wide_plot(plots.Curve.of(versions["time"].to_numpy(), versions["version"].to_numpy())))
+
+
+def _rate(versions: DataFrame) -> float | None:
+    """Versions a second between the first and the last."""
+    if len(versions) < 2:
+        return None
+    span_s = float(versions["time"].max() - versions["time"].min())
+    return (len(versions) - 1) / span_s if span_s > 0 else None
+
+
+def _table(metrics: DataFrame) -> Sequence[tuple[str, float, float, float]]:
+    """(name, latest, lowest, highest) of every metric."""
+    columns = [(name, metrics[name].dropna()) for name in metrics.columns if name != "time"]
+    return [(name, float(c.iloc[-1]), float(c.min()), float(c.max())) for name, c in columns if len(c)]

@@ -1,0 +1,225 @@
+"""The reading side of the run record: what is known of a run, while it goes on, after it ended, or after it died.
+
+Called by the CLI, the report, and whoever waits for a run. Opens a connection a question; never writes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import socket
+import sqlite3
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from shoal.errors import RunError
+from shoal.home import home
+from shoal.runs.database import connect
+from shoal.runs.status import Status, observed
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+# What a run is judged by, when it has it: the part of the metric's name, and whether more is better.
+_HEADLINES = (
+    ("return", True),
+    ("reward", True),
+    ("accuracy", True),
+    ("score", True),
+    ("loss", False),
+    ("error", False),
+)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where something of a run listens: a gateway for actors, an endpoint for requests."""
+
+    name: str
+    kind: str
+    address: str
+    state: str
+
+
+def load(ref: str) -> Run:
+    """The run with this id, with the unique id that begins so, or the newest for `latest`.
+
+    Raises RunError, with ids that look alike, when there is none.
+    """
+    folder = home()
+    with closing(connect(folder)) as connection:
+        return Run._of(find_row(connection, ref), folder)
+
+
+def list_runs(limit: int = 50) -> list[Run]:
+    """The newest runs, newest first."""
+    folder = home()
+    with closing(connect(folder)) as connection:
+        rows = connection.execute("SELECT * FROM runs ORDER BY created_at DESC, number DESC LIMIT ?", (limit,))
+        return [Run._of(row, folder) for row in rows]
+
+
+def find_row(connection: sqlite3.Connection, ref: str) -> sqlite3.Row:
+    """The row of `runs` that `ref` means. Raises RunError."""
+    ids = [row["id"] for row in connection.execute("SELECT id FROM runs ORDER BY created_at, number")]
+    if not ids:
+        raise RunError(f"there is no run {ref!r}, and no other: start one with `shoal run`")
+    matches = [ids[-1]] if ref == "latest" else [one for one in ids if one == ref]
+    matches = matches or [one for one in ids if ref and one.startswith(ref)]
+    if len(matches) > 1:
+        raise RunError(f"{ref!r} begins {len(matches)} runs: {', '.join(matches[-3:])}: type more of the id")
+    if not matches:
+        near = difflib.get_close_matches(ref, ids, n=3, cutoff=0.5) or ids[-1:]
+        raise RunError(f"there is no run {ref!r}: did you mean {' or '.join(near)}? `shoal runs` lists them all")
+    row: sqlite3.Row = connection.execute("SELECT * FROM runs WHERE id = ?", (matches[0],)).fetchone()
+    return row
+
+
+def is_more_better(metric: str) -> bool:
+    """Whether a higher value of the metric is the better one."""
+    return next((more_is_better for part, more_is_better in _HEADLINES if part in metric), True)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as it was when loaded; the methods read what is there when they are called.
+
+    The fields `*_at` are seconds since the epoch; in the tables, `time` is in seconds since the run was created.
+
+    status:    `Status.LOST` when the record says running and its writer is gone
+    spec:      the YAML that the run was created with
+    command:   what was typed to start it
+    git_dirty: tracked files differed from git_revision
+    """
+
+    id: str
+    job: str
+    status: Status
+    spec: str = field(repr=False)
+    command: str
+    git_revision: str | None
+    git_dirty: bool
+    created_at: float
+    finished_at: float | None
+    heartbeat_at: float
+    host: str
+    pid: int
+    error: str | None
+    folder: Path
+    _home: Path = field(repr=False)
+    _number: int = field(repr=False)
+
+    @classmethod
+    def _of(cls, row: sqlite3.Row, folder: Path) -> Self:
+        heartbeat_at, host, pid = row["heartbeat_at"], row["host"], row["pid"]
+        return cls(
+            id=row["id"],
+            job=row["job"],
+            status=observed(Status(row["status"]), heartbeat_at, host, pid, socket.gethostname(), time.time()),
+            spec=row["spec"],
+            command=row["command"],
+            git_revision=row["git_revision"],
+            git_dirty=bool(row["git_dirty"]),
+            created_at=row["created_at"],
+            finished_at=row["finished_at"],
+            heartbeat_at=heartbeat_at,
+            host=host,
+            pid=pid,
+            error=row["error"],
+            folder=folder / "runs" / row["id"],
+            _home=folder,
+            _number=row["number"],
+        )
+
+    @property
+    def duration_s(self) -> float:
+        """From creation to the end; to now while running; to the last sign of life when lost."""
+        if self.status is Status.RUNNING:
+            return time.time() - self.created_at
+        return (self.finished_at or self.heartbeat_at) - self.created_at
+
+    def metrics(self) -> DataFrame:
+        """Every metric: index `step`, column `time` (when the step was last logged), one column a metric name."""
+        import pandas
+
+        rows = self._query("SELECT step, time, name, value FROM metrics WHERE run = ? ORDER BY step")
+        frame = pandas.DataFrame([tuple(row) for row in rows], columns=["step", "time", "name", "value"])
+        frame["value"] = frame["value"].astype(float)
+        wide = frame.pivot(index="step", columns="name", values="value").rename_axis(columns=None)
+        wide.insert(0, "time", (frame.groupby("step")["time"].max() - self.created_at).astype(float))
+        return wide
+
+    def latest(self) -> dict[str, float]:
+        """The newest value of each metric; cheap enough to poll several times a second."""
+        rows = self._query("SELECT name, value FROM summaries WHERE run = ?")
+        return {row["name"]: math.nan if row["value"] is None else row["value"] for row in rows}
+
+    def best(self) -> tuple[str, float] | None:
+        """The metric that the run is judged by and its best finite value; None when it logged no such metric."""
+        rows = self._query("SELECT name, lowest, highest FROM summaries WHERE run = ? AND lowest IS NOT NULL")
+        for part, more_is_better in _HEADLINES:
+            for row in rows:
+                if part in row["name"]:
+                    return row["name"], row["highest"] if more_is_better else row["lowest"]
+        return None
+
+    def events(self) -> DataFrame:
+        """What happened, in order: columns time, kind, details (a dict)."""
+        rows = self._query("SELECT time, kind, details FROM events WHERE run = ? ORDER BY number")
+        details = [(row["time"] - self.created_at, row["kind"], json.loads(row["details"])) for row in rows]
+        return _frame(details, ["time", "kind", "details"])
+
+    def versions(self) -> DataFrame:
+        """The weight versions published: columns version, step, time, sha256."""
+        rows = self._query("SELECT version, step, time - ?2, sha256 FROM versions WHERE run = ?1 ORDER BY version")
+        return _frame([tuple(row) for row in rows], ["version", "step", "time", "sha256"])
+
+    def models(self) -> DataFrame:
+        """The models that the run registered: columns name, version, time, aliases (a list, as given then)."""
+        rows = self._query("SELECT name, version, time, aliases FROM models WHERE run = ? ORDER BY time")
+        models = [(r["name"], r["version"], r["time"] - self.created_at, json.loads(r["aliases"])) for r in rows]
+        return _frame(models, ["name", "version", "time", "aliases"])
+
+    def endpoints(self) -> list[Endpoint]:
+        """Where the run listens or listened, by name."""
+        rows = self._query("SELECT name, kind, address, state FROM endpoints WHERE run = ? ORDER BY name")
+        return [Endpoint(*row) for row in rows]
+
+    def to_dict(self) -> dict[str, object]:
+        """Everything but the histories, ready for JSON (a value that is not finite becomes None)."""
+        best = self.best()
+        return {
+            **{name: getattr(self, name) for name in ("id", "job", "spec", "command", "git_revision", "git_dirty")},
+            **{name: getattr(self, name) for name in ("created_at", "finished_at", "duration_s", "heartbeat_at")},
+            **{name: getattr(self, name) for name in ("host", "pid", "error")},
+            "status": self.status.value,
+            "folder": str(self.folder),
+            "latest": {name: value if math.isfinite(value) else None for name, value in self.latest().items()},
+            "best": {"name": best[0], "value": best[1]} if best else None,
+            "num_versions": self._query("SELECT count(*) FROM versions WHERE run = ?")[0][0],
+            "endpoints": [asdict(endpoint) for endpoint in self.endpoints()],
+            "models": [
+                {"name": row["name"], "version": row["version"], "aliases": json.loads(row["aliases"])}
+                for row in self._query("SELECT name, version, aliases FROM models WHERE run = ? ORDER BY time")
+            ],
+        }
+
+    def _query(self, sql: str) -> list[sqlite3.Row]:
+        """The rows of a question whose first parameter is this run, and whose second is its creation time."""
+        parameters = (self._number, self.created_at)[: 2 if "?2" in sql else 1]
+        try:
+            with closing(connect(self._home)) as connection:
+                return connection.execute(sql, parameters).fetchall()
+        except sqlite3.Error as error:
+            raise RunError(f"the record of run {self.id!r} cannot be read: {error}") from error
+
+
+def _frame(rows: Sequence[tuple[object, ...]], columns: list[str]) -> DataFrame:
+    import pandas
+
+    return pandas.DataFrame(rows, columns=columns)

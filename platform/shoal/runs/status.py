@@ -1,0 +1,64 @@
+"""The life of a run: its states, and the one function that says which may follow which.
+
+Called by the recorder before it writes and by the reader to tell a running run from a lost one. Never touches a file.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+
+from shoal.errors import RunError
+
+HEARTBEAT_TIMEOUT_S = 15.0
+
+
+class Status(StrEnum):
+    """What a run is doing. `LOST` is only ever shown, never stored: the record says running, but nobody writes it."""
+
+    CREATED = "created"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    LOST = "lost"
+
+
+TERMINAL = frozenset({Status.FINISHED, Status.FAILED, Status.STOPPED})
+
+_NEXT: dict[Status, frozenset[Status]] = {
+    Status.CREATED: frozenset({Status.RUNNING}),
+    Status.RUNNING: TERMINAL,
+    Status.LOST: frozenset({Status.RUNNING}),
+    **{terminal: frozenset({Status.RUNNING}) for terminal in TERMINAL},
+}
+
+
+def transition(current: Status, to: Status) -> Status:
+    """`to`, when a run may go there from `current`; any finished or lost run may be resumed. Raises RunError."""
+    if to not in _NEXT[current]:
+        allowed = ", ".join(sorted(_NEXT[current]))
+        raise RunError(f"a run that is {current.value!r} cannot become {to.value!r}, only {allowed}")
+    return to
+
+
+def observed(stored: Status, heartbeat_at: float, host: str, pid: int, here: str, now: float) -> Status:
+    """The stored status as a reader on host `here` should see it: a running run without a living writer is lost.
+
+    The heartbeat decides; on the writer's own host a process that is gone is known to be gone at once.
+    """
+    if stored is not Status.RUNNING:
+        return stored
+    if now - heartbeat_at > HEARTBEAT_TIMEOUT_S or (host == here and not _is_alive(pid)):
+        return Status.LOST
+    return Status.RUNNING
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

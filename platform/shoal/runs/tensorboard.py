@@ -1,0 +1,46 @@
+"""The metrics of a run as TensorBoard event files.
+
+Owns one event file a recorder. Called by the recorder's thread, under its lock; never read back by Shoal.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class EventFile:
+    """One append-only event file in `folder`, made at once.
+
+    Written with TensorBoard's own record writer. The SummaryWriters of TensorBoard and tensorboardX start a thread or
+    a multiprocessing queue for each run, and importing tensorboardX imports torch.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+
+        folder.mkdir(parents=True, exist_ok=True)
+        now = time.time()
+        name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{secrets.token_hex(4)}"
+        self._writer = RecordWriter((folder / name).open("wb"))
+        self._writer.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+
+    def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
+        """Append the values of one step, logged `at` seconds since the epoch; they need not be finite."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.write(Event(wall_time=at, step=step, summary=Summary(value=scalars)).SerializeToString())
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush, and close the file."""
+        self._writer.close()

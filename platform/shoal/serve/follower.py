@@ -1,0 +1,54 @@
+"""The thread that keeps a predictor on the newest weights: wait for a newer version, stage it, flip.
+
+Owned by the endpoint's replica. Never touches a request: the flip takes effect with the next batch. Weights that do not
+fit are reported and skipped; the version that serves goes on serving.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from shoal.errors import Closed, WeightsError
+from shoal.serve.predictor import Predictor
+from shoal.weights import WeightSource
+
+logger = logging.getLogger(__name__)
+
+
+class WeightFollower:
+    """Follows `source` until close(). `rejected` is the newest version that did not fit, 0 when none."""
+
+    def __init__(self, source: WeightSource, predictor: Predictor, poll_s: float = 1.0) -> None:
+        self._source, self._predictor, self._poll_s = source, predictor, poll_s
+        self.rejected = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shoal-weights", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether newer weights would still be noticed."""
+        return self._thread.is_alive()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop following; waits up to `timeout_s` for the thread. Idempotent."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            newest_seen = max(self._predictor.version, self.rejected)
+            try:
+                snapshot = self._source.wait_newer(newest_seen, self._poll_s)
+            except Closed:
+                return
+            if snapshot is None:
+                continue
+            try:
+                self._predictor.stage(snapshot)
+            except WeightsError as error:
+                self.rejected = snapshot.version
+                logger.error("weights refused, version %d goes on serving: %s", self._predictor.version, error)
+            else:
+                logger.info("serving weights version %d", self._predictor.flip())

@@ -1,0 +1,71 @@
+"""What a replica of an endpoint is: a predictor, the batcher before it, the follower behind, the application on top.
+
+Made and closed by the Ray shell, or by a test, on the event loop that serves. Plain Python: knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from shoal.errors import ShoalError
+from shoal.registry.manifest import ModelFactory, Signature
+from shoal.serve.batcher import Batcher
+from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.follower import WeightFollower
+from shoal.serve.open_inference import OpenInferenceApp
+from shoal.serve.predictor import Prediction, Predictor
+from shoal.weights import WeightSource
+
+# With two busy threads CPython hands the interpreter over every 5 ms by default: an eternity beside a small forward.
+SWITCH_INTERVAL_S = 0.0002
+
+
+class EndpointReplica:
+    """Fulfils `open_inference.Model`. `app` is the ASGI application."""
+
+    def __init__(self, spec: EndpointSpec, factory: ModelFactory, signature: Signature, source: WeightSource) -> None:
+        """Must run on the event loop that will serve. Raises ConfigError."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._predictor = Predictor(factory, signature, spec.torch_threads)
+        self._batcher: Batcher[dict[str, np.ndarray], Prediction] = Batcher(
+            self._predictor.predict_batch,
+            max_batch_rows=spec.max_batch_size,
+            max_queue_rows=spec.max_queue_size,
+            on_thread_start=self._predictor.enter_thread,
+        )
+        self._follower = WeightFollower(source, self._predictor)
+        self.app = OpenInferenceApp(
+            spec.name, signature, self, max_body_bytes=spec.max_body_bytes, bearer=spec.bearer()
+        )
+
+    @property
+    def version(self) -> int:
+        return self._predictor.version
+
+    async def infer(self, inputs: dict[str, np.ndarray], num_rows: int) -> Prediction:
+        return await self._batcher.submit(inputs, num_rows)
+
+    def check_health(self) -> None:
+        """Raises ShoalError when a thread of this replica has died, so that it is replaced."""
+        if not (self._batcher.alive and self._follower.alive):
+            raise ShoalError("a thread of this replica has died")
+
+    def stats(self) -> dict[str, Any]:
+        """The application's and the batcher's counters, and who counts."""
+        rejected = self._follower.rejected
+        return {
+            "pid": os.getpid(),
+            **self.app.stats(),
+            "rejected_version": rejected,
+            "batcher": asdict(self._batcher.counts()),
+        }
+
+    def close(self) -> None:
+        """Stop following, fail what is queued. Idempotent."""
+        self._follower.close(timeout_s=2.0)
+        self._batcher.close(timeout_s=2.0)

@@ -1,0 +1,91 @@
+"""The WeightStore as a Ray actor, the end that reads it (`RayWeightSource`) and the end that feeds it.
+
+The actor restarts when it dies and keeps nothing on disk: the publisher remembers its last snapshot, notices the loss
+within a second and publishes again; sources meanwhile return None and ask again. Called by learners and endpoints; the
+rules of publishing are in `publisher`, those of storing in `store`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
+
+import ray
+from shoal.errors import ConnectionLost
+from shoal.weights.publisher import WeightPublisher
+from shoal.weights.store import WeightSnapshot, WeightStore
+
+NAMESPACE = "shoal"
+CALL_TIMEOUT_S = 10.0
+RETRY_S = 0.2
+STORE_IS_AWAY = (RayActorError, GetTimeoutError, ObjectLostError)  # dead, restarting or unreachable
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1000)
+class WeightStoreWorker:
+    """A WeightStore whose waiters are coroutines, so that any number of consumers costs no thread."""
+
+    def __init__(self) -> None:
+        self._store, self._changed = WeightStore(), asyncio.Event()
+
+    async def publish(self, snapshot: WeightSnapshot) -> bool:
+        newer = self._store.publish(snapshot)
+        if newer:
+            self._changed.set()
+            self._changed = asyncio.Event()
+        return newer
+
+    async def version(self) -> int:
+        return self._store.version
+
+    async def wait_newer(self, than: int, timeout_s: float) -> WeightSnapshot | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._store.version <= than:
+                    await self._changed.wait()
+        except TimeoutError:
+            return None
+        return self._store.latest()
+
+
+def start_weight_store(run_id: str) -> ActorHandle:
+    """The store of a run: named `weights-{run_id}` in the namespace `shoal`, made when it is not there."""
+    options = {"name": f"weights-{run_id}", "namespace": NAMESPACE, "get_if_exists": True}
+    return WeightStoreWorker.options(**options).remote()  # type: ignore[attr-defined]
+
+
+class RayWeightSource:
+    """A WeightSource on a store's handle; can be pickled. None also while the store is away: the caller asks again."""
+
+    def __init__(self, store: ActorHandle) -> None:
+        self._store = store
+
+    def latest(self) -> WeightSnapshot | None:
+        return self.wait_newer(0, 0.0)
+
+    def wait_newer(self, than: int, timeout_s: float) -> WeightSnapshot | None:
+        try:
+            return ray.get(self._store.wait_newer.remote(than, timeout_s), timeout=timeout_s + CALL_TIMEOUT_S)
+        except STORE_IS_AWAY:
+            time.sleep(min(timeout_s, RETRY_S))  # a dead store answers at once: do not spin
+            return None
+
+
+class RayWeightPublisher(WeightPublisher):
+    """Feeds the store behind a handle from a thread; `publish` never waits. Each version is put into Ray once."""
+
+    def __init__(self, store: ActorHandle) -> None:
+        super().__init__(
+            send=lambda snapshot: _call(store.publish, ray.put(snapshot)), stored_version=lambda: _call(store.version)
+        )
+
+
+def _call(method: Any, *args: object) -> Any:
+    try:
+        return ray.get(method.remote(*args), timeout=CALL_TIMEOUT_S)
+    except STORE_IS_AWAY as error:
+        raise ConnectionLost(f"the weight store is away: {error}") from error

@@ -1,0 +1,120 @@
+"""Fixtures for every test: a home of its own, no Ray in tests/unit, one shared cluster for those that need Ray."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+
+from waiting import wait_for as _wait_for
+
+if TYPE_CHECKING:
+    from shoal.cluster.embedded import EmbeddedCluster
+
+# Ray reads this when it is imported, which a test module may do before any fixture runs: 127.0.0.1 stays 127.0.0.1.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+TESTS = Path(__file__).parent
+WITH_CLUSTER = ("ray", "faults", "e2e")
+
+
+def _folder(path: Path) -> str:
+    return path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
+
+
+class _NoRay(MetaPathFinder):
+    """Refuses to find ray."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] == "ray":
+            raise ImportError(f"tests/unit may not import {fullname}: move the test to tests/ray")
+        return None
+
+
+@contextmanager
+def _ray_forbidden() -> Iterator[None]:
+    """Make every import of ray fail, also of what another test has imported before."""
+    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "ray"}
+    for name in hidden:
+        del sys.modules[name]
+    finder = _NoRay()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        sys.modules.update(hidden)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Ray is forbidden to the module level of unit tests too."""
+    if isinstance(collector, pytest.Module) and _folder(collector.path) == "unit":
+        with _ray_forbidden():
+            return (yield)
+    return (yield)
+
+
+@pytest.fixture(autouse=True)
+def _no_ray_in_unit_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    if _folder(request.path) != "unit":
+        yield
+        return
+    with _ray_forbidden():
+        yield
+
+
+@pytest.fixture(scope="session")
+def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The $SHOAL_HOME of the tests that share the cluster."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(autouse=True)
+def shoal_home(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """$SHOAL_HOME: a fresh folder per test, and one for all tests that may use the shared cluster."""
+    if _folder(request.path) in WITH_CLUSTER:
+        folder: Path = request.getfixturevalue("shared_home")
+    else:
+        folder = request.getfixturevalue("tmp_path") / "home"
+    monkeypatch.setenv("SHOAL_HOME", str(folder))
+    monkeypatch.delenv("SHOAL_TOKEN", raising=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cluster(shared_home: Path) -> Iterator[EmbeddedCluster]:
+    """One cluster for the whole session, with this process attached to it; at the end nothing of it is left."""
+    from leftovers import assert_nothing_left, listening_ports
+    from shoal.cluster.embedded import start
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHOAL_HOME", str(shared_home))
+        with start(num_cpus=8) as started:
+            for name, value in started.environment.items():
+                patch.setenv(name, value)
+            import ray
+
+            ray.init(log_to_driver=False)
+            yield started
+            ray.shutdown()
+            ports = listening_ports(started.pids())
+        assert_nothing_left(started, ports)
+
+
+@pytest.fixture
+def wait_for() -> object:
+    """`wait_for(predicate, timeout_s, what)`: see tests/waiting.py."""
+    return _wait_for

@@ -1,0 +1,240 @@
+"""An endpoint on a local Ray of its own, in a process of its own, for tests; and a client that counts every answer.
+
+Serve reads its environment when it is imported, and one process can hold one Ray: so the driver runs as a child, which
+obeys one JSON command per line. The model is `torch.nn.Linear` with zero weights and the version as its bias: every
+number of every answer must equal the version that the answer names.
+"""
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+NUM_FEATURES = 4
+NUM_OUTPUTS = 2
+REQUEST_TIMEOUT_S = 30.0
+BODY = json.dumps(
+    {"inputs": [{"name": "x", "shape": [1, NUM_FEATURES], "datatype": "FP32", "data": [0.5] * NUM_FEATURES}]}
+)
+INFER = "/v2/models/linear/infer"
+
+
+class EndpointProcess:
+    """A child that serves. Commands raise RuntimeError with the child's last words when it fails."""
+
+    def __init__(self, **spec: Any) -> None:
+        self.temp_dir = Path(tempfile.mkdtemp(prefix="se-", dir="/tmp"))  # short: unix sockets live in it
+        self._log = (self.temp_dir / "driver.log").open("w+")
+        self._child = subprocess.Popen(
+            [sys.executable, __file__, str(self.temp_dir), json.dumps(spec)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        self.url: str = self._answer()["url"]
+
+    def command(self, name: str, **arguments: Any) -> Any:
+        assert self._child.stdin is not None
+        self._child.stdin.write(json.dumps([name, arguments]) + "\n")
+        self._child.stdin.flush()
+        return self._answer()["result"]
+
+    def publish(self, version: int) -> float:
+        """Publish a version; the time at which it was handed over (seconds since the epoch)."""
+        return float(self.command("publish", version=version))
+
+    def stats(self) -> list[dict[str, Any]]:
+        return list(self.command("stats"))
+
+    def close(self) -> None:
+        if self._child.poll() is None:
+            assert self._child.stdin is not None
+            self._child.stdin.close()
+            try:
+                self._child.wait(60)
+            except subprocess.TimeoutExpired:
+                self._child.kill()
+                self._child.wait()
+        assert self._child.stdout is not None
+        self._child.stdout.close()
+        self._log.close()
+        shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            if line.startswith('{"shoal": '):
+                answer: dict[str, Any] = json.loads(line)["shoal"]
+                if "error" in answer:
+                    raise RuntimeError(answer["error"])
+                return answer
+        self._child.wait(10)
+        self._log.seek(0)
+        raise RuntimeError(f"the endpoint's process ended: {self._log.read()[-3000:]}")
+
+
+@dataclass
+class Load:
+    """Closed-loop clients with keep-alive. `counts` has what became of every request that was sent."""
+
+    url: str
+    num_clients: int
+    counts: Counter[str] = field(default_factory=Counter)
+    versions: set[int] = field(default_factory=set)
+    surprises: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> "Load":
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(self.num_clients)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(2 * REQUEST_TIMEOUT_S)
+
+    @property
+    def hung(self) -> int:
+        return sum(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        client = Client(self.url)
+        while not self._stop.is_set():
+            try:
+                status, headers, body = client.infer()
+            except (OSError, http.client.HTTPException) as error:
+                self._count("no answer", f"{type(error).__name__}: {error}")
+                client.close()
+                continue
+            if status == 200:
+                version = int(headers["shoal-model-version"])
+                right = body["model_version"] == str(version) and body["outputs"][0]["data"] == [version] * NUM_OUTPUTS
+                self._count("answered" if right else "mixed", "" if right else str(body), version)
+            else:
+                self._count(f"refused {status}", str(body))
+        client.close()
+
+    def _count(self, kind: str, surprise: str = "", version: int = 0) -> None:
+        with self._lock:
+            self.counts[kind] += 1
+            if version:
+                self.versions.add(version)
+            if surprise:
+                self.surprises.append(f"{kind}: {surprise}")
+
+
+class Client:
+    """One keep-alive connection."""
+
+    def __init__(self, url: str) -> None:
+        self._connection = http.client.HTTPConnection(str(urlsplit(url).netloc), timeout=REQUEST_TIMEOUT_S)
+
+    def request(self, method: str, path: str, body: str | None = None, **headers: str) -> tuple[int, Any, Any]:
+        self._connection.request(method, path, body, headers)
+        response = self._connection.getresponse()
+        return response.status, response.headers, json.loads(response.read())
+
+    def infer(self) -> tuple[int, Any, Any]:
+        return self.request("POST", INFER, BODY)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _drive(temp_dir: Path, spec: dict[str, Any]) -> None:
+    from shoal.cluster.serve_environment import serve_environment
+
+    os.environ.update(serve_environment(temp_dir))
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=os.urandom(32).hex(), RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
+    import numpy as np
+
+    import ray
+    from shoal.errors import ShoalError
+    from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
+    from shoal.serve.endpoint import EndpointSpec
+    from shoal.serve.ray_serve import deploy
+    from shoal.weights import WeightSnapshot
+    from shoal.weights.ray_weights import RayWeightPublisher, RayWeightSource, start_weight_store
+
+    ray.init(
+        _temp_dir=str(temp_dir / "ray"),
+        _node_ip_address="127.0.0.1",
+        num_cpus=4,
+        object_store_memory=200 * 1024 * 1024,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
+    store = start_weight_store("test")
+    source = RayWeightSource(store)
+    publisher = RayWeightPublisher(store)
+    x = TensorSignature(name="x", datatype="FP32", shape=[-1, NUM_FEATURES])
+    y = TensorSignature(name="y", datatype="FP32", shape=[-1, NUM_OUTPUTS])
+    factory = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": NUM_FEATURES, "out_features": NUM_OUTPUTS})
+    endpoint = deploy(
+        EndpointSpec.parse({"name": "linear", "num_cpus": 0.1, **spec}),
+        factory,
+        Signature(inputs=[x], outputs=[y]),
+        source,
+    )
+    answer({"url": endpoint.url})
+
+    def publish(version: int) -> float:
+        tensors = {
+            "weight": np.zeros((NUM_OUTPUTS, NUM_FEATURES), np.float32),
+            "bias": np.full(NUM_OUTPUTS, version, np.float32),
+        }
+        snapshot = WeightSnapshot.of(version, tensors)
+        publisher.publish(snapshot)
+        return snapshot.published_at
+
+    def store_pid() -> int:
+        return int(ray.get(store.__ray_call__.remote(lambda worker: os.getpid())))
+
+    def stored_version() -> int:
+        latest = source.latest()
+        return latest.version if latest else 0
+
+    def close_endpoint() -> None:
+        endpoint.close()
+        endpoint.close()
+
+    commands: dict[str, Callable[..., object]] = {
+        "publish": publish,
+        "stats": endpoint.stats,
+        "store_pid": store_pid,
+        "stored_version": stored_version,
+        "close_endpoint": close_endpoint,
+    }
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        try:
+            answer({"result": commands[name](**arguments)})
+        except ShoalError as error:
+            answer({"error": str(error)})
+    publisher.close(1.0)
+    endpoint.close()
+    ray.shutdown()
+
+
+def answer(content: object) -> None:
+    print(json.dumps({"shoal": content}), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test decides when it ends
+    _drive(Path(sys.argv[1]), json.loads(sys.argv[2]))

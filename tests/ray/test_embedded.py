@@ -1,0 +1,255 @@
+"""The embedded cluster: closed, self-contained, and gone without a trace however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from leftovers import assert_nothing_left, listening_ports
+from shoal.cluster import embedded, jobs
+from shoal.cluster.attach import find_cluster
+from shoal.cluster.embedded import EmbeddedCluster
+from shoal.cluster.processes import MARKER, is_alive
+from shoal.errors import ClusterError, RunError
+from waiting import wait_for
+
+
+def marked(name: str, value: str) -> list[int]:
+    """The processes whose environment has the variable."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(name) == value:
+                found.append(process.pid)
+    return found
+
+
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The temporary folders of the clusters that the test starts."""
+    made: list[Path] = []
+    mkdtemp = tempfile.mkdtemp
+
+    def record(suffix: str | None = None, prefix: str | None = None, dir: str | None = None) -> str:
+        made.append(Path(mkdtemp(suffix, prefix, dir)))
+        return str(made[-1])
+
+    monkeypatch.setattr(tempfile, "mkdtemp", record)
+    return made
+
+
+def test_the_dashboard_asks_for_the_token(cluster: EmbeddedCluster) -> None:
+    url = f"{cluster.dashboard_url}/api/jobs/"
+    assert httpx.get(url, trust_env=False).status_code == 401
+    wrong = {"Authorization": "Bearer " + "0" * 48}
+    assert httpx.get(url, headers=wrong, trust_env=False).status_code in (401, 403)
+    right = {"Authorization": f"Bearer {cluster.token}"}
+    assert httpx.get(url, headers=right, trust_env=False).status_code == 200
+
+
+def test_a_driver_without_the_token_is_refused(cluster: EmbeddedCluster) -> None:
+    code = "import ray; ray.init(log_to_driver=False)"
+    environment = {**os.environ, **cluster.environment, "RAY_AUTH_MODE": "disabled"}
+    refused = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=120)
+    assert refused.returncode != 0
+    allowed = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **cluster.environment}, capture_output=True, timeout=120
+    )
+    assert allowed.returncode == 0, allowed.stderr
+
+
+def test_everything_listens_on_loopback(cluster: EmbeddedCluster) -> None:
+    import ray
+
+    @ray.remote
+    def busy() -> int:
+        return os.getpid()
+
+    ray.get([busy.remote() for _ in range(4)])
+    pids = set(cluster.pids())
+    listening = [
+        entry for entry in psutil.net_connections("tcp") if entry.status == psutil.CONN_LISTEN and entry.pid in pids
+    ]
+    assert len(listening) > 8  # raylet, GCS, dashboard, agents, workers
+    assert {entry.laddr.ip for entry in listening} <= {"127.0.0.1", "::ffff:127.0.0.1"}
+
+
+def test_a_job_runs_with_our_python_in_the_given_folder(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        "import os, sys, ray\n"
+        "ray.init()\n"
+        "seen = ray.get(ray.remote(lambda: os.environ['COLOUR']).remote())\n"
+        "print('said', sys.prefix, sys.argv[1], os.environ['COLOUR'], seen)\n"
+        "ray.shutdown()\n"
+    )
+    job = jobs.submit(cluster, ["python", "job.py", "two words"], env={"COLOUR": "blue"}, working_dir=tmp_path)
+    pieces = "".join(job.follow(timeout_s=90))
+    assert job.wait(timeout_s=10) is jobs.JobStatus.SUCCEEDED
+    assert f"said {sys.prefix} two words blue blue" in pieces
+    assert job.logs() == pieces
+    assert jobs.list_jobs(cluster)[0].submission_id == job.submission_id
+
+
+def test_a_failed_job_says_its_last_lines(cluster: EmbeddedCluster) -> None:
+    job = jobs.submit(cluster, ["python", "-c", "import sys; sys.exit('the disk is full')"])
+    with pytest.raises(RunError, match=r"(?s)failed.*\nthe disk is full"):
+        job.wait(timeout_s=60)
+    with pytest.raises(RunError, match="knows no jobs/none"):
+        jobs.Job(cluster, "none").status()
+
+
+def test_a_stopped_job_gets_to_say_good_bye(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('saved')))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    job = jobs.submit(cluster, ["python", "job.py"], working_dir=tmp_path)
+    wait_for(lambda: "ready" in job.logs(), 60, "first line")
+    with pytest.raises(ClusterError, match="still RUNNING after"):
+        job.wait(timeout_s=0.1)
+    assert job.stop() is jobs.JobStatus.STOPPED
+    assert job.logs().endswith("saved\n")
+
+
+def test_a_client_with_the_environment_finds_the_cluster(
+    cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    found = find_cluster()
+    assert found is not None
+    assert found.is_local
+    assert (found.address, found.token, found.temp_dir) == (cluster.address, cluster.token, cluster.temp_dir)
+    assert find_cluster("local") is None
+
+
+def test_two_clusters_at_once_stop_leaves_nothing_and_spares_the_other(cluster: EmbeddedCluster) -> None:
+    ray_files = Path("/tmp/ray")
+    before = sorted(ray_files.rglob("*")) if ray_files.exists() else None
+    second = embedded.start(num_cpus=1)
+    assert second.dashboard_url != cluster.dashboard_url
+    job = jobs.submit(second, ["python", "-c", "import ray; ray.init(); print(ray.cluster_resources()['CPU'])"])
+    assert job.wait(timeout_s=90) is jobs.JobStatus.SUCCEEDED
+    assert "\n1.0\n" in job.logs()
+    ports, pids = listening_ports(second.pids()), second.pids()
+    assert len(ports) > 6
+    assert not set(pids) & set(cluster.pids())
+    second.stop()
+    assert_nothing_left(second, ports)
+    assert not [pid for pid in pids if psutil.pid_exists(pid) and is_alive(psutil.Process(pid))]
+    second.stop()
+    assert cluster.is_alive()
+    assert jobs.list_jobs(cluster) is not None
+    assert before == (sorted(ray_files.rglob("*")) if ray_files.exists() else None)
+
+
+def test_stop_ends_processes_that_ignore_sigterm_or_fork_twice(tmp_path: Path) -> None:
+    (tmp_path / "stubborn.py").write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() != 0: os._exit(0)\n"
+        "print('pid', os.getpid(), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with embedded.start(num_cpus=1) as stubborn:
+        job = jobs.submit(stubborn, ["python", "stubborn.py"], working_dir=tmp_path)
+        wait_for(lambda: job.logs().count("pid ") == 2, 60, "two processes")
+        ports = listening_ports(stubborn.pids())
+        pids = [int(line.split()[1]) for line in job.logs().splitlines() if line.startswith("pid ")]
+        assert set(pids) <= set(stubborn.pids())
+    assert_nothing_left(stubborn, ports)
+    assert not [pid for pid in pids if psutil.pid_exists(pid) and is_alive(psutil.Process(pid))]
+
+
+def test_an_interrupted_start_leaves_nothing(folders: list[Path]) -> None:
+    begun: list[int] = []
+
+    def interrupt_when_ray_is_half_up() -> None:
+        wait_for(lambda: len(marked("INTERRUPT_TEST", "1")) > 3, 60, "half-started cluster")
+        begun.extend(marked("INTERRUPT_TEST", "1"))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt_when_ray_is_half_up, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        embedded.start(environment={"INTERRUPT_TEST": "1"})
+    assert len(begun) > 3
+    assert marked("INTERRUPT_TEST", "1") == []
+    assert [folder.exists() for folder in folders] == [False]
+
+
+def test_a_start_that_fails_says_why_and_leaves_nothing(folders: list[Path]) -> None:
+    with pytest.raises(ClusterError, match=r"ended while starting.*object.store"):
+        embedded.start(object_store_memory_bytes=1, environment={"FAILURE_TEST": "1"})
+    with pytest.raises(ClusterError, match=r"not ready within 0\.01 s"):
+        embedded.start(timeout_s=0.01, environment={"FAILURE_TEST": "1"})
+    assert marked("FAILURE_TEST", "1") == []
+    assert [folder.exists() for folder in folders] == [False, False]
+
+
+OWNER = """
+import json, os, sys, time
+from shoal.cluster.embedded import start
+cluster = start(num_cpus=1)
+if sys.argv[1] == "fork" and os.fork() == 0:
+    time.sleep(600)  # holds every pipe of the owner open
+print(json.dumps([cluster.cluster_id, str(cluster.temp_dir)]), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("mode", ["alone", "fork"])
+def test_the_cluster_ends_when_its_owner_is_killed(mode: str) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, mode], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert owner.stdout is not None
+    with owner.stdout:
+        cluster_id, temp_dir = json.loads(owner.stdout.readline())
+        assert len(marked(MARKER, cluster_id)) > 5
+        owner.kill()
+        owner.wait()
+        wait_for(lambda: not marked(MARKER, cluster_id), 20, "end of the cluster")
+        wait_for(lambda: not Path(temp_dir).exists(), 5, "end of its folder")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(owner.pid, signal.SIGKILL)  # the fork
+
+
+def test_the_head_killed_is_noticed_and_stop_finds_the_rest() -> None:
+    with embedded.start(num_cpus=1) as wounded:
+        ports = listening_ports(wounded.pids())
+        assert wounded.head_pid is not None
+        os.kill(wounded.head_pid, signal.SIGKILL)
+        wait_for(lambda: not wounded.is_alive(), 5, "news of the death")
+    assert_nothing_left(wounded, ports)
+
+
+def test_the_head_ends_the_rest_when_a_part_of_ray_dies() -> None:
+    with embedded.start(num_cpus=1) as wounded:
+        raylet = next(pid for pid in wounded.pids() if psutil.Process(pid).name() == "raylet")
+        os.kill(raylet, signal.SIGKILL)
+        wait_for(lambda: not wounded.is_alive(), 10, "end of the head")
+
+
+def test_a_fork_of_the_owner_does_not_stop_the_cluster(cluster: EmbeddedCluster) -> None:
+    child = os.fork()
+    if child == 0:
+        cluster.stop()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert cluster.is_alive()
+    assert len(cluster.pids()) > 5

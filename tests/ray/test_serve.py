@@ -1,0 +1,118 @@
+"""An endpoint for real: Ray, HAProxy, HTTP, and weights that change while it is asked."""
+
+import socket
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from endpoint_process import BODY, INFER, NUM_FEATURES, NUM_OUTPUTS, Client, EndpointProcess, Load
+from waiting import wait_for
+
+STATE_TIMEOUT_S = 60.0
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[EndpointProcess]:
+    process = EndpointProcess(num_replicas=2, token=None, max_body_bytes=4096)
+    yield process
+    process.close()
+
+
+def served_versions(endpoint: EndpointProcess) -> list[int]:
+    return [replica["version"] for replica in endpoint.stats()]
+
+
+def publish_and_wait(endpoint: EndpointProcess, version: int) -> None:
+    endpoint.publish(version)
+    wait_for(lambda: served_versions(endpoint) == [version] * 2, STATE_TIMEOUT_S)
+
+
+def test_before_the_first_weights_it_is_live_and_says_so(endpoint: EndpointProcess) -> None:
+    client = Client(endpoint.url)
+    assert client.request("GET", "/v2/health/live")[0] == 200
+    for status, headers, body in (client.infer(), client.request("GET", "/v2/health/ready")):
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "no weights" in body["error"]
+    client.close()
+
+
+def test_published_weights_answer(endpoint: EndpointProcess) -> None:
+    publish_and_wait(endpoint, 1)
+    client = Client(endpoint.url)
+    status, headers, body = client.infer()
+    assert (status, headers["shoal-model-version"], body["model_version"]) == (200, "1", "1")
+    assert body["outputs"] == [{"name": "y", "shape": [1, NUM_OUTPUTS], "datatype": "FP32", "data": [1.0] * 2}]
+    assert client.request("GET", "/v2/models/linear")[2]["inputs"][0]["shape"] == [-1, NUM_FEATURES]
+    client.close()
+
+
+def test_errors_keep_the_protocol_through_the_whole_stack(endpoint: EndpointProcess) -> None:
+    client = Client(endpoint.url)
+    for expected, method, path, body in [
+        (400, "POST", INFER, "{"),
+        (404, "GET", "/", None),
+        (404, "POST", "/v2/models/other/infer", BODY),
+        (405, "GET", INFER, None),
+        (413, "POST", INFER, "x" * 5000),
+        (422, "POST", INFER, BODY.replace("FP32", "FP64")),
+    ]:
+        status, _, content = client.request(method, path, body)
+        assert (status, list(content)) == (expected, ["error"])
+    client.close()
+
+
+def test_a_body_without_a_length_that_is_too_large_is_refused(endpoint: EndpointProcess) -> None:
+    client = Client(endpoint.url)
+    client._connection.request("POST", INFER, iter([b"x" * 1000] * 5))
+    assert client._connection.getresponse().status == 413
+    client.close()
+
+
+def test_twenty_swaps_under_load_fail_nothing_and_mix_nothing(endpoint: EndpointProcess) -> None:
+    first = max(served_versions(endpoint)) + 1
+    with Load(endpoint.url, num_clients=4) as load:
+        for version in range(first, first + 20):
+            publish_and_wait(endpoint, version)
+    assert load.hung == 0
+    assert list(load.counts) == ["answered"], load.surprises[:3]
+    assert {first, first + 19} <= load.versions
+    assert len(load.versions) >= 15
+
+
+def test_replicas_share_the_work_and_count_it(endpoint: EndpointProcess) -> None:
+    before = {replica["pid"]: replica["statuses"].get("200", 0) for replica in endpoint.stats()}
+    with Load(endpoint.url, num_clients=8) as load:
+        wait_for(lambda: load.counts["answered"] > 200, STATE_TIMEOUT_S)
+    assert len(before) == 2
+    after = {replica["pid"]: replica["statuses"]["200"] for replica in endpoint.stats()}
+    assert sum(after.values()) - sum(before.values()) == load.counts["answered"]
+    assert all(after[pid] > before[pid] for pid in before)
+
+
+def test_http_listens_on_loopback_only(endpoint: EndpointProcess) -> None:
+    """HAProxy, with its statistics and metrics, and the replicas' HTTP. Ray's own ports are Ray's, behind its token."""
+    driver = psutil.Process(endpoint._child.pid)
+    listening = {
+        connection.laddr.ip
+        for process in driver.children(recursive=True)
+        if process.name() == "haproxy"
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
+
+
+def test_closed_it_is_gone_and_closing_twice_is_harmless(endpoint: EndpointProcess) -> None:
+    """The last test of the module: the others need the endpoint."""
+    endpoint.command("close_endpoint")
+    port = urlsplit(endpoint.url).port
+    assert port is not None
+
+    def refused() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) != 0
+
+    wait_for(refused, STATE_TIMEOUT_S)

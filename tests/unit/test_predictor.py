@@ -1,0 +1,247 @@
+"""The predictor's promises: one version per answer, a flip nothing sees half of, bad weights that change nothing."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shoal.errors import ConfigError, InferenceError, WeightsError
+from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
+from shoal.serve.follower import WeightFollower
+from shoal.serve.predictor import Predictor
+from shoal.weights import WeightSnapshot, WeightStore
+
+DEADLINE_S = 5.0
+
+
+class Affine(nn.Module):
+    """y = x @ weight + bias, with a buffer that is saved and one that is not."""
+
+    def __init__(self, size: int = 2) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, size))
+        self.bias = nn.Parameter(torch.zeros(size))
+        self.register_buffer("offset", torch.zeros(size))
+        self.register_buffer("scale", torch.ones(size), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight + self.bias + self.offset) * self.scale
+
+
+class TwoHeads(Affine):
+    """Has a `predict` of its own, which is preferred; `forward` would be wrong."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("predict should have been called")
+
+    def predict(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"sum": x.sum(dim=1), "y": super().forward(x), "not in the signature": x}
+
+
+class Pair(Affine):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return x + 1, x.sum(dim=1)
+
+
+class Shrinking(Affine):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:1]
+
+
+def signature(*outputs: str) -> Signature:
+    return Signature(
+        inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 2])],
+        outputs=[TensorSignature(name=name, datatype="FP32", shape=[-1]) for name in outputs],
+    )
+
+
+def predictor(module: type[nn.Module] = Affine, *outputs: str) -> Predictor:
+    return Predictor(ModelFactory(factory=f"{__name__}:{module.__name__}"), signature(*(outputs or ("y",))))
+
+
+def constant_tensors(value: float, size: int = 2) -> dict[str, np.ndarray]:
+    """Every element of every tensor is `value`: an input of ones gives 4 * value in every output."""
+    return {
+        "weight": np.full((size, size), value, np.float32),
+        "bias": np.full(size, value, np.float32),
+        "offset": np.full(size, value, np.float32),
+    }
+
+
+def weights(version: int, value: float | None = None) -> WeightSnapshot:
+    return WeightSnapshot.of(version, constant_tensors(version if value is None else value))
+
+
+ONES = {"x": np.ones((1, 2), np.float32)}
+
+
+def serve(version: int, of: Predictor) -> None:
+    of.stage(weights(version))
+    assert of.flip() == version
+
+
+def test_before_any_weights_it_is_unavailable() -> None:
+    with pytest.raises(InferenceError, match="no weights") as caught:
+        predictor().predict(ONES)
+    assert caught.value.status == 503
+    assert predictor().version == 0
+
+
+def test_staged_weights_answer_only_after_the_flip() -> None:
+    subject = predictor()
+    serve(1, subject)
+    subject.stage(weights(2))
+    before = subject.predict(ONES)
+    assert (before.version, before.outputs["y"].tolist()) == (1, [[4.0, 4.0]])
+    assert subject.flip() == 2
+    after = subject.predict(ONES)
+    assert (after.version, after.outputs["y"].tolist()) == (2, [[8.0, 8.0]])
+    assert subject.flip() == 2  # nothing is staged: nothing changes
+
+
+def test_a_batch_is_answered_like_its_requests_one_by_one() -> None:
+    subject = predictor()
+    serve(3, subject)
+    generator = np.random.default_rng(0)
+    requests = [{"x": generator.random((rows, 2), np.float32)} for rows in (1, 3, 2)]
+    together = subject.predict_batch(requests)
+    for request, answer in zip(requests, together, strict=True):
+        # float32 matmul may sum in another order for another batch size
+        np.testing.assert_allclose(answer.outputs["y"], subject.predict(request).outputs["y"], rtol=1e-6)
+        assert answer.version == 3
+
+
+def test_predict_is_preferred_and_only_the_signature_leaves() -> None:
+    subject = predictor(TwoHeads, "y", "sum")
+    serve(1, subject)
+    assert list(subject.predict(ONES).outputs) == ["y", "sum"]
+    assert subject.predict(ONES).outputs["sum"].tolist() == [2.0]
+
+
+def test_a_tuple_is_named_by_the_signature() -> None:
+    subject = predictor(Pair, "plus", "total")
+    serve(1, subject)
+    outputs = subject.predict(ONES).outputs
+    assert (outputs["plus"].tolist(), outputs["total"].tolist()) == ([[2.0, 2.0]], [2.0])
+
+
+def test_a_missing_output_or_row_is_an_error_of_the_model() -> None:
+    subject = predictor(Affine, "y", "more")
+    serve(1, subject)
+    with pytest.raises(InferenceError, match="no output 'more'"):
+        subject.predict(ONES)
+    subject = predictor(Shrinking)
+    serve(1, subject)
+    with pytest.raises(InferenceError, match="1 rows for 2"):
+        subject.predict_batch([ONES, ONES])
+
+
+def damaged(snapshot: WeightSnapshot) -> WeightSnapshot:
+    payload = bytearray(snapshot.payload)
+    payload[-1] ^= 1
+    return dataclasses.replace(snapshot, payload=bytes(payload))
+
+
+def changed(change: Callable[[dict[str, np.ndarray]], None]) -> WeightSnapshot:
+    tensors = constant_tensors(9)
+    change(tensors)
+    return WeightSnapshot.of(9, tensors)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "complaint"),
+    [
+        (damaged(weights(9)), "checksum"),
+        (WeightSnapshot.from_payload(9, b"nonsense"), "not safetensors"),
+        (changed(lambda tensors: tensors.__delitem__("bias")), "'bias' is missing"),
+        (changed(lambda tensors: tensors.update(extra=np.zeros(1))), "no 'extra'"),
+        (changed(lambda tensors: tensors.update(bias=np.zeros(3, np.float32))), r"\[3\], the model has .*\[2\]"),
+        (changed(lambda tensors: tensors.update(bias=np.zeros(2, np.float64))), "float64"),
+    ],
+    ids=["checksum", "format", "missing", "extra", "shape", "dtype"],
+)
+def test_weights_that_do_not_fit_change_nothing(snapshot: WeightSnapshot, complaint: str) -> None:
+    subject = predictor()
+    serve(1, subject)
+    with pytest.raises(WeightsError, match=complaint):
+        subject.stage(snapshot)
+    assert subject.flip() == 1
+    assert subject.predict(ONES).outputs["y"].tolist() == [[4.0, 4.0]]
+
+
+def test_no_answer_is_a_mixture_of_versions() -> None:
+    """While versions are flipped as fast as they load, every answer is exactly what its version alone would give."""
+    subject = predictor()
+    serve(1, subject)
+    done = threading.Event()
+    mixtures: list[str] = []
+    seen: list[set[int]] = [set(), set()]
+
+    def predict_all_along(versions: set[int]) -> None:
+        while not done.is_set():
+            for answer in subject.predict_batch([ONES] * 4):
+                versions.add(answer.version)
+                if answer.outputs["y"].tolist() != [[4.0 * answer.version] * 2]:
+                    mixtures.append(f"{answer.version}: {answer.outputs['y']}")
+
+    threads = [threading.Thread(target=predict_all_along, args=[versions]) for versions in seen]
+    for thread in threads:
+        thread.start()
+    deadline, version = time.monotonic() + DEADLINE_S, 1
+    while min(map(len, seen)) < 15 and time.monotonic() < deadline:
+        version += 1
+        serve(version, subject)
+    done.set()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert mixtures == []
+    assert min(map(len, seen)) >= 15
+
+
+def test_a_version_in_use_is_not_touched_by_the_next_two() -> None:
+    """A slow batch on version 1 outlives two flips: the module it runs on must not be recycled."""
+    subject = predictor()
+    serve(1, subject)
+    held = subject._serving
+    assert held is not None
+    serve(2, subject)
+    serve(3, subject)
+    with torch.inference_mode():
+        assert held.module(torch.ones(1, 2)).tolist() == [[4.0, 4.0]]
+
+
+def test_a_factory_that_gives_no_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not a torch"):
+        Predictor(ModelFactory(factory="builtins:dict"), signature("y"))
+
+
+def wait_for_version(subject: Predictor, version: int) -> None:
+    wait_until(lambda: subject.version == version)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_the_follower_serves_what_is_published_and_skips_what_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    store, subject = WeightStore(), predictor()
+    follower = WeightFollower(store, subject, poll_s=0.05)
+    store.publish(weights(1))
+    wait_for_version(subject, 1)
+    store.publish(damaged(weights(2)))
+    wait_until(lambda: follower.rejected == 2)
+    assert (follower.rejected, subject.version, follower.alive) == (2, 1, True)
+    assert "version 1 goes on serving" in caplog.text
+    store.publish(weights(3))
+    wait_for_version(subject, 3)
+    follower.close()
+    follower.close()
+    assert not follower.alive

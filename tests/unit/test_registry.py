@@ -1,0 +1,313 @@
+"""The registry keeps its word: versions are whole, distinct and immutable, and an alias can always go back."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.errors import ConfigError, RegistryError, WeightsError
+from shoal.registry import (
+    Manifest,
+    ModelFactory,
+    ModelVersion,
+    Registry,
+    RegistrySource,
+    Signature,
+    TensorSignature,
+)
+from shoal.weights import WeightSnapshot
+
+MODEL = ModelFactory(factory="collections:Counter", kwargs={"a": 2})
+SIGNATURE = Signature(
+    inputs=[TensorSignature(name="observation", datatype="FP32", shape=[-1, 4])],
+    outputs=[TensorSignature(name="logits", datatype="FP32", shape=[-1, 2])],
+)
+DEADLINE_S = 10.0
+
+
+def snapshot_of(value: float, version: int = 7) -> WeightSnapshot:
+    return WeightSnapshot.of(version, {"layer.weight": np.full((4, 2), value, np.float32)})
+
+
+def register(registry: Registry, value: float, **fields: object) -> ModelVersion:
+    return registry.register("cartpole", snapshot_of(value), model=MODEL, signature=SIGNATURE, **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return Registry(tmp_path)
+
+
+def test_what_is_registered_comes_back(registry: Registry) -> None:
+    made = register(registry, 1.5, run_id="run-1", metrics={"return": 480.0, "loss": math.nan})
+    found = Registry(registry.root).get("cartpole")
+    assert (found.name, found.version, found.ref, found.aliases) == ("cartpole", 1, "cartpole@1", ("champion",))
+    assert found.folder == made.folder
+    assert found.manifest.run_id == "run-1"
+    assert found.manifest.weights_version == 7
+    assert found.manifest.metrics["return"] == 480.0
+    assert math.isnan(found.manifest.metrics["loss"])
+    assert found.manifest.model.build() == {"a": 2}
+    assert found.manifest.signature == SIGNATURE
+    weights = found.snapshot()
+    assert weights.version == 1
+    np.testing.assert_array_equal(weights.tensors()["layer.weight"], np.full((4, 2), 1.5, np.float32))
+
+
+def test_the_manifest_on_disk_is_strict_json(registry: Registry) -> None:
+    made = register(registry, 1.0, metrics={"loss": math.nan, "worst": -math.inf})
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    json.loads((made.folder / "manifest.json").read_text(), parse_constant=refuse)
+
+
+def test_references_mean_a_number_an_alias_or_the_newest(registry: Registry) -> None:
+    register(registry, 1.0)
+    register(registry, 2.0, aliases=("candidate",))
+    versions = {
+        ref: registry.get(ref).version
+        for ref in ("cartpole", "cartpole@latest", "cartpole@1", "cartpole@champion", "cartpole@candidate")
+    }
+    assert list(versions.values()) == [2, 2, 1, 1, 2]
+    assert registry.has("cartpole@1")
+    assert not registry.has("cartpole@3")
+    assert not registry.has("nothing")
+
+
+@pytest.mark.parametrize(
+    ("ref", "says"),
+    [
+        ("cartpol", "did you mean cartpole"),
+        ("cartpole@9", "versions 1 to 1"),
+        ("cartpole@champignon", "champion"),
+    ],
+)
+def test_an_unknown_reference_says_what_there_is(registry: Registry, ref: str, says: str) -> None:
+    register(registry, 1.0)
+    with pytest.raises(RegistryError, match=says):
+        registry.get(ref)
+
+
+@pytest.mark.parametrize("name", ["", "..", "../up", "a/b", "Capital", ".hidden", "a b", "x" * 200])
+def test_a_name_cannot_leave_its_folder(registry: Registry, name: str) -> None:
+    with pytest.raises(ConfigError):
+        registry.register(name, snapshot_of(1), model=MODEL, signature=SIGNATURE)
+    with pytest.raises(ConfigError):
+        registry.get(f"{name}@1")
+    assert list(registry.root.iterdir()) == []
+
+
+@pytest.mark.parametrize("alias", ["7", "latest", "../x", ""])
+def test_an_alias_cannot_be_mistaken_for_a_version(registry: Registry, alias: str) -> None:
+    with pytest.raises(ConfigError, match="alias"):
+        register(registry, 1.0, aliases=(alias,))
+    assert registry.list() == ()
+
+
+def test_list_gives_every_version_of_every_model(registry: Registry) -> None:
+    assert registry.list() == ()
+    register(registry, 1.0)
+    registry.register("acrobot", snapshot_of(0), model=MODEL, signature=SIGNATURE)
+    register(registry, 2.0)
+    assert [found.ref for found in registry.list()] == ["acrobot@1", "cartpole@1", "cartpole@2"]
+    assert [found.aliases for found in registry.list("cartpole")] == [(), ("champion",)]
+    with pytest.raises(RegistryError):
+        registry.list("pendulum")
+
+
+def test_rollback_goes_back_one_promotion_at_a_time_and_keeps_the_history(registry: Registry) -> None:
+    for value in (1.0, 2.0, 3.0):
+        register(registry, value)
+    registry.promote("cartpole@3")  # it is already: not a move
+    assert registry.rollback("cartpole").version == 2
+    assert registry.rollback("cartpole").version == 1
+    with pytest.raises(RegistryError, match=r"never another.*shoal models promote cartpole@N"):
+        registry.rollback("cartpole")
+    assert registry.promote("cartpole@3").aliases == ("champion",)
+    assert registry.rollback("cartpole").version == 1
+    moves = [(move.kind, move.version) for move in registry.aliases("cartpole").moves["champion"]]
+    assert moves == [
+        *(("promote", 1), ("promote", 2), ("promote", 3), ("rollback", 2), ("rollback", 1)),
+        *(("promote", 3), ("rollback", 1)),
+    ]
+    with pytest.raises(RegistryError, match="never promoted"):
+        registry.rollback("cartpole", alias="candidate")
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_damaged_weights_are_refused(registry: Registry, damage: str) -> None:
+    path = register(registry, 1.0).folder / "weights.safetensors"
+    payload = bytearray(path.read_bytes())
+    payload[-1] ^= 1
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(payload if damage == "flip" else payload[:-8])
+    with pytest.raises(WeightsError, match=r"cartpole@1.*register the model again"):
+        registry.get("cartpole@1").snapshot()
+
+
+def test_a_damaged_snapshot_is_never_registered(registry: Registry) -> None:
+    good = snapshot_of(1.0)
+    with pytest.raises(WeightsError):
+        registry.register(
+            "cartpole", WeightSnapshot(1, good.payload[:-1], good.sha256, 0.0), model=MODEL, signature=SIGNATURE
+        )
+    assert registry.list() == ()
+
+
+def test_a_damaged_manifest_is_a_registry_error(registry: Registry) -> None:
+    path = register(registry, 1.0).folder / "manifest.json"
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(RegistryError, match=r"manifest\.json"):
+        registry.get("cartpole")
+
+
+REGISTER_MANY = """
+import sys
+from pathlib import Path
+import numpy as np
+from shoal.registry import ModelFactory, Registry, Signature
+from shoal.weights import WeightSnapshot
+root, value, num_versions = sys.argv[1:]
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(int(num_versions)):
+    Registry(Path(root)).register("cartpole", WeightSnapshot.of(1, {"w": np.array([float(value)])}), run_id=value,
+                                  model=ModelFactory(factory="a:b"), signature=Signature(inputs=[], outputs=[]))
+"""
+
+
+def test_processes_that_register_at_once_get_distinct_versions(registry: Registry) -> None:
+    num_processes, num_versions = 3, 8
+    arguments = [[str(registry.root), str(value), str(num_versions)] for value in range(num_processes)]
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", REGISTER_MANY, *each], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for each in arguments
+    ]
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    for writer in writers:
+        writer.communicate(timeout=DEADLINE_S)
+    assert [writer.returncode for writer in writers] == [0] * num_processes
+    found = registry.list("cartpole")
+    assert [each.version for each in found] == list(range(1, num_processes * num_versions + 1))
+    for each in found:  # nobody's manifest lies beside another's weights
+        assert each.snapshot().tensors()["w"][0] == float(each.manifest.run_id or "nan")
+    assert len(registry.aliases("cartpole").promoted("champion")) == num_processes * num_versions
+
+
+def test_a_writer_killed_half_way_leaves_nothing_to_see(registry: Registry) -> None:
+    register(registry, 1.0)
+    script = f"""
+import os, signal
+from pathlib import Path
+import numpy as np
+from shoal.registry import ModelFactory, Registry, Signature, registry as module
+from shoal.weights import WeightSnapshot
+write = module.write_synced
+def killed(path, payload):
+    if path.name == "manifest.json":
+        write(path, payload[:10])
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, payload)
+module.write_synced = killed
+Registry(Path({str(registry.root)!r})).register(
+    "cartpole", WeightSnapshot.of(1, {{"w": np.zeros(3)}}), model=ModelFactory(factory="a:b"),
+    signature=Signature(inputs=[], outputs=[]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [found.ref for found in registry.list()] == ["cartpole@1"]
+    assert registry.get("cartpole").snapshot().tensors()["layer.weight"][0, 0] == 1.0
+    assert register(registry, 2.0).version == 2
+    assert sorted(os.listdir(registry.root / "cartpole")) == [".lock", "1", "2", "aliases.json"]
+
+
+def test_a_source_follows_its_alias_forwards_and_back(registry: Registry) -> None:
+    source = RegistrySource(registry, "cartpole@champion", poll_interval_s=0.005)
+    assert source.latest() is None
+    assert source.wait_newer(0, timeout_s=0.0) is None
+    register(registry, 1.0)
+    first = source.wait_newer(0, timeout_s=0.0)
+    assert first is not None
+    assert first.version == 1
+    assert source.latest() is source.latest()  # read from the disk once
+    register(registry, 2.0, aliases=())
+    assert source.wait_newer(1, timeout_s=0.02) is None  # registered, not promoted
+    mover = threading.Timer(0.02, registry.promote, ["cartpole@2"])
+    mover.start()
+    second = source.wait_newer(1, timeout_s=DEADLINE_S)
+    mover.join()
+    assert second is not None
+    assert second.tensors()["layer.weight"][0, 0] == 2.0
+    registry.rollback("cartpole")
+    back = source.wait_newer(2, timeout_s=0.0)
+    assert back is not None
+    assert back.version == 1
+    assert source.wait_newer(1, timeout_s=0.0) is None
+    assert source.wait_newer(99, timeout_s=0.0) is None
+
+
+def test_a_closed_source_wakes_its_waiter(registry: Registry) -> None:
+    source = RegistrySource(registry, "cartpole", poll_interval_s=DEADLINE_S)
+    answers: list[WeightSnapshot | None] = []
+    waiter = threading.Thread(target=lambda: answers.append(source.wait_newer(0, timeout_s=DEADLINE_S * 10)))
+    waiter.start()
+    source.close()
+    source.close()
+    waiter.join(DEADLINE_S)
+    assert answers == [None]
+
+
+@pytest.mark.parametrize(
+    ("factory", "kwargs", "says"),
+    [
+        ("collections.Counter", {}, "module:Class"),
+        ("no_such_module:Net", {}, "no_such_module"),
+        ("collections:Countre", {}, "Countre"),
+        ("sys:path", {}, "not a class"),
+        ("fractions:Fraction", {"denominatr": 2}, "denominatr"),
+    ],
+)
+def test_a_factory_that_cannot_build_says_why(factory: str, kwargs: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ModelFactory(factory=factory, kwargs=kwargs).build()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"datatype": "float32"},
+        {"shape": []},
+        {"shape": [-1, 0]},
+        {"shap": [-1]},
+    ],
+)
+def test_a_signature_names_what_does_not_fit(wrong: dict[str, object]) -> None:
+    fields = {"name": "x", "datatype": "FP32", "shape": [-1, 4]}
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        TensorSignature.parse({**fields, **wrong})
+
+
+def test_a_manifest_is_read_back_as_it_was(registry: Registry) -> None:
+    manifest = register(registry, 1.0, metrics={"return": 1.0}).manifest
+    assert Manifest.from_yaml(manifest.to_yaml()) == manifest

@@ -1,0 +1,501 @@
+"""The run record keeps what it was told: while the run goes on, after it ended, and after a kill -9."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from shoal import runs
+from shoal.errors import Closed, ConfigError, RunError
+from shoal.runs import RunRecorder, Status, recorder, transition
+
+DEADLINE_S = 15.0
+SPEC = "environment: CartPole-v1\nlearner:\n  lr: 0.001\n"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def run(home: Path) -> Iterator[RunRecorder]:
+    made = runs.create("cartpole", SPEC, "one")
+    yield made
+    made.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the state did not come"
+        time.sleep(0.005)
+
+
+def execute(home: Path, sql: str, *values: object) -> None:
+    """Change the record behind the recorder's back."""
+    with closing(sqlite3.connect(home / "runs.sqlite")) as connection, connection:
+        connection.execute(sql, values)
+
+
+# --- what is told comes back ---
+
+
+def test_everything_told_comes_back(run: RunRecorder, home: Path) -> None:
+    run.log(100, {"return/mean_100": 20.0, "learner/loss": math.nan})
+    run.log(200, {"return/mean_100": math.inf})
+    run.log(200, {"steps/total": 200})
+    run.weights_published(1, 100, "aa", time.time())
+    run.weights_published(2, 200, "bb", time.time())
+    run.event("actor.joined", actor="a-1", path=Path("/x"), lag=3)
+    run.endpoint("gateway", "gateway", "tcp://127.0.0.1:5000", "starting")
+    run.endpoint("gateway", "gateway", "tcp://127.0.0.1:5000", "ready")
+    run.model_registered("cartpole", 1, ("champion",))
+    run.finish(Status.FINISHED)
+
+    seen = runs.load("one")
+    assert (seen.id, seen.job, seen.status, seen.spec, seen.error) == ("one", "cartpole", "finished", SPEC, None)
+    assert seen.folder == home / "runs" / "one"
+    assert (seen.folder / "spec.yaml").read_text() == SPEC
+    assert seen.finished_at is not None
+    assert 0 <= seen.duration_s < DEADLINE_S
+    metrics = seen.metrics()
+    assert metrics.index.tolist() == [100, 200]
+    assert metrics.columns.tolist() == ["time", "learner/loss", "return/mean_100", "steps/total"]
+    assert metrics["return/mean_100"].tolist() == [20.0, math.inf]
+    assert metrics["learner/loss"].isna().all()
+    assert metrics["time"].between(0, DEADLINE_S).all()
+    assert metrics["time"].is_monotonic_increasing
+    latest = seen.latest()
+    assert math.isnan(latest.pop("learner/loss"))
+    assert latest == {"return/mean_100": math.inf, "steps/total": 200.0}
+    assert seen.versions()[["version", "step", "sha256"]].to_numpy().tolist() == [[1, 100, "aa"], [2, 200, "bb"]]
+    [event] = seen.events().to_dict("records")
+    assert (event["kind"], event["details"]) == ("actor.joined", {"actor": "a-1", "path": "/x", "lag": 3})
+    assert seen.endpoints() == [runs.Endpoint("gateway", "gateway", "tcp://127.0.0.1:5000", "ready")]
+    assert seen.models()[["name", "version"]].to_numpy().tolist() == [["cartpole", 1]]
+    assert seen.best() == ("return/mean_100", 20.0)  # the best finite one
+
+
+def test_a_run_of_nothing_reads_as_empty_tables(run: RunRecorder) -> None:
+    seen = runs.load("one")
+    assert seen.metrics().empty
+    assert seen.metrics().columns.tolist() == ["time"]
+    assert seen.events().empty
+    assert seen.versions().empty
+    assert seen.models().empty
+    assert (seen.latest(), seen.endpoints(), seen.best()) == ({}, [], None)
+
+
+def test_to_dict_is_strict_json(run: RunRecorder) -> None:
+    run.log(1, {"loss": math.nan, "accuracy": 0.5})
+    run.flush()
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    told = json.loads(json.dumps(runs.load("one").to_dict()), parse_constant=refuse)
+    assert told["latest"] == {"loss": None, "accuracy": 0.5}
+    assert told["best"] == {"name": "accuracy", "value": 0.5}
+    assert told["status"] == "running"
+
+
+def test_the_best_value_outlives_the_flush_that_saw_it(run: RunRecorder) -> None:
+    for value in (3.0, 1.0, 2.0, math.nan):
+        run.log(1, {"loss": value})
+        run.flush()
+    assert runs.load("one").best() == ("loss", 1.0)
+
+
+def test_metrics_reach_readers_without_a_flush(run: RunRecorder) -> None:
+    run.log(1, {"x": 1.0})
+    assert runs.load("one").latest() == {}  # buffered
+    wait_for(lambda: runs.load("one").latest() == {"x": 1.0})
+
+
+@pytest.mark.parametrize("name", ["step", "time"])
+def test_a_metric_cannot_take_the_name_of_a_column(run: RunRecorder, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        run.log(1, {name: 1.0})
+
+
+def test_tensorboard_reads_the_same_numbers(run: RunRecorder) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
+        LegacyEventFileLoader,
+    )
+
+    run.log(5, {"a/b": 1.5, "nan": math.nan})
+    run.log(6, {"huge": 1e300})
+    run.finish("finished")
+    [path] = (run.folder / "tensorboard").iterdir()
+    events = list(LegacyEventFileLoader(str(path)).Load())
+    scalars = {(event.step, value.tag): value.simple_value for event in events for value in event.summary.value}
+    assert list(scalars) == [(5, "a/b"), (5, "nan"), (6, "huge")]
+    assert (scalars[5, "a/b"], scalars[6, "huge"]) == (1.5, math.inf)  # TensorBoard has single precision
+    assert math.isnan(scalars[5, "nan"])
+
+
+# --- finding runs ---
+
+
+def test_runs_are_found_by_id_beginning_or_latest() -> None:
+    assert runs.list_runs() == []
+    for run_id in ("20260101-000000-aaaa", "20260101-000000-bbbb", "20270101-000000-cccc"):
+        runs.create("job", "", run_id).close()
+    assert runs.load("latest").id.endswith("cccc")
+    assert runs.load("2027").id.endswith("cccc")
+    assert runs.load("20260101-000000-b").id.endswith("bbbb")
+    assert [each.id[-4:] for each in runs.list_runs(limit=2)] == ["cccc", "bbbb"]
+    with pytest.raises(RunError, match=r"begins 2 runs.*type more"):
+        runs.load("2026")
+    with pytest.raises(RunError, match=r"did you mean .*20270101-000000-cccc.*shoal runs"):
+        runs.load("20270101-000000-cccd")
+    with pytest.raises(RunError, match="no run ''"):
+        runs.load("")
+
+
+def test_without_any_run_the_error_says_how_to_start_one() -> None:
+    with pytest.raises(RunError, match="shoal run"):
+        runs.load("latest")
+
+
+@pytest.mark.parametrize("run_id", ["../up", "a/b", "latest", ".x", " "])
+def test_an_id_cannot_leave_its_folder(run_id: str) -> None:
+    with pytest.raises(ConfigError, match="run_id"):
+        runs.create("job", "", run_id)
+
+
+def test_an_id_is_given_once_and_made_ids_sort_by_time(run: RunRecorder) -> None:
+    with pytest.raises(RunError, match="already"):
+        runs.create("job", "", "one")
+    with runs.create("job", "") as made:
+        assert len(made.id) == len("20261120-064501-3f2a")
+        assert made.id.startswith("20")
+
+
+def test_the_git_revision_is_recorded_and_its_absence_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: RunRecorder
+) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    runs.create("job", "", "outside").close()
+    assert (runs.load("outside").git_revision, runs.load("outside").git_dirty) == (None, False)
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (repository / "file").write_text("1")
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True, timeout=DEADLINE_S)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True, timeout=DEADLINE_S)
+    monkeypatch.chdir(repository)
+    runs.create("job", "", "clean").close()
+    assert (runs.load("clean").git_revision, runs.load("clean").git_dirty) == (head.stdout.strip(), False)
+    (repository / "file").write_text("2")
+    runs.create("job", "", "dirty").close()
+    assert (runs.load("dirty").git_revision, runs.load("dirty").git_dirty) == (head.stdout.strip(), True)
+
+
+# --- the life of a run ---
+
+
+def test_every_move_between_states_is_allowed_or_raises() -> None:
+    legal = {
+        ("created", "running"),
+        *(("running", end) for end in ("finished", "failed", "stopped")),
+        *((end, "running") for end in ("finished", "failed", "stopped", "lost")),
+    }
+    for current in Status:
+        for to in Status:
+            if (current.value, to.value) in legal:
+                assert transition(current, to) is to
+            else:
+                with pytest.raises(RunError, match=f"{current.value!r} cannot become {to.value!r}"):
+                    transition(current, to)
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "error"),
+    [
+        (None, Status.FINISHED, None),
+        (ValueError("the lr is odd"), Status.FAILED, "ValueError: the lr is odd"),
+        (KeyboardInterrupt(), Status.STOPPED, "interrupted"),
+        (SystemExit(0), Status.FINISHED, None),
+        (SystemExit(3), Status.FAILED, "SystemExit: 3"),
+    ],
+)
+def test_the_end_of_the_body_is_the_end_of_the_run(
+    raised: BaseException | None, status: Status, error: str | None
+) -> None:
+    def body() -> None:
+        with runs.create("job", "", "one") as run:
+            run.log(1, {"x": 1.0})
+            if raised is not None:
+                raise raised
+
+    if raised is None:
+        body()
+    else:
+        with pytest.raises(type(raised)):
+            body()
+    seen = runs.load("one")
+    assert (seen.status, seen.error, seen.latest()) == (status, error, {"x": 1.0})
+
+
+def test_an_ended_run_refuses_more_and_closing_again_is_harmless(run: RunRecorder) -> None:
+    with pytest.raises(RunError, match="cannot become 'running'"):
+        run.finish("running")
+    run.finish("failed", "out of luck")
+    calls: list[Callable[[], None]] = [
+        lambda: run.log(1, {"x": 1.0}),
+        lambda: run.weights_published(1, 1, "aa", 0.0),
+        lambda: run.event("late"),
+        run.heartbeat,
+    ]
+    for call in calls:
+        with pytest.raises(Closed, match="failed"):
+            call()
+    with pytest.raises(RunError, match="cannot become"):
+        run.finish("finished")
+    run.close()
+    run.close()
+    assert (runs.load("one").status, runs.load("one").error) == (Status.FAILED, "out of luck")
+
+
+def test_a_run_that_nobody_finished_is_stopped_by_close(run: RunRecorder) -> None:
+    run.log(1, {"x": 1.0})
+    run.close()
+    assert (runs.load("one").status, runs.load("one").latest()) == (Status.STOPPED, {"x": 1.0})
+
+
+def test_a_run_without_a_heartbeat_is_lost_and_found_again(run: RunRecorder, home: Path) -> None:
+    execute(home, "UPDATE runs SET heartbeat_at = ?", time.time() - runs.HEARTBEAT_TIMEOUT_S + 3)
+    assert runs.load("one").status is Status.RUNNING
+    execute(home, "UPDATE runs SET heartbeat_at = ?", time.time() - runs.HEARTBEAT_TIMEOUT_S - 1)
+    assert runs.load("one").status is Status.LOST
+    run.heartbeat()
+    assert runs.load("one").status is Status.RUNNING
+
+
+def test_the_recorder_beats_by_itself(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    monkeypatch.setattr(recorder, "FLUSH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(recorder, "HEARTBEAT_INTERVAL_S", 0.02)
+    with runs.create("job", "", "one"):
+        execute(home, "UPDATE runs SET heartbeat_at = 0")
+        wait_for(lambda: runs.load("one").status is Status.RUNNING)
+
+
+def test_resuming_goes_on_where_the_run_was(run: RunRecorder) -> None:
+    run.log(10, {"x": 1.0})
+    run.log(20, {"x": 2.0})
+    run.finish("failed", "power cut")
+    with runs.reopen("one") as again:
+        assert again.folder == run.folder
+        seen = runs.load("one")
+        assert (seen.status, seen.error, seen.finished_at) == (Status.RUNNING, None, None)
+        again.log(20, {"x": 5.0})  # the step that is done again counts once
+        again.log(30, {"x": 6.0})
+    seen = runs.load("one")
+    assert seen.status is Status.FINISHED
+    assert seen.metrics()["x"].tolist() == [1.0, 5.0, 6.0]
+    [event] = seen.events().to_dict("records")
+    assert (event["kind"], event["details"]["after"]) == ("resumed", "failed")
+    assert len(list((run.folder / "tensorboard").iterdir())) == 2
+
+
+def test_a_living_run_cannot_be_resumed_by_another(run: RunRecorder) -> None:
+    with pytest.raises(RunError, match="still running"):
+        runs.reopen("one")
+    with pytest.raises(RunError, match="no run 'two'"):
+        runs.reopen("two")
+
+
+def test_a_writer_that_was_given_up_and_replaced_cannot_write_any_more(run: RunRecorder, home: Path) -> None:
+    run.log(1, {"x": 1.0})
+    run.flush()
+    execute(home, "UPDATE runs SET heartbeat_at = 0")  # it hung for so long that it was taken for dead
+    with runs.reopen("one") as again:
+        run.log(2, {"x": 2.0})
+        with pytest.raises(RunError, match="resumed by another process"):
+            run.flush()
+        with pytest.raises(RunError, match="resumed by another process"):
+            run.finish("failed")
+        again.log(3, {"x": 3.0})
+    assert runs.load("one").metrics()["x"].tolist() == [1.0, 3.0]
+    assert runs.load("one").status is Status.FINISHED
+
+
+# --- trouble ---
+
+
+def test_what_cannot_be_written_is_kept_and_written_later(
+    run: RunRecorder, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run._connection.execute("PRAGMA busy_timeout = 20")
+    with closing(sqlite3.connect(home / "runs.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        run.log(1, {"x": 1.0})
+        run.weights_published(1, 1, "aa", time.time())
+        with pytest.raises(RunError, match="locked"):
+            run.event("unlucky")
+        monkeypatch.setattr(recorder, "MAX_PENDING", 3)
+        with pytest.raises(RunError, match="locked"):  # full: the caller is told, and nothing is taken in
+            run.log(2, {"x": 2.0})
+        assert runs.load("one").latest() == {}  # and a reader is not held up
+        other.execute("ROLLBACK")
+    run.log(3, {"x": 3.0})
+    run.flush()
+    seen = runs.load("one")
+    assert seen.metrics()["x"].tolist() == [1.0, 3.0]
+    assert seen.versions()["version"].tolist() == [1]
+    assert seen.events()["kind"].tolist() == ["unlucky"]
+
+
+def test_threads_can_share_a_recorder(run: RunRecorder) -> None:
+    num_threads, num_logs = 4, 50
+
+    def talk(thread: int) -> None:
+        for step in range(num_logs):
+            run.log(step, {f"x/{thread}": float(step)})
+            run.weights_published(thread * num_logs + step + 1, step, "aa", time.time())
+            if step % 10 == 0:
+                run.event("tick", thread=thread)
+
+    threads = [threading.Thread(target=talk, args=(number,)) for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    run.finish("finished")
+    seen = runs.load("one")
+    assert seen.metrics().drop(columns="time").notna().sum().tolist() == [num_logs] * num_threads
+    assert seen.versions()["version"].tolist() == list(range(1, num_threads * num_logs + 1))
+    assert len(seen.events()) == num_threads * num_logs / 10
+
+
+def test_a_record_of_a_newer_shoal_is_left_alone(run: RunRecorder, home: Path) -> None:
+    run.close()
+    execute(home, "PRAGMA user_version = 99")
+    with pytest.raises(RunError, match="newer Shoal"):
+        runs.list_runs()
+
+
+def test_a_file_that_is_not_a_record_is_a_run_error(home: Path) -> None:
+    (home / "runs.sqlite").write_bytes(b"not a database, but long enough to be looked at" * 100)
+    with pytest.raises(RunError, match=r"runs\.sqlite cannot be opened"):
+        runs.list_runs()
+
+
+# --- other processes ---
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from shoal import runs
+run, stop, step = runs.create("cartpole", "a: 1", sys.argv[1]), Path(sys.argv[2]), 0
+while not stop.exists():
+    step += 1
+    run.log(step, {"x": float(step), "y": -float(step)})
+    run.weights_published(step, step, f"{step:064x}", time.time())
+    if step % 20 == 0:
+        run.flush()
+        print(step, flush=True)
+        time.sleep(0.002)
+run.finish("finished")
+print(step, flush=True)
+"""
+
+
+@pytest.fixture
+def start_writer(home: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts processes that write to a run of their own until the file `stop` appears."""
+    writers: list[subprocess.Popen[str]] = []
+
+    def start(run_id: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", WRITER, run_id, str(home / "stop")]
+        writers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return writers[-1]
+
+    yield start
+    for writer in writers:
+        writer.kill()
+        writer.communicate(timeout=DEADLINE_S)
+
+
+def test_a_killed_run_keeps_what_was_flushed_is_lost_at_once_and_can_be_resumed(
+    start_writer: Callable[[str], subprocess.Popen[str]],
+) -> None:
+    writer = start_writer("doomed")
+    assert writer.stdout is not None
+    num_flushed = [int(writer.stdout.readline()) for _ in range(3)][-1]
+    assert runs.load("doomed").status is Status.RUNNING
+    writer.send_signal(signal.SIGKILL)
+    writer.wait(DEADLINE_S)
+    seen = runs.load("doomed")
+    assert seen.status is Status.LOST
+    metrics, versions = seen.metrics(), seen.versions()
+    assert len(metrics) >= num_flushed
+    assert metrics.index.tolist() == list(range(1, len(metrics) + 1))  # a whole prefix: nothing torn out
+    assert (metrics["y"] == -metrics["x"]).tolist() == [True] * len(metrics)
+    assert versions["version"].tolist() == metrics.index.tolist()  # one transaction holds both
+    with runs.reopen("doomed") as again:
+        assert runs.load("doomed").status is Status.RUNNING
+        again.log(10**6, {"x": 0.0})
+    assert runs.load("doomed").status is Status.FINISHED
+
+
+def test_readers_see_whole_flushes_while_other_processes_write(
+    home: Path, start_writer: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    writers = {name: start_writer(name) for name in ("a", "b")}
+    lengths: dict[str, list[int]] = {name: [] for name in writers}
+
+    def both_grew_while_read() -> bool:
+        for seen in runs.list_runs():
+            newest, metrics = seen.latest(), seen.metrics()
+            if newest:
+                assert len(metrics) >= newest["x"] == -newest["y"]
+                assert metrics["y"].tolist() == [-value for value in metrics["x"]]
+                assert metrics.index.tolist() == list(range(1, len(metrics) + 1))
+                lengths[seen.id].append(len(metrics))
+        return all(len(set(seen)) >= 5 for seen in lengths.values())
+
+    wait_for(both_grew_while_read)
+    (home / "stop").touch()
+    for name, writer in writers.items():
+        output, _ = writer.communicate(timeout=DEADLINE_S)
+        assert len(runs.load(name).metrics()) == int(output.splitlines()[-1])
+        assert (writer.returncode, runs.load(name).status) == (0, Status.FINISHED)
+        assert lengths[name] == sorted(lengths[name])
+
+
+def test_importing_the_record_is_light() -> None:
+    heavy = "pandas", "matplotlib", "jinja2", "tensorboard", "torch", "ray"
+    script = f"import sys, shoal.runs; print([name for name in {heavy!r} if name in sys.modules])"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_recording_needs_no_torch() -> None:
+    script = """
+import sys
+from shoal import runs
+with runs.create("job", "", "one") as run:
+    run.log(1, {"x": 1.0})
+print([name for name in ("torch", "ray") if name in sys.modules])
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert done.stdout.strip() == "[]"

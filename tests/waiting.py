@@ -1,0 +1,19 @@
+"""Waiting for a state, with a deadline: the only sleep of the tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+POLL_S = 0.02
+T = TypeVar("T")
+
+
+def wait_for(predicate: Callable[[], T], timeout_s: float = 10.0, what: str = "") -> T:
+    """The first true value of `predicate`. Fails, naming `what` and the last value, after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := predicate()):
+        assert time.monotonic() < deadline_s, f"no {what or predicate} within {timeout_s:g} s; last value: {value!r}"
+        time.sleep(POLL_S)
+    return value
