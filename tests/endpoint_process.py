@@ -43,7 +43,11 @@ class EndpointProcess:
             stderr=self._log,
             text=True,
         )
-        self.url: str = self._answer()["url"]
+        try:
+            self.url: str = self._answer()["url"]
+        except RuntimeError:
+            self.close()
+            raise
 
     def command(self, name: str, **arguments: Any) -> Any:
         assert self._child.stdin is not None
@@ -224,7 +228,7 @@ def _drive(temp_dir: Path, spec: dict[str, Any]) -> None:
         name, arguments = json.loads(line)
         try:
             answer({"result": commands[name](**arguments)})
-        except ShoalError as error:
+        except (ShoalError, ray.exceptions.RayError) as error:
             answer({"error": str(error)})
     publisher.close(1.0)
     endpoint.close()

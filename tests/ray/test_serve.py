@@ -8,6 +8,10 @@ import psutil
 import pytest
 
 from endpoint_process import BODY, INFER, NUM_FEATURES, NUM_OUTPUTS, Client, EndpointProcess, Load
+from shoal.cluster.embedded import EmbeddedCluster
+from shoal.errors import ClusterError
+from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
+from shoal.serve.endpoint import EndpointSpec
 from waiting import wait_for
 
 STATE_TIMEOUT_S = 60.0
@@ -64,6 +68,14 @@ def test_errors_keep_the_protocol_through_the_whole_stack(endpoint: EndpointProc
     client.close()
 
 
+def test_what_is_not_http_gets_the_protocols_words_too(endpoint: EndpointProcess) -> None:
+    with socket.create_connection(("127.0.0.1", urlsplit(endpoint.url).port or 0), timeout=5) as raw:
+        raw.sendall(b"GET / NONSENSE\r\n\r\n")
+        reply = b"".join(iter(lambda: raw.recv(4096), b""))
+    assert reply.startswith(b"HTTP/1.1 400 ")
+    assert reply.endswith(b'{"error": "this is not HTTP"}')
+
+
 def test_a_body_without_a_length_that_is_too_large_is_refused(endpoint: EndpointProcess) -> None:
     client = Client(endpoint.url)
     client._connection.request("POST", INFER, iter([b"x" * 1000] * 5))
@@ -116,3 +128,16 @@ def test_closed_it_is_gone_and_closing_twice_is_harmless(endpoint: EndpointProce
             return probe.connect_ex(("127.0.0.1", port)) != 0
 
     wait_for(refused, STATE_TIMEOUT_S)
+
+
+def test_an_endpoint_that_cannot_start_says_why_and_leaves_nothing(cluster: EmbeddedCluster) -> None:
+    from ray import serve
+    from shoal.serve.ray_serve import deploy
+    from shoal.weights.ray_weights import RayWeightSource, start_weight_store
+
+    tensor = TensorSignature(name="x", datatype="FP32", shape=[-1, 1])
+    factory = ModelFactory(factory="torch.nn:NoSuchModule")
+    source = RayWeightSource(start_weight_store("unborn"))
+    with pytest.raises(ClusterError, match="NoSuchModule"):
+        deploy(EndpointSpec(name="unborn", num_cpus=0.1), factory, Signature(inputs=[tensor], outputs=[tensor]), source)
+    assert not serve.status().applications

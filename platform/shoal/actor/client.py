@@ -67,7 +67,7 @@ class ActorClient:
         self.actor_id = actor_id or f"{network.gethostname()[:40]}-{os.getpid()}"
         self.incarnation = time.time_ns() if incarnation is None else incarnation
         self._address, self._token, self._server_key, self._timeout_s = address, token, server_key, timeout_s
-        self._context = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._lock = threading.RLock()  # whoever holds it owns the socket
         self._closed = threading.Event()
@@ -95,6 +95,7 @@ class ActorClient:
         Raises Refused (bad token, wrong protocol version, ...) or ConnectionLost after `timeout_s`.
         """
         with self._lock:
+            self._context = self._context or zmq.Context()
             self._reconnect()
             if self._keeper is None:
                 self._keeper = threading.Thread(target=self._keep_alive, name="actor-keeper", daemon=True)
@@ -124,15 +125,20 @@ class ActorClient:
             self._closed.set()
             with self._lock:
                 if self._socket is not None:
-                    if not self.finished:
+                    if self._welcome and not self.finished:
                         self._post(Bye("done"))
                     self._socket.close(linger=200)
             if self._keeper is not None and self._keeper is not threading.current_thread():
                 self._keeper.join(timeout=5)
-            self._context.destroy(linger=200)
+            if self._context is not None:
+                self._context.destroy(linger=200)
 
     def __enter__(self) -> Self:
-        self.connect()
+        try:
+            self.connect()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(
@@ -277,6 +283,7 @@ class ActorClient:
                 raise ConnectionLost(f"no gateway answers at {self._address} (tried for {self._timeout_s} s)")
 
     def _open_socket(self) -> None:
+        assert self._context is not None
         if self._socket is not None:
             self._socket.close(linger=0)
         self._socket = self._context.socket(zmq.DEALER)

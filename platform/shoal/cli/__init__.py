@@ -18,7 +18,7 @@ VERBS = {
     "run": ("run", "Run a job, with a live display."),
     "actor": ("actor", "Play an environment and send the experience to a gateway."),
     "runs": ("runs", "List the runs, or show one."),
-    "report": ("report", "Write the one-page HTML report of a run."),
+    "report": ("runs", "Write the one-page HTML report of a run."),
     "models": ("models", "List, show, promote and roll back registered models."),
 }
 

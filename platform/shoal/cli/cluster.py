@@ -14,7 +14,6 @@ from importlib.metadata import version
 
 import click
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from shoal.cluster.attach import find_cluster, started_by_up, state_path
@@ -174,11 +173,12 @@ def _show_jobs(console: Console, jobs: list[JobInfo]) -> None:
     if not jobs:
         return
     console.print(Text("\njobs", style="bold"))
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 2))
     for info in jobs[:NUM_JOBS_SHOWN]:
-        state = Text(info.status.value, style=_COLOURS.get(info.status.value, "default"))
-        table.add_row(info.submission_id, state, f"{age(time.time() - info.started_at_s)} ago", Text(info.entrypoint))
-    console.print(table)
+        state = Text(info.status.value.ljust(9), style=_COLOURS.get(info.status.value, "default"))
+        since = f"{age(time.time() - info.started_at_s)} ago"
+        console.print(Text(f"  {info.submission_id}  ") + state + Text(f"  {since:>10}  {info.entrypoint}"))
+    if len(jobs) > NUM_JOBS_SHOWN:
+        console.print(f"  and {len(jobs) - NUM_JOBS_SHOWN} older ones", style="dim")
 
 
 def _show_runs(console: Console, running: list[Run]) -> None:

@@ -79,7 +79,9 @@ def list_models(name: str | None, as_json: bool) -> None:
 @click.argument("model", metavar="NAME@VERSION")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def show(model: str, as_json: bool) -> None:
-    """Show one version: where it comes from, how it is built and called, and whether its weights are whole.
+    """Show one version.
+
+    Where it comes from, how it is built and called, and whether its weights are whole.
 
     \b
     Examples:
@@ -119,7 +121,9 @@ def show(model: str, as_json: bool) -> None:
 @click.argument("model", metavar="NAME@VERSION")
 @click.option("--alias", default="champion", show_default=True, help="The alias to move.")
 def promote(model: str, alias: str) -> None:
-    """Let an alias mean this version; endpoints that follow the alias pick it up.
+    """Let an alias mean this version.
+
+    Endpoints that follow the alias pick it up.
 
     \b
     Examples:
@@ -135,7 +139,9 @@ def promote(model: str, alias: str) -> None:
 @click.argument("name")
 @click.option("--alias", default="champion", show_default=True, help="The alias to move back.")
 def rollback(name: str, alias: str) -> None:
-    """Let an alias of the model NAME mean what it meant before its last promotion.
+    """Move an alias back by one promotion.
+
+    The alias of the model NAME then means what it meant before.
 
     \b
     Examples:

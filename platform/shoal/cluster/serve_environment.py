@@ -20,10 +20,17 @@ NODE_ID_CHARS = 56
 LONGEST_SOCKET = "/a.sock.4194304.tmp"
 MAX_SOCKET_PATH_CHARS = 107  # the kernel's
 
-UNAVAILABLE = "no replica could answer; try again later"
+# HAProxy's own answers, in the protocol's words.
+ERRORS = {
+    "400 Bad Request": "this is not HTTP",
+    "408 Request Timeout": "the request did not arrive in time",
+    "503 Service Unavailable": "no replica could answer; try again later",
+}
 
 # Listeners that Serve writes without an address get one; normal requests are not logged (to a syslog port that nobody
-# reads, one datagram each); HAProxy's own answers for 502, 503 and 504 become the protocol's.
+# reads, one datagram each); requests are passed on when they are complete (only those, of up to 16 KB, can be asked of
+# another replica when the first dies), and so are answers (half of one becomes a 503); Serve's page for 502, 503 and
+# 504 is replaced.
 WRAPPER = r"""#!/bin/sh
 for argument; do
     [ "$previous" = -f ] && config=$argument
@@ -31,8 +38,10 @@ for argument; do
 done
 if [ -n "$config" ]; then
     sed -i -e 's/^\( *bind \)\*\?:\([0-9]\)/\1127.0.0.1:\2/' \
-           -e 's/^\( *\)option httplog$/&\n\1option dontlog-normal/' "$config"
-    cp FOLDER/unavailable.http "$(dirname "$config")/500.http"
+           -e 's/^\( *\)option httplog$/&\n\1option dontlog-normal\n\1option http-buffer-request/' \
+           -e 's/^frontend http_frontend$/&\n    http-response wait-for-body time 60s/' \
+           -e 's#^\( *\)errorfile 502 .*#\1errorfile 400 FOLDER/400.http\n\1errorfile 408 FOLDER/408.http\n&#' "$config"
+    cp FOLDER/503.http "$(dirname "$config")/500.http"
 fi
 exec BINARY "$@"
 """
@@ -75,10 +84,12 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         # Else HAProxy sends one log datagram per request, which Python parses; replicas then count by themselves.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
-        # Inference is a pure function of its request: what a dying replica did not answer is asked of another. Once,
-        # so that a request that kills its replica cannot kill them all.
+        # Inference is a pure function of its request: what a dying replica did not answer is asked of another. When the
+        # last attempt fails on a kept connection, HAProxy closes the client's without a word: so there must be enough
+        # attempts, and one refused connection takes a replica out (it is checked again every 250 ms).
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-        "RAY_SERVE_HAPROXY_RETRIES": "1",
+        "RAY_SERVE_HAPROXY_RETRIES": "3",
+        "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
         # No answer for this long is an answer too (503): no request waits for ever for a replica to come to life.
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "60",
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
@@ -92,13 +103,11 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
 
 def _prepare(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    body = json.dumps({"error": UNAVAILABLE})
-    (folder / "unavailable.http").write_bytes(
-        (
-            "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
-            f"content-length: {len(body)}\r\n\r\n{body}"
-        ).encode()
-    )
+    for status, message in ERRORS.items():
+        body = json.dumps({"error": message})
+        retry = "retry-after: 1\r\n" if status.startswith("503") else ""
+        head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n{retry}content-length: {len(body)}\r\n\r\n"
+        (folder / f"{status[:3]}.http").write_bytes(f"{head}{body}".encode())
     wrapper = folder / "haproxy"
     wrapper.write_text(
         WRAPPER.replace("FOLDER", shlex.quote(str(folder))).replace("BINARY", shlex.quote(_haproxy_binary()))

@@ -89,12 +89,9 @@ class Gateway:
         self._lock = threading.Lock()  # guards the state above; never held while waiting
         self._stopping = threading.Event()
         self._finished = False
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
         self._threads: list[threading.Thread] = []
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # a gateway that never started owns no socket
+        self._socket: zmq.Socket[bytes]
         self.port = 0
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -104,6 +101,11 @@ class Gateway:
         self._latest = self._weights.wait_newer(0, weights_timeout_s)
         if self._latest is None:
             raise ConfigError("weights", None, f"none were published within {weights_timeout_s} s", "start the learner")
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
         self.port = self._bind()
         self.queue.on_room = self._wake
         for target in (self._serve, self._follow_weights):
@@ -124,11 +126,12 @@ class Gateway:
             return
         self._finished = finished
         self._stopping.set()
+        if self._context is None:
+            self.queue.close()
+            return
         self._wake()
         for thread in self._threads:
             thread.join(timeout=10)
-        if not self._threads:
-            self._socket.close(linger=0)
         self.queue.on_room = lambda: None
         self.queue.close()
         self._context.destroy(linger=500)
@@ -211,7 +214,7 @@ class Gateway:
     def _follow_weights(self) -> None:
         while not self._stopping.is_set():
             current = self._latest.version if self._latest else 0
-            newer = self._weights.wait_newer(current, timeout_s=1.0)
+            newer = self._weights.wait_newer(current, timeout_s=0.25)  # also how long close() may take
             if newer is not None:
                 self._latest = newer  # one reference: readers see the old snapshot or the new one
                 self._wake()

@@ -267,6 +267,7 @@ class RunRecorder:
             self.flush()
 
     def _write_through(self, statement: str, row: tuple[object, ...]) -> None:
+        self._make_room()
         with self._buffering:
             self._require_open()
             self._pending.others.append((statement, row))

@@ -7,7 +7,6 @@ import ipaddress
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from shoal.config import Spec
-from shoal.errors import ConfigError
 
 
 class EndpointSpec(Spec):
@@ -48,6 +47,17 @@ class EndpointSpec(Spec):
             raise ValueError("an endpoint speaks plain HTTP and listens on loopback; put encryption in front of it")
         return host
 
+    @field_validator("token")
+    @classmethod
+    def _usable_in_a_header(cls, token: SecretStr | None) -> SecretStr | None:
+        if token is not None:
+            text = token.get_secret_value()
+            if not text or not text.isascii() or not text.isprintable() or " " in text:
+                raise ValueError("a token is printable ASCII without blanks, and not empty")
+            if not text.strip("*"):
+                raise ValueError("this is a token that was masked when it was printed; give the token itself")
+        return token
+
     @model_validator(mode="after")
     def _queue_holds_a_batch(self) -> EndpointSpec:
         if self.max_queue_size < self.max_batch_size:
@@ -63,10 +73,5 @@ class EndpointSpec(Spec):
         return 2 * (self.max_queue_size + 2 * self.max_batch_size)
 
     def bearer(self) -> bytes | None:
-        """The value that `Authorization` must have, or None when no token is asked for. Raises ConfigError."""
-        if self.token is None:
-            return None
-        token = self.token.get_secret_value()
-        if not token or not token.isascii() or not token.isprintable() or " " in token:
-            raise ConfigError("token", "(secret)", "is empty or holds blanks", "use printable ASCII characters")
-        return f"Bearer {token}".encode()
+        """The value that `Authorization` must have, or None when no token is asked for."""
+        return None if self.token is None else f"Bearer {self.token.get_secret_value()}".encode()

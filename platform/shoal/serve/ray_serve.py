@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 import ray
 from ray import serve
 from shoal.cluster.serve_environment import free_port
-from shoal.errors import ClusterError, ConfigError
+from shoal.errors import ClusterError
 from shoal.registry.manifest import ModelFactory, Signature
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.open_inference import OpenInferenceApp
@@ -43,9 +43,9 @@ class ReplicaWorker:
 class Endpoint:
     """A deployed endpoint. `url` is the root of the protocol: `{url}/v2/models/{name}/infer`."""
 
-    def __init__(self, spec: EndpointSpec, port: int, handle: DeploymentHandle, owns_serve: bool) -> None:
+    def __init__(self, spec: EndpointSpec, port: int, handle: DeploymentHandle) -> None:
         self.name, self.url = spec.name, f"http://{spec.host}:{port}"
-        self._handle, self._owns_serve, self._closed = handle, owns_serve, False
+        self._handle, self._closed = handle, False
 
     def stats(self, timeout_s: float = 5.0) -> list[dict[str, Any]]:
         """The counters of every replica. Raises ClusterError when they cannot be had in time."""
@@ -55,23 +55,24 @@ class Endpoint:
             raise ClusterError(f"the replicas of {self.name!r} did not answer: {error}") from error
 
     def close(self) -> None:
-        """Remove the endpoint when it has answered what it has, and Serve too if `deploy` started it. Idempotent."""
+        """Remove the endpoint when it has answered what it has, and Serve with it. Idempotent."""
         if not self._closed:
             self._closed = True
             serve.delete(self.name)
-            if self._owns_serve:
-                serve.shutdown()
+            serve.shutdown()
 
 
 def deploy(spec: EndpointSpec, factory: ModelFactory, signature: Signature, source: WeightSource) -> Endpoint:
     """Serve a model, and return when it is reachable: 503 until `source`, which must pickle, has weights.
 
-    One endpoint per cluster, at the root. Raises ConfigError, or ClusterError when the replicas do not start.
+    A cluster has one endpoint. Raises ClusterError when it has one already, or when the replicas do not start; then
+    nothing is left behind. `shutdown` removes an endpoint whose process has died.
     """
     running = serve.status()
-    if running.applications:
-        raise ConfigError("name", spec.name, f"this cluster serves {', '.join(running.applications)} already")
-    owns_serve, port = not running.proxies, spec.port or free_port(spec.host)
+    if running.applications or running.proxies:
+        names = ", ".join(running.applications) or "nothing"
+        raise ClusterError(f"Serve runs already on this cluster, with {names}: close that endpoint first")
+    port = spec.port or free_port(spec.host)
     serve.start(proxy_location="HeadOnly", http_options={"host": spec.host, "port": port})
     deployment = serve.deployment(serve.ingress()(ReplicaWorker)).options(
         name="replica",
@@ -81,10 +82,17 @@ def deploy(spec: EndpointSpec, factory: ModelFactory, signature: Signature, sour
         graceful_shutdown_timeout_s=spec.drain_s,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=2.0,
+        max_constructor_retry_count=3,
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
     )
     try:
         handle = serve.run(deployment.bind(spec, factory, signature, source), name=spec.name, route_prefix="/")
     except RuntimeError as error:
+        serve.shutdown()
         raise ClusterError(f"the endpoint {spec.name!r} did not start: {error}") from error
-    return Endpoint(spec, port, handle, owns_serve)
+    return Endpoint(spec, port, handle)
+
+
+def shutdown() -> None:
+    """Remove whatever endpoint the cluster has."""
+    serve.shutdown()

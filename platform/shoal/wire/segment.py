@@ -72,11 +72,17 @@ class Segment:
 
 
 def pack_segment(segment: Segment, seq: int) -> list[bytes | memoryview]:
-    """The frames of a segment message: the header, then one frame a tensor."""
+    """The frames of a segment message: the header, then one frame a tensor.
+
+    Raises InvalidSegment when an array has a dtype that cannot travel.
+    """
     headers, frames = [], []
     for name in ("observations", "actions", "rewards", "log_probabilities", "versions"):
         array = np.ascontiguousarray(getattr(segment, name))
-        dtype = _NAMES[array.dtype.newbyteorder("<")]
+        dtype = _NAMES.get(array.dtype.newbyteorder("<"))
+        if dtype is None:
+            problem = f"{array.dtype} cannot travel, these can: {', '.join(DTYPES)}"
+            raise InvalidSegment(DropReason.INVALID_DTYPE, name, problem)
         array = array.astype(DTYPES[dtype], copy=False)
         headers.append(TensorHeader(name, dtype, array.shape))
         frames.append(array.tobytes())
@@ -121,7 +127,7 @@ def _length(described: Mapping[str, tuple[TensorHeader, bytes]], segment_length:
         raise InvalidSegment(DropReason.MALFORMED, "rewards", "is missing")
     shape = described["rewards"][0].shape
     if len(shape) != 1 or not 1 <= shape[0] <= segment_length:
-        problem = f"{list(shape)}, expected [L] with 1 ≤ L ≤ {segment_length}"
+        problem = f"{list(shape)[:9]}, expected [L] with 1 ≤ L ≤ {segment_length}"
         raise InvalidSegment(DropReason.INVALID_SHAPE, "rewards", problem)
     return shape[0]
 
@@ -143,6 +149,8 @@ def _read(name: str, described: Mapping[str, tuple[TensorHeader, bytes]], length
     array: np.ndarray = np.frombuffer(frame, dtype).reshape(expected)
     if dtype.kind == "f" and not np.isfinite(array).all():
         raise InvalidSegment(DropReason.NON_FINITE, name, "has NaN or infinite values")
+    if dtype.kind == "b" and array.view(np.uint8).max(initial=0) > 1:
+        raise InvalidSegment(DropReason.INVALID_RANGE, name, "has a bool that is neither 0 nor 1")
     if array.size and spec.low is not None and array.min() < spec.low:
         raise InvalidSegment(DropReason.INVALID_RANGE, name, f"{array.min()} is below {spec.low}")
     if array.size and spec.high is not None and array.max() > spec.high:

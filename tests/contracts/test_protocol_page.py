@@ -1,0 +1,261 @@
+"""docs/protocol.md and the code say the same: every word of the protocol is on the page, and none besides; and the
+bytes of its example are the bytes that the code writes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import bare_client
+import gymnasium
+import msgpack
+import msgspec
+import numpy as np
+import pytest
+
+import shoal.rl.gateway
+import shoal.wire.messages
+import shoal.wire.segment
+from shoal.actor import MlpPolicy
+from shoal.errors import ConfigError
+from shoal.rl.gateway import _FATAL
+from shoal.rl.spec import GatewaySpec, RLSpec, experience_spec
+from shoal.weights import decode_tensors
+from shoal.wire import (
+    PROTOCOL_VERSION,
+    DropReason,
+    ExperienceSpec,
+    Limits,
+    PolicySpec,
+    Segment,
+    SegmentMessage,
+    TensorHeader,
+    TensorSpec,
+    Weights,
+    Welcome,
+    decode,
+    encode,
+    pack_segment,
+    unpack_segment,
+)
+from shoal.wire.messages import Message
+from shoal.wire.spec import DTYPES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+KINDS = {kind.__struct_config__.tag: kind for kind in Message.__args__}
+NESTED = {
+    "tensor header": TensorHeader,
+    "experience spec": ExperienceSpec,
+    "tensor spec": TensorSpec,
+    "policy spec": PolicySpec,
+}
+TYPES = {
+    int: "int",
+    str: "str",
+    bool: "bool",
+    float: "float",
+    float | None: "float or nil",
+    int | None: "int or nil",
+    tuple[int, ...]: "array of int",
+    tuple[TensorHeader, ...]: "array of tensor header",
+    tuple[tuple[str, str], ...]: "array of [str, str]",
+    ExperienceSpec: "experience spec",
+    TensorSpec: "tensor spec",
+    PolicySpec: "policy spec",
+}
+
+
+def section(title: str) -> str:
+    """What stands under the heading `title`, up to the next heading."""
+    found = re.findall(rf"^#+ {re.escape(title)}\n(.*?)(?=^#+ |\Z)", PAGE, re.M | re.S)
+    assert len(found) == 1, f"one section {title!r} on the page, not {len(found)}"
+    return str(found[0])
+
+
+def table(title: str) -> list[list[str]]:
+    """The rows of the table under a heading, without its head; each cell without its backquotes."""
+    rows = [line.strip("|").split("|") for line in section(title).splitlines() if line.startswith("|")]
+    return [[cell.strip().strip("`") for cell in row] for row in rows[2:]]
+
+
+def column(title: str) -> list[str]:
+    return [row[0] for row in table(title)]
+
+
+def fields(struct: type[msgspec.Struct]) -> list[list[str]]:
+    """The same table, out of the code: name, type, default."""
+    rows = []
+    for field in msgspec.structs.fields(struct):
+        default = "required" if field.required else json.dumps(field.default).replace("null", "nil")
+        rows.append([field.name, TYPES[field.type], default])
+    return rows
+
+
+def headings() -> dict[str, str]:
+    """kind -> direction, from the headings of the messages."""
+    return dict(re.findall(r"^### (\w+) \((.*)\)$", PAGE, re.M))
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_has_a_section_with_its_direction_and_there_are_no_others() -> None:
+    assert headings().keys() == KINDS.keys()
+    for kind, direction in headings().items():
+        documentation = KINDS[kind].__doc__ or ""
+        assert documentation.lower().startswith(direction) or (kind, direction) == ("pong", "either way")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fields_types_and_defaults_of_a_message(kind: str) -> None:
+    assert [row[:3] for row in table(f"{kind} ({headings()[kind]})")] == fields(KINDS[kind])
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_fields_types_and_defaults_of_a_part(name: str) -> None:
+    assert [row[:3] for row in table(name)] == fields(NESTED[name])
+
+
+def test_dtypes_and_their_sizes() -> None:
+    sizes = {name: np.dtype(code).itemsize for name, code in DTYPES.items()}
+    assert {row[0]: int(row[1]) for row in table("Tensors")} == sizes
+    assert {name: int(bare_client.struct.calcsize(code)) for name, code in bare_client.ELEMENTS.items()} == sizes
+
+
+def test_tensors_of_a_segment_are_those_that_it_has() -> None:
+    arrays = [field for field in Segment.__dataclass_fields__.values() if field.type == "np.ndarray"]
+    assert column("Experience") == [field.name for field in arrays]
+    specs = {row[0]: row[1] for row in table("Experience")}
+    assert specs["rewards"] == shoal.wire.segment._REWARD.dtype
+    assert specs["log_probabilities"] == shoal.wire.segment._LOG_PROBABILITY.dtype
+    assert specs["versions"] == shoal.wire.segment._VERSION.dtype
+    assert f"at most {shoal.wire.segment._LOG_PROBABILITY.high}" in section("Experience")
+
+
+def test_drop_reasons() -> None:
+    assert set(column("Drop reasons")) == set(DropReason)
+
+
+def test_acknowledgement_statuses() -> None:
+    tree = ast.parse(Path(shoal.rl.gateway.__file__).read_text())
+    method = next(node for node in ast.walk(tree) if getattr(node, "name", "") == "_on_segment")
+    words = {node.value for node in ast.walk(method) if isinstance(node, ast.Constant) and node.value}
+    assert set(column("Acknowledgements")) == {word for word in words if re.fullmatch("[a-z]+", str(word))}
+
+
+def codes_in(module: object, function: str, position: int) -> set[str]:
+    """The constants that a module passes at `position` to a function of that name."""
+    tree = ast.parse(Path(module.__file__).read_text())  # type: ignore[attr-defined]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    named = [call for call in calls if getattr(call.func, "attr", getattr(call.func, "id", "")) == function]
+    arguments = [call.args[position] for call in named]
+    return {argument.value for argument in arguments if isinstance(argument, ast.Constant)}
+
+
+def test_error_codes_and_which_of_them_are_fatal() -> None:
+    codes = codes_in(shoal.wire.messages, "ProtocolViolation", 0) | codes_in(shoal.rl.gateway, "_refuse", 1)
+    assert len(codes) > 5
+    assert set(column("Errors")) == codes
+    assert {row[0] for row in table("Errors") if row[1] == "yes"} == set(_FATAL)
+
+
+def test_policies_that_the_page_describes_are_those_that_the_actor_knows() -> None:
+    kind, activations = table("policy spec")[0][3], table("policy spec")[1][3]
+    for activation in re.findall(r'"(\w+)"', activations):
+        MlpPolicy(PolicySpec(kind.strip('`"'), activation, ()))
+    with pytest.raises(ConfigError):
+        MlpPolicy(PolicySpec(kind.strip('`"'), "swish", ()))
+
+
+def test_versions_limits_and_defaults() -> None:
+    settings = GatewaySpec()
+    assert f"version {PROTOCOL_VERSION}\n" in PAGE
+    limits = {row[0]: row[1] for row in table("Limits")}
+    assert limits["header"] == f"{Limits().max_header_bytes} bytes"
+    assert limits["frames of a message, with the header"] == str(Limits().max_frames)
+    assert f"({settings.max_message_bytes} unless" in limits["message, all frames together"]
+    words = " ".join(section("Limits").split())
+    assert f"`heartbeat_s` {settings.heartbeat_s}, `timeout_s` {settings.timeout_s}" in words
+    assert f"at most {settings.max_credits} segments" in words
+    assert f"at most {settings.max_version_lag} behind" in words
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def example(kind: str) -> list[bytes]:
+    """The frames of one message of the worked example."""
+    (block,) = re.findall(rf"^```hex {kind}\n(.*?)^```", PAGE, re.M | re.S)
+    frames = re.split(r"^# frame \d.*\n", block, flags=re.M)[1:]
+    return [bytes.fromhex("".join(line.partition("#")[0] for line in frame.splitlines())) for frame in frames]
+
+
+def cart_pole() -> ExperienceSpec:
+    """What a run with a policy of one layer says in `welcome`."""
+    environment = gymnasium.make("CartPole-v1")
+    return experience_spec(environment.observation_space, environment.action_space, RLSpec(hidden=()))
+
+
+EXAMPLES = re.findall(r"^```hex (\w+)$", PAGE, re.M)
+
+
+def test_the_example_has_every_message_of_a_first_exchange() -> None:
+    assert EXAMPLES == ["hello", "welcome", "pull", "weights", "segment", "ack"]
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_the_bytes_of_the_example_are_those_that_the_code_writes(kind: str) -> None:
+    header = example(kind)[0]
+    message = decode(example(kind), Limits())
+    assert isinstance(message, KINDS[kind])
+    if isinstance(message, Welcome):  # a whole number among low and high was decoded as a float: take what is sent
+        message = msgspec.structs.replace(message, spec=cart_pole())
+    assert encode(message) == header
+    by_hand = msgpack.unpackb(header)
+    assert by_hand == json.loads(json.dumps(msgspec.to_builtins(message)))
+    assert msgpack.packb(by_hand) == header, "no other library would write it differently"
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_the_notes_beside_the_bytes_tell_the_truth(kind: str) -> None:
+    (block,) = re.findall(rf"^```hex {kind}\n(.*?)^```", PAGE, re.M | re.S)
+    noted = 0
+    for data, note in re.findall(r"^([0-9a-f ]+?) +# (\".*\"|\".*\": .+|\d+|map of \d+)$", block, re.M):
+        if "map of" in note:
+            assert bytes.fromhex(data) == bytes([0x80 | int(note.removeprefix("map of "))])
+        elif note.endswith('":') or not note.startswith('"'):
+            continue
+        else:
+            unpacker = msgpack.Unpacker()
+            unpacker.feed(bytes.fromhex(data))
+            assert ": ".join(json.dumps(value) for value in unpacker) == note.replace("nil", "null")
+        noted += 1
+    assert noted >= len(msgpack.unpackb(example(kind)[0]))
+
+
+def test_the_segment_of_the_example_fits_its_welcome_and_is_written_the_same() -> None:
+    frames = example("segment")
+    message, welcome = decode(frames, Limits()), decode(example("welcome"), Limits())
+    assert isinstance(message, SegmentMessage)
+    assert isinstance(welcome, Welcome)
+    segment = unpack_segment(message, frames[1:], welcome.spec)
+    assert [bytes(frame) for frame in pack_segment(segment, message.seq)] == frames
+    assert segment.num_steps == 1
+
+
+def test_the_weights_of_the_example_give_the_log_probability_of_its_segment() -> None:
+    frames, segment = example("weights"), example("segment")
+    message = decode(frames, Limits())
+    assert isinstance(message, Weights)
+    assert bare_client.hashlib.sha256(frames[1]).hexdigest() == message.sha256
+    by_hand = bare_client.parse_safetensors(frames[1])
+    for name, array in decode_tensors(frames[1]).items():
+        assert by_hand[name] == (list(array.shape), array.ravel().tolist())
+    policy = msgpack.unpackb(example("welcome")[0])["spec"]["policy"]
+    observation = list(bare_client.struct.unpack("<4f", segment[1][:16]))
+    (action,) = bare_client.struct.unpack("<q", segment[2])
+    (sent,) = bare_client.struct.unpack("<f", segment[4])
+    assert bare_client.log_probabilities(policy, by_hand, observation)[action] == pytest.approx(sent, abs=1e-7)
+    assert f"{sent:.6f}" in PAGE

@@ -1,0 +1,70 @@
+"""A small setting for tests of the reinforcement-learning room: a spec, segments that fit it, and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from shoal.rl.gateway import Gateway
+from shoal.rl.ledger import Ledger
+from shoal.rl.queue import ExperienceQueue
+from shoal.rl.spec import GatewaySpec
+from shoal.weights import WeightSnapshot, WeightStore
+from shoal.wire import ExperienceSpec, PolicySpec, Segment, TensorSpec
+
+TOKEN = "a token of the tests"
+POLICY = PolicySpec("mlp_categorical", "tanh", (("policy.0.weight", "policy.0.bias"),))
+EXPERIENCE = ExperienceSpec(TensorSpec("float32", (4,), -10.0, 10.0), TensorSpec("int64", (), 0, 1), 16, POLICY)
+
+
+def weights(version: int, size: int = 4) -> WeightSnapshot:
+    """Weights that MlpPolicy can act with; their numbers tell the version."""
+    arrays = {"policy.0.weight": np.full((2, size), version, np.float32), "policy.0.bias": np.zeros(2, np.float32)}
+    return WeightSnapshot.of(version, arrays)
+
+
+def segment(length: int = 8, version: int = 1, **changes: object) -> Segment:
+    """A valid segment of `length` steps."""
+    whole = Segment(
+        np.linspace(-1, 1, 4 * (length + 1), dtype=np.float32).reshape(length + 1, 4),
+        np.zeros(length, np.int64),
+        np.ones(length, np.float32),
+        np.full(length, np.log(0.5), np.float32),
+        np.full(length, version, np.int64),
+    )
+    return replace(whole, **changes)  # type: ignore[arg-type]
+
+
+class Parts:
+    """A gateway and what is around it, without a learner."""
+
+    def __init__(self, folder: Path | None = None, **spec: object) -> None:
+        self.store = WeightStore()
+        self.store.publish(weights(1))
+        self.ledger = Ledger(folder / "ledger.sqlite" if folder else None)
+        self.spec = GatewaySpec.parse({"heartbeat_s": 0.2, "timeout_s": 2.0, **spec})
+        self.queue = ExperienceQueue(self.spec.queue_capacity, self.ledger)
+        self.gateway = Gateway(self.spec, EXPERIENCE, self.queue, self.store, TOKEN, "run-1", target_return=475.0)
+
+    @property
+    def address(self) -> str:
+        return self.gateway.address
+
+
+@contextmanager
+def serving(folder: Path | None = None, **spec: object) -> Iterator[Parts]:
+    """A gateway that serves; at the end its books must balance, with nothing queued."""
+    parts = Parts(folder, **spec)
+    parts.gateway.start()
+    try:
+        yield parts
+    finally:
+        parts.store.close()  # wakes the gateway's thread that waits for weights
+        parts.gateway.close()
+        totals = parts.ledger.totals()
+        parts.ledger.close()
+        assert totals.balanced, totals

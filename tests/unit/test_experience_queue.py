@@ -1,0 +1,122 @@
+"""The queue between gateway and learner, the batch it hands out, and the sharing of its room as credit."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_setting import segment
+from shoal.errors import Closed
+from shoal.rl.credit import share_credit
+from shoal.rl.ledger import Ledger
+from shoal.rl.queue import ExperienceBatch, ExperienceQueue
+
+A = ("a", 1)
+
+
+def filled(capacity: int, *lengths: int) -> ExperienceQueue:
+    queue = ExperienceQueue(capacity, Ledger())
+    for seq, length in enumerate(lengths):
+        assert queue.put(A, seq, segment(length, version=seq + 1))
+    return queue
+
+
+def test_a_full_queue_takes_nothing_and_counts_nothing() -> None:
+    queue = filled(2, 3, 3)
+    assert not queue.put(A, 2, segment())
+    assert queue.ledger.account(A).received == 2
+
+
+def test_a_batch_holds_the_oldest_segments_with_enough_steps() -> None:
+    queue = filled(10, 4, 5, 6, 7)
+    batch = queue.take("learner", min_steps=8, max_segments=10, timeout_s=0)
+    assert batch is not None
+    assert batch.lengths.tolist() == [4, 5]
+    assert (batch.num_steps, len(batch.observations)) == (9, 11)
+    assert batch.oldest_versions().tolist() == [1, 2]
+    assert len(queue) == 2
+
+
+def test_a_batch_is_limited_in_segments_and_a_smaller_one_comes_after_the_timeout() -> None:
+    queue = filled(10, 4, 5, 6)
+    first = queue.take("learner", min_steps=1000, max_segments=2, timeout_s=0)
+    rest = queue.take("learner", min_steps=1000, max_segments=2, timeout_s=0.01)
+    assert first is not None
+    assert rest is not None
+    assert (first.lengths.tolist(), rest.lengths.tolist()) == ([4, 5], [6])
+    assert queue.take("learner", min_steps=1, max_segments=2, timeout_s=0.01) is None
+
+
+def test_take_waits_for_put() -> None:
+    queue = filled(10)
+    taken: list[ExperienceBatch | None] = []
+    thread = threading.Thread(target=lambda: taken.append(queue.take("learner", 8, 10, timeout_s=10)))
+    thread.start()
+    queue.put(A, 0, segment(4))
+    queue.put(A, 1, segment(4))
+    thread.join(10)
+    assert taken[0] is not None
+    assert taken[0].num_steps == 8
+
+
+def test_close_wakes_take_drops_the_rest_with_a_reason_and_refuses_more() -> None:
+    queue = filled(10, 4, 4)
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(queue.take("learner", 100, 10, timeout_s=30)))
+    thread.start()
+    queue.close()
+    queue.close()
+    thread.join(10)
+    assert results == [None]
+    assert queue.ledger.account(A).dropped == {"shutdown": 2}
+    with pytest.raises(Closed):
+        queue.put(A, 2, segment())
+
+
+def test_room_is_announced_after_a_batch_has_left() -> None:
+    queue = filled(10, 4, 4)
+    heard: list[int] = []
+    queue.on_room = lambda: heard.append(len(queue))
+    queue.take("learner", 4, 10, timeout_s=0)
+    assert heard == [1]
+
+
+def test_select_keeps_whole_segments() -> None:
+    batch = ExperienceBatch.of(1, [segment(2, 1), segment(3, 5), segment(1, 9)])
+    kept = batch.select(np.array([True, False, True]))
+    assert kept.lengths.tolist() == [2, 1]
+    assert kept.versions.tolist() == [1, 1, 9]
+    assert len(kept.observations) == 5
+    np.testing.assert_array_equal(kept.observations[3:], segment(1).observations)
+
+
+@given(
+    st.dictionaries(st.integers(), st.integers(0, 20), max_size=12),
+    st.integers(0, 40),
+    st.integers(1, 200),
+    st.integers(1, 16),
+)
+def test_credit_never_promises_more_than_there_is_room(
+    open_credit: dict[int, int], queued: int, capacity: int, max_credits: int
+) -> None:
+    grants = share_credit(open_credit, queued, capacity, max_credits)
+    promised = queued + sum(open_credit.values())
+    assert all(grant > 0 for grant in grants.values())
+    assert promised + sum(grants.values()) <= max(capacity, promised)
+    for session, grant in grants.items():
+        assert open_credit[session] + grant <= max_credits
+
+
+def test_the_poorest_session_comes_first_and_one_place_is_always_given() -> None:
+    assert share_credit({"rich": 1, "poor": 0}, queued=4, capacity=6, max_credits=16) == {"poor": 1}
+    assert share_credit({"a": 0, "b": 0, "c": 0}, queued=0, capacity=2, max_credits=16) == {"a": 1, "b": 1}
+    assert share_credit({}, queued=0, capacity=2, max_credits=16) == {}
+
+
+def test_a_session_with_most_of_its_window_is_not_topped_up() -> None:
+    assert share_credit({"a": 9}, queued=0, capacity=100, max_credits=16) == {}
+    assert share_credit({"a": 8}, queued=0, capacity=100, max_credits=16) == {"a": 8}

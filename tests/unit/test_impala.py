@@ -1,0 +1,221 @@
+"""V-trace and the IMPALA loss against a NumPy oracle that follows the paper's equations step by step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.algorithms.impala import Batch, ImpalaConfig, NonFiniteLoss, batch_of, impala_loss, update
+from shoal.algorithms.vtrace import vtrace
+from shoal.models.actor_critic import ActorCritic
+
+# float32 sums over at most 50 steps in another order than the oracle's float64
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
+
+
+def oracle_vtrace(ratios, discounts, rewards, values, bootstrap, rho_bar, c_bar, lambda_):
+    """Equation (1) of arXiv:1802.01561 as a double sum, not as the recursion that the code uses."""
+    length = len(rewards)
+    next_values = np.append(values[1:], bootstrap)
+    rho, c = np.minimum(rho_bar, ratios), lambda_ * np.minimum(c_bar, ratios)
+    delta = rho * (rewards + discounts * next_values - values)
+    targets = np.zeros(length)
+    for s in range(length):
+        total = values[s]
+        for t in range(s, length):
+            total += np.prod(discounts[s:t]) * np.prod(c[s:t]) * delta[t]
+        targets[s] = total
+    next_targets = np.append(targets[1:], bootstrap)
+    return targets, rho * (rewards + discounts * next_targets - values)
+
+
+def random_batch(seed: int, lengths: list[int], num_actions: int = 3, size: int = 4) -> tuple[Batch, dict]:
+    random = np.random.default_rng(seed)
+    steps = sum(lengths)
+    arrays = {
+        "observations": random.normal(size=(steps + len(lengths), size)).astype(np.float32),
+        "actions": random.integers(0, num_actions, steps),
+        "rewards": random.normal(size=steps).astype(np.float32),
+        "log_probabilities": np.log(random.uniform(0.05, 1.0, steps)).astype(np.float32),
+        "lengths": np.array(lengths),
+        "terminated": random.random(len(lengths)) < 0.5,
+    }
+    return batch_of(**arrays), arrays
+
+
+def oracle_loss(logits, values, arrays, config):
+    """Segment by segment in float64."""
+    row = step = 0
+    advantages, targets, step_rows = [], [], []
+    for length, terminated in zip(arrays["lengths"], arrays["terminated"], strict=True):
+        rows, steps = slice(row, row + length), slice(step, step + length)
+        log_policy = logits[rows] - np.log(np.exp(logits[rows]).sum(-1, keepdims=True))
+        log_pi = log_policy[np.arange(length), arrays["actions"][steps]]
+        discounts = np.full(length, config.discount)
+        if terminated:
+            discounts[-1] = 0.0
+        target, advantage = oracle_vtrace(
+            np.exp(log_pi - arrays["log_probabilities"][steps]),
+            discounts,
+            arrays["rewards"][steps].astype(float),
+            values[rows],
+            values[row + length],
+            config.rho_bar,
+            config.c_bar,
+            config.lambda_,
+        )
+        targets.append(target)
+        advantages.append(advantage)
+        step_rows += list(range(row, row + length))
+        row, step = row + length + 1, step + length
+    advantages, targets = np.concatenate(advantages), np.concatenate(targets)
+    log_policy = logits[step_rows] - np.log(np.exp(logits[step_rows]).sum(-1, keepdims=True))
+    log_pi = log_policy[np.arange(len(targets)), arrays["actions"]]
+    policy = -(advantages * log_pi).mean()
+    value = 0.5 * ((targets - values[step_rows]) ** 2).mean()
+    entropy = -(np.exp(log_policy) * log_policy).sum(-1).mean()
+    return policy + config.value_cost * value - config.entropy_cost * entropy, policy, value, entropy
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("rho_bar", "c_bar", "lambda_"), [(1.0, 1.0, 1.0), (2.0, 0.7, 0.9)])
+def test_vtrace_equals_the_papers_double_sum(seed: int, rho_bar: float, c_bar: float, lambda_: float) -> None:
+    random = np.random.default_rng(seed)
+    length = 12
+    ratios = np.exp(random.normal(size=length))
+    discounts = np.where(random.random(length) < 0.2, 0.0, 0.97)
+    rewards, values = random.normal(size=length), random.normal(size=length + 1)
+    targets, advantages = oracle_vtrace(ratios, discounts, rewards, values[:-1], values[-1], rho_bar, c_bar, lambda_)
+
+    def column(array: np.ndarray) -> torch.Tensor:
+        return torch.tensor(array, dtype=torch.float32).unsqueeze(1)
+
+    trace = vtrace(
+        column(np.log(ratios)),
+        column(discounts),
+        column(rewards),
+        column(values),
+        torch.ones(length, 1),
+        rho_bar,
+        c_bar,
+        lambda_,
+    )
+    np.testing.assert_allclose(trace.targets_TB[:, 0], targets, **TOLERANCE)
+    np.testing.assert_allclose(trace.advantages_TB[:, 0], advantages, **TOLERANCE)
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 1, 9], [7, 7], [20, 3, 14, 1, 8]])
+def test_loss_equals_the_oracle_on_segments_of_unequal_length(lengths: list[int]) -> None:
+    config = ImpalaConfig(rho_bar=1.5, c_bar=0.9, lambda_=0.95, entropy_cost=0.03)
+    batch, arrays = random_batch(len(lengths), lengths)
+    random = np.random.default_rng(7)
+    rows = sum(lengths) + len(lengths)
+    logits, values = random.normal(size=(rows, 3)), random.normal(size=rows)
+    losses = impala_loss(
+        torch.tensor(logits, dtype=torch.float32), torch.tensor(values, dtype=torch.float32), batch, config
+    )
+    expected = oracle_loss(logits, values, arrays, config)
+    np.testing.assert_allclose([float(loss) for loss in losses], expected, **TOLERANCE)
+
+
+def test_the_entropys_gradient_equals_finite_differences_of_the_oracle() -> None:
+    config = ImpalaConfig()
+    batch, arrays = random_batch(3, [4, 2])
+    random = np.random.default_rng(11)
+    logits = torch.tensor(random.normal(size=(8, 3)), dtype=torch.float64, requires_grad=True)
+    values = torch.tensor(random.normal(size=8), dtype=torch.float64, requires_grad=True)
+    double = batch._replace(rewards=batch.rewards.double(), log_probabilities=batch.log_probabilities.double())
+    losses = impala_loss(logits, values, double, config)
+    losses.entropy.backward()
+    epsilon = 1e-6
+    numeric = np.zeros((8, 3))
+    for index in np.ndindex(8, 3):
+        ends = []
+        for sign in (1, -1):
+            moved = logits.detach().numpy().copy()
+            moved[index] += sign * epsilon
+            ends.append(oracle_loss(moved, values.detach().numpy(), arrays, config)[3])
+        numeric[index] = (ends[0] - ends[1]) / (2 * epsilon)
+    np.testing.assert_allclose(logits.grad, numeric, rtol=1e-6, atol=1e-8)
+
+
+def test_policy_gradient_pushes_by_the_advantage_and_values_to_their_targets() -> None:
+    """d(policy loss)/d(logits) = -A (1[a] - π) / N and d(value loss)/dV = (V - v) / N, from the oracle's A and v."""
+    config = ImpalaConfig()
+    batch, arrays = random_batch(5, [6])
+    random = np.random.default_rng(13)
+    logits = torch.tensor(random.normal(size=(7, 3)), dtype=torch.float64, requires_grad=True)
+    values = torch.tensor(random.normal(size=7), dtype=torch.float64, requires_grad=True)
+    double = batch._replace(rewards=batch.rewards.double(), log_probabilities=batch.log_probabilities.double())
+    losses = impala_loss(logits, values, double, config)
+    (losses.policy + losses.value).backward()
+
+    probabilities = torch.softmax(logits.detach()[:6], -1).numpy()
+    ratios = probabilities[np.arange(6), arrays["actions"]] / np.exp(arrays["log_probabilities"].astype(float))
+    discounts = np.full(6, config.discount)
+    discounts[-1] *= 0.0 if arrays["terminated"][0] else 1.0
+    v = values.detach().numpy()
+    targets, advantages = oracle_vtrace(ratios, discounts, arrays["rewards"].astype(float), v[:6], v[6], 1.0, 1.0, 1.0)
+    chosen = np.eye(3)[arrays["actions"]]
+    expected = np.concatenate([-(advantages[:, None] * (chosen - probabilities)) / 6, np.zeros((1, 3))])
+    np.testing.assert_allclose(logits.grad, expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(values.grad, np.append((v[:6] - targets) / 6, 0.0), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("terminated", [True, False])
+def test_truncation_bootstraps_from_the_final_observation_and_termination_does_not(terminated: bool) -> None:
+    config = ImpalaConfig(discount=0.9)
+    batch = batch_of(
+        np.zeros((2, 1)), np.zeros(1, np.int64), np.ones(1), np.zeros(1), np.array([1]), np.array([terminated])
+    )
+    logits, values = torch.zeros(2, 1), torch.tensor([2.0, 10.0])
+    losses = impala_loss(logits, values, batch._replace(rewards=batch.rewards.float()), config)
+    target = 1.0 if terminated else 1.0 + 0.9 * 10.0
+    assert float(losses.value) == pytest.approx(0.5 * (target - 2.0) ** 2)
+
+
+def test_a_segments_padding_and_its_neighbours_do_not_change_its_targets() -> None:
+    config = ImpalaConfig()
+    model = ActorCritic(4, 3, (8,))
+    both, arrays = random_batch(21, [3, 10])
+    alone = Batch(
+        both.observations[:4], both.actions[:3], both.rewards[:3], both.log_probabilities[:3],
+        both.lengths_B[:1], both.terminated_B[:1],
+    )  # fmt: skip
+    rest = Batch(
+        both.observations[4:], both.actions[3:], both.rewards[3:], both.log_probabilities[3:],
+        both.lengths_B[1:], both.terminated_B[1:],
+    )  # fmt: skip
+    with torch.no_grad():
+        whole = impala_loss(*model(both.observations), both, config)
+        parts = [impala_loss(*model(one.observations), one, config) for one in (alone, rest)]
+    expected = (3 * float(parts[0].total) + 10 * float(parts[1].total)) / 13
+    assert float(whole.total) == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_update_that_is_not_finite_leaves_the_weights_as_they_were() -> None:
+    model = ActorCritic(4, 3, (8,))
+    optimizer = torch.optim.Adam(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch, _ = random_batch(1, [5])
+    batch.rewards[2] = float("inf")
+    with pytest.raises(NonFiniteLoss, match="learning_rate"):
+        update(model, optimizer, batch, ImpalaConfig())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_updates_learn_a_bandit() -> None:
+    torch.manual_seed(0)
+    model = ActorCritic(4, 2, (16,))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    random = np.random.default_rng(0)
+    for _ in range(60):
+        actions = random.integers(0, 2, 64)
+        batch = batch_of(
+            np.ones((128, 4)), actions, actions.astype(np.float32), np.full(64, np.log(0.5), np.float32),
+            np.ones(64, np.int64), np.ones(64, bool),
+        )  # fmt: skip
+        update(model, optimizer, batch, ImpalaConfig())
+    assert int(model.predict(torch.ones(1, 4))["action"]) == 1
+    assert torch.softmax(model(torch.ones(1, 4))[0], -1)[0, 1] > 0.9

@@ -1,0 +1,168 @@
+"""The account book: received = consumed + queued + dropped after every operation, and after a crash at any of them."""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from shoal.rl.ledger import Ledger
+from shoal.wire import DropReason
+
+A, B = ("a", 1), ("b", 7)
+
+
+def test_a_segment_moves_from_received_to_queued_to_consumed() -> None:
+    ledger = Ledger()
+    for seq in range(3):
+        ledger.admit(A, seq)
+    ledger.admit(B, 0, DropReason.NON_FINITE)
+    lease = ledger.lease("learner", [A, A])
+    assert ledger.account(A).queued == 3  # a leased segment has not left the books
+    assert ledger.settle(lease, [False, True])
+    assert (ledger.account(A).consumed, ledger.account(A).queued) == (1, 1)
+    assert ledger.totals().to_dict() == {
+        "received": 4,
+        "consumed": 1,
+        "queued": 1,
+        "duplicates": 0,
+        "dropped": {"stale_consumption": 1, "non_finite": 1},
+        "balanced": True,
+    }
+
+
+def test_a_lease_is_settled_once() -> None:
+    ledger = Ledger()
+    ledger.admit(A, 0)
+    lease = ledger.lease("learner", [A])
+    assert ledger.settle(lease, [False])
+    assert not ledger.settle(lease, [False])
+    assert ledger.account(A).consumed == 1
+
+
+def test_the_leases_of_an_earlier_learner_are_dropped_with_a_reason_and_cannot_be_settled() -> None:
+    ledger = Ledger()
+    ledger.admit(A, 0)
+    ledger.admit(A, 1)
+    dead = ledger.lease("learner 1", [A])
+    alive = ledger.lease("learner 2", [A])
+    assert ledger.revoke_leases_except("learner 2") == 1
+    assert ledger.account(A).dropped == {"learner_crash": 1}
+    assert not ledger.settle(dead, [False])
+    assert ledger.settle(alive, [False])
+
+
+def test_what_was_queued_in_a_gateway_that_died_is_dropped_and_what_was_leased_can_be_settled(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    before = Ledger(path)
+    for seq in range(5):
+        before.admit(A, seq)
+    lease = before.lease("learner", [A, A])  # commits
+    after = Ledger(path)  # the first one is never closed: its process was killed
+    assert after.account(A).next_seq == 5
+    assert after.account(A).dropped == {"gateway_crash": 3}
+    assert after.account(A).queued == 2
+    assert after.settle(lease, [False, True])
+    assert after.totals().to_dict()["dropped"] == {"gateway_crash": 3, "stale_consumption": 1}
+    assert after.totals().balanced
+    assert after.lease("learner", [A]) > lease
+
+
+def test_what_was_not_committed_was_not_acknowledged_and_is_not_counted(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    before = Ledger(path)
+    before.admit(A, 0)
+    before.commit()
+    before.admit(A, 1)
+    assert Ledger(path).account(A).next_seq == 1
+
+
+def test_facts_outlive_the_process(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.set_fact("port", "4711")
+    assert Ledger(tmp_path / "ledger.sqlite").fact("port") == "4711"
+    assert ledger.fact("nothing") is None
+
+
+def test_close_is_idempotent_and_commits(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.admit(A, 0, DropReason.MALFORMED)
+    ledger.close()
+    ledger.close()
+    rows = sqlite3.connect(tmp_path / "ledger.sqlite").execute("SELECT received FROM accounts").fetchall()
+    assert rows == [(1,)]
+
+
+def test_incarnations_are_accounts_of_their_own() -> None:
+    ledger = Ledger()
+    assert ledger.newest_incarnation("a") is None
+    ledger.admit(("a", 3), 0)
+    ledger.admit(("a", 12), 0)
+    assert ledger.newest_incarnation("a") == 12
+    assert ledger.account(("a", 12)).next_seq == 1
+
+
+class Books(RuleBasedStateMachine):
+    """Any sequence of operations and crashes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.ledger = Ledger(Path(self.folder.name) / "ledger.sqlite")
+        self.leases: list[tuple[int, int]] = []
+        self.queue: list[tuple[str, int]] = []
+
+    def teardown(self) -> None:
+        self.ledger.close()
+        self.folder.cleanup()
+
+    @rule(key=st.sampled_from([A, B]), reason=st.sampled_from([None, *DropReason]))
+    def admit(self, key: tuple[str, int], reason: DropReason | None) -> None:
+        self.ledger.admit(key, self.ledger.account(key).next_seq, reason)
+        if reason is None:
+            self.queue.append(key)
+
+    @rule(count=st.integers(0, 3))
+    def lease(self, count: int) -> None:
+        taken, self.queue = self.queue[:count], self.queue[count:]
+        self.leases.append((self.ledger.lease("one", taken), len(taken)))
+
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        if self.leases:
+            lease, count = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+            stale = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+            assert self.ledger.settle(lease, stale)
+
+    @rule()
+    def another_learner(self) -> None:
+        self.ledger.revoke_leases_except("another")
+        self.leases = []
+
+    @rule(commit=st.booleans())
+    def crash(self, commit: bool) -> None:
+        if commit:
+            self.ledger.commit()
+        self.ledger = Ledger(Path(self.folder.name) / "ledger.sqlite")
+        self.queue = []
+
+    @rule()
+    def shut_down(self) -> None:
+        self.ledger.drop_queued(self.queue, DropReason.SHUTDOWN)
+        self.queue = []
+
+    @invariant()
+    def balanced(self) -> None:
+        for account in self.ledger.accounts().values():
+            assert account.balanced
+            assert account.queued >= 0
+        leased = sum(count for _, count in self.leases)
+        assert self.ledger.totals().queued == len(self.queue) + leased
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

@@ -1,0 +1,218 @@
+"""The report tells what the record holds, whatever the run lacks, and needs nothing but itself to be read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal import runs
+from shoal.runs import Run, RunRecorder, Status, report
+from shoal.runs.display import age, duration, number, size
+from shoal.runs.plots import Curve
+
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    return tmp_path
+
+
+class Page(HTMLParser):
+    """The visible text of a page; asserts that elements are closed in order."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(self.source)
+        assert self.open == []
+        self.text = re.sub(r"\s+", " ", " ".join(self.words))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:  # self-contained: nothing is fetched, nothing runs
+            assert name not in ("src", "onload", "onclick"), (tag, name, value)
+            assert name not in ("href", "xlink:href") or (value or "").startswith("#"), (tag, name, value)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+
+def write(run: Run) -> Page:
+    path = runs.write_report(run)
+    assert path == run.folder / "report.html"
+    return Page(path)
+
+
+def learn(run: RunRecorder, num_logs: int = 30) -> None:
+    for k in range(1, num_logs + 1):
+        values: dict[str, float] = {
+            "return/mean_100": 10.0 * k,
+            "steps/total": 1000 * k,
+            "learner/loss": 1.0 / k,
+            "segments/received": 10 * k,
+            "segments/consumed": 8 * k,
+            "segments/queued": k,
+            "segments/dropped": k,
+            "drops/stale": k - 1,
+            "drops/duplicate": 1,
+        }
+        run.log(k, values)
+        run.weights_published(k, k, "ab", time.time() + k)
+
+
+def test_a_full_run_is_told_in_full(home: Path) -> None:
+    with runs.create("cartpole", "learner:\n  lr: 0.0123\n", "one", command="shoal run cartpole lr=<1>") as run:
+        learn(run)
+        run.endpoint("gateway", "gateway", "tcp://127.0.0.1:5600", "ready")
+        run.model_registered("cartpole", 3, ("champion", "candidate"))
+        run.event("actor.joined", actor="actor-7", incarnation=2)
+    page = write(runs.load("one"))
+    assert (home / "runs/one/learning_curve.png").read_bytes().startswith(PNG_MAGIC)
+    for told in (
+        *("cartpole", "finished", "300", "best mean return", "30,000 environment steps"),
+        *("✓ received = consumed + queued + dropped", "Drops by reason stale 29 duplicate 1"),
+        *("Weight versions 30 published, 1 a second", "cartpole@3 champion candidate", "tcp://127.0.0.1:5600"),
+        *("actor.joined actor actor-7 · incarnation 2", "lr: 0.0123", "shoal run cartpole lr=<1>", "Learner loss"),
+    ):
+        assert told in page.text, told
+    assert page.source.count("<svg") == 3  # the curve, the loss, the versions
+    assert "differ" not in page.text
+    assert "steps" in page.text
+
+
+def test_accounting_that_does_not_add_up_is_said_so() -> None:
+    parts = [f"segments/{part}" for part in ("received", "consumed", "queued", "dropped")]
+    with runs.create("cartpole", "", "one") as run:
+        run.log(1, dict(zip(parts, (300, 240, 30, 30), strict=True)))
+        run.log(2, {"segments/received": 400})  # alone: the newest whole row still adds up
+        run.flush()
+        assert report.accounting(runs.load("one").metrics()) == report.Accounting(300, 240, 30, 30)
+        run.log(3, dict.fromkeys(parts, 7.0))
+    page = write(runs.load("one"))
+    assert "✗ received and consumed + queued + dropped differ by -14" in page.text
+
+
+def test_a_run_without_anything_still_has_a_page(home: Path) -> None:
+    runs.create("nothing", "", "one").close()
+    page = write(runs.load("one"))
+    assert "The run logged no metrics." in page.text
+    assert "stopped" in page.text
+    assert not (home / "runs/one/learning_curve.png").exists()
+    for left_out in ("Drops", "Where the segments went", "Endpoints", "Registered models", "Events", "Weight versions"):
+        assert left_out not in page.text
+
+
+def test_lost_failed_and_running_runs_say_so() -> None:
+    with runs.create("cartpole", "", "one") as run:
+        run.log(1, {"drops/stale": 1.0})
+        seen = runs.load("one")
+        assert "The run goes on" in write(seen).text
+        assert "its last sign of life" in write(dataclasses.replace(seen, status=Status.LOST)).text
+        run.finish("failed", "ValueError: the loss is <nan>")
+    assert "How it ended ValueError: the loss is <nan>" in write(runs.load("one")).text
+
+
+def test_what_a_run_says_cannot_become_markup() -> None:
+    evil = "<script>alert(1)</script>"
+    with runs.create(evil, evil, "one", command=evil) as run:
+        run.log(1, {f"return/{evil}": 1.0, evil: 2.0, f"drops/{evil}": 3.0})
+        run.event(evil, **{evil: evil})
+        run.endpoint(evil, evil, evil, evil)
+        run.model_registered(evil, 1, (evil,))
+        run.finish("failed", evil)
+    page = write(runs.load("one"))
+    assert "<script" not in page.source
+    assert page.text.count("alert(1)") >= 10
+
+
+def test_unknown_metrics_get_small_plots_up_to_a_dozen() -> None:
+    with runs.create("odd", "", "one") as run:
+        for step in range(5):
+            run.log(step, {f"odd/{number:02d}": float(step) for number in range(20)})
+    page = write(runs.load("one"))
+    assert page.source.count("<figcaption>") == report.MAX_SMALL_PLOTS == 12
+    assert "odd/11" in page.text
+    assert "odd/19 4 0 4" in page.text  # the rest are in the table
+
+
+def test_values_that_are_not_finite_are_left_out_of_the_plots() -> None:
+    with runs.create("odd", "", "one") as run:
+        for step, value in enumerate((1.0, math.nan, math.inf, -math.inf, 2.0)):
+            run.log(step, {"return/mean_100": value, "worst": math.nan, "huge": math.inf, "big": value * 1e300})
+    page = write(runs.load("one"))
+    assert "best mean return" in page.text
+    assert "huge ∞ ∞ ∞" in page.text
+
+
+def test_a_best_value_that_was_replaced_by_nothing_is_not_drawn() -> None:
+    with runs.create("odd", "", "one") as run:
+        run.log(1, {"accuracy": 0.5})
+        run.flush()
+        run.log(1, {"accuracy": math.nan})
+    assert "best accuracy" in write(runs.load("one")).text
+
+
+def test_a_resumed_run_is_marked() -> None:
+    with runs.create("cartpole", "", "one") as run:
+        learn(run, 5)
+    with runs.reopen("one") as run:
+        learn(run, 8)
+    page = write(runs.load("one"))
+    assert page.source.count(">resumed</text>") == 1
+
+
+def test_a_thinned_curve_keeps_its_spikes_and_its_order() -> None:
+    x = np.arange(100_000.0)
+    y = np.sin(x / 1000)
+    y[54_321], y[77_777] = 50.0, -50.0
+    thin = Curve.of(x, y).thinned(1000)
+    assert len(thin.x) <= 1000
+    assert (np.diff(thin.x) > 0).all()
+    assert {50.0, -50.0} <= set(thin.y)
+    assert (thin.y == y[thin.x.astype(int)]).all()
+    short = Curve.of([3.0, 1.0, math.nan, 2.0], [30.0, 10.0, 1.0, math.inf])
+    assert (short.x.tolist(), short.y.tolist()) == ([1.0, 3.0], [10.0, 30.0])
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (number(0.0), "0"),
+        (number(1234567.0), "1,234,567"),
+        (number(-5.0), "-5"),
+        (number(2403.71), "2,404"),
+        (number(0.000123456), "0.0001235"),
+        (number(1e300), "1e+300"),
+        (number(math.nan), "not a number"),
+        (number(-math.inf), "-∞"),
+        (duration(8.24), "8.2 s"),
+        (duration(59.96), "1 min 0 s"),
+        (duration(200), "3 min 20 s"),
+        (duration(7500), "2 h 5 min"),
+        (duration(273_600), "3 d 4 h"),
+        (duration(-0.1), "0.0 s"),
+        (age(59.9), "59 s"),
+        (age(7500), "2 h"),
+        (size(12), "12 B"),
+        (size(3584), "3.5 KiB"),
+    ],
+)
+def test_numbers_and_times_are_written_for_people(shown: str, expected: str) -> None:
+    assert shown == expected

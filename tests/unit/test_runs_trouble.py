@@ -1,0 +1,223 @@
+"""The run record under stress: a busy or broken database, many threads, other processes, and a kill -9."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from shoal import runs
+from shoal.errors import RunError
+from shoal.runs import RunRecorder, Status, recorder
+
+DEADLINE_S = 15.0
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def run(home: Path) -> Iterator[RunRecorder]:
+    made = runs.create("cartpole", "", "one")
+    yield made
+    made.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the state did not come"
+        time.sleep(0.005)
+
+
+def test_what_cannot_be_written_is_kept_and_written_later(
+    run: RunRecorder, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run._connection.execute("PRAGMA busy_timeout = 20")
+    with closing(sqlite3.connect(home / "runs.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        run.log(1, {"x": 1.0})
+        run.weights_published(1, 1, "aa", time.time())
+        with pytest.raises(RunError, match="locked"):
+            run.event("unlucky")
+        monkeypatch.setattr(recorder, "MAX_PENDING", 3)
+        with pytest.raises(RunError, match="locked"):  # full: the caller is told, and nothing is taken in
+            run.log(2, {"x": 2.0})
+        assert runs.load("one").latest() == {}  # and a reader is not held up
+        other.execute("ROLLBACK")
+    run.log(3, {"x": 3.0})
+    run.flush()
+    seen = runs.load("one")
+    assert seen.metrics()["x"].tolist() == [1.0, 3.0]
+    assert seen.versions()["version"].tolist() == [1]
+    assert seen.events()["kind"].tolist() == ["unlucky"]
+
+
+def test_a_reader_that_takes_its_time_does_not_hold_up_the_run(run: RunRecorder, home: Path) -> None:
+    run._connection.execute("PRAGMA busy_timeout = 20")
+    with closing(sqlite3.connect(home / "runs.sqlite", isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        before = reader.execute("SELECT count(*) FROM events").fetchone()
+        run.event("meanwhile")
+        assert reader.execute("SELECT count(*) FROM events").fetchone() == before
+    assert runs.load("one").events()["kind"].tolist() == ["meanwhile"]
+
+
+@pytest.fixture
+def eager_switching() -> Iterator[None]:
+    """Threads take turns as often as they can, so that a missing lock shows."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval_s)
+
+
+def test_threads_can_share_a_recorder(run: RunRecorder, eager_switching: None) -> None:
+    num_threads, num_logs = 4, 100
+
+    def talk(thread: int) -> None:
+        for step in range(num_logs):
+            run.log(step, {f"x/{thread}": float(step)})
+            run.weights_published(thread * num_logs + step + 1, step, "aa", time.time())
+            if step % 4 == thread:
+                run.event("tick", thread=thread)
+
+    threads = [threading.Thread(target=talk, args=(number,)) for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    run.finish("finished")
+    seen = runs.load("one")
+    assert seen.metrics().drop(columns="time").notna().sum().tolist() == [num_logs] * num_threads
+    assert seen.versions()["version"].tolist() == list(range(1, num_threads * num_logs + 1))
+    assert len(seen.events()) == num_logs
+
+
+def test_a_record_of_a_newer_shoal_is_left_alone(run: RunRecorder, home: Path) -> None:
+    run.close()
+    with closing(sqlite3.connect(home / "runs.sqlite")) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    with pytest.raises(RunError, match="newer Shoal"):
+        runs.list_runs()
+
+
+def test_a_file_that_is_not_a_record_is_a_run_error(home: Path) -> None:
+    (home / "runs.sqlite").write_bytes(b"not a database, but long enough to be looked at" * 100)
+    with pytest.raises(RunError, match=r"runs\.sqlite cannot be opened"):
+        runs.list_runs()
+
+
+# --- other processes ---
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from shoal import runs
+run, stop, step = runs.create("cartpole", "a: 1", sys.argv[1]), Path(sys.argv[2]), 0
+while not stop.exists():
+    step += 1
+    run.log(step, {"x": float(step), "y": -float(step)})
+    run.weights_published(step, step, f"{step:064x}", time.time())
+    if step % 20 == 0:
+        run.flush()
+        print(step, flush=True)
+        time.sleep(0.002)
+run.finish("finished")
+print(step, flush=True)
+"""
+
+
+@pytest.fixture
+def start_writer(home: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts processes that write to a run of their own until the file `stop` appears."""
+    writers: list[subprocess.Popen[str]] = []
+
+    def start(run_id: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", WRITER, run_id, str(home / "stop")]
+        writers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return writers[-1]
+
+    yield start
+    for writer in writers:
+        writer.kill()
+        writer.communicate(timeout=DEADLINE_S)
+
+
+def test_a_killed_run_keeps_what_was_flushed_is_lost_at_once_and_can_be_resumed(
+    start_writer: Callable[[str], subprocess.Popen[str]],
+) -> None:
+    writer = start_writer("doomed")
+    assert writer.stdout is not None
+    num_flushed = [int(writer.stdout.readline()) for _ in range(3)][-1]
+    assert runs.load("doomed").status is Status.RUNNING
+    writer.send_signal(signal.SIGKILL)
+    writer.wait(DEADLINE_S)
+    seen = runs.load("doomed")
+    assert seen.status is Status.LOST
+    metrics, versions = seen.metrics(), seen.versions()
+    assert len(metrics) >= num_flushed
+    assert metrics.index.tolist() == list(range(1, len(metrics) + 1))  # a whole prefix: nothing torn out
+    assert (metrics["y"] == -metrics["x"]).tolist() == [True] * len(metrics)
+    assert versions["version"].tolist() == metrics.index.tolist()  # one transaction holds both
+    with runs.reopen("doomed") as again:
+        assert runs.load("doomed").status is Status.RUNNING
+        again.log(10**6, {"x": 0.0})
+    assert runs.load("doomed").status is Status.FINISHED
+
+
+def test_readers_see_whole_flushes_while_other_processes_write(
+    home: Path, start_writer: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    writers = {name: start_writer(name) for name in ("a", "b")}
+    lengths: dict[str, list[int]] = {name: [] for name in writers}
+
+    def both_grew_while_read() -> bool:
+        for seen in runs.list_runs():
+            newest, metrics = seen.latest(), seen.metrics()
+            if newest:
+                assert len(metrics) >= newest["x"] == -newest["y"]
+                assert metrics["y"].tolist() == [-value for value in metrics["x"]]
+                assert metrics.index.tolist() == list(range(1, len(metrics) + 1))
+                lengths[seen.id].append(len(metrics))
+        return all(len(set(seen)) >= 5 for seen in lengths.values())
+
+    wait_for(both_grew_while_read)
+    (home / "stop").touch()
+    for name, writer in writers.items():
+        output, _ = writer.communicate(timeout=DEADLINE_S)
+        assert len(runs.load(name).metrics()) == int(output.splitlines()[-1])
+        assert (writer.returncode, runs.load(name).status) == (0, Status.FINISHED)
+        assert lengths[name] == sorted(lengths[name])
+
+
+def test_importing_the_record_is_light() -> None:
+    heavy = "pandas", "matplotlib", "jinja2", "tensorboard", "torch", "ray"
+    script = f"import sys, shoal.runs; print([name for name in {heavy!r} if name in sys.modules])"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_recording_needs_no_torch() -> None:
+    script = """
+import sys
+from shoal import runs
+with runs.create("job", "", "one") as run:
+    run.log(1, {"x": 1.0})
+print([name for name in ("torch", "ray") if name in sys.modules])
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert done.stdout.strip() == "[]"
