@@ -42,6 +42,8 @@ class EndpointProcess:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
+            # Not what attaches this process to another cluster.
+            env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         )
         try:
             self.url: str = self._answer()["url"]

@@ -106,6 +106,7 @@ class BareClient:
         self.acks: list[dict[str, Any]] = []
         self.errors: list[dict[str, Any]] = []
         self.pongs: list[int] = []
+        self.num_byes = 0
         self.finished = False
 
     # -- session ------------------------------------------------------------------------------------------------
@@ -209,6 +210,10 @@ class BareClient:
     def wait_for_pong(self, nonce: int) -> None:
         self._until(lambda: nonce in self.pongs, f"pong {nonce}")
 
+    def wait_for_bye(self) -> None:
+        seen = self.num_byes
+        self._until(lambda: self.num_byes > seen, "bye")
+
     def _until(self, done: Any, what: str) -> None:
         deadline_s = time.monotonic() + self.patience_s
         while not done():
@@ -250,6 +255,7 @@ class BareClient:
             case "pong":
                 self.pongs.append(header["nonce"])
             case "bye":
+                self.num_byes += 1
                 self.finished = header["finished"]
                 if not self.finished:
                     self.connect()

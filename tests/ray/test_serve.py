@@ -68,14 +68,6 @@ def test_errors_keep_the_protocol_through_the_whole_stack(endpoint: EndpointProc
     client.close()
 
 
-def test_what_is_not_http_gets_the_protocols_words_too(endpoint: EndpointProcess) -> None:
-    with socket.create_connection(("127.0.0.1", urlsplit(endpoint.url).port or 0), timeout=5) as raw:
-        raw.sendall(b"GET / NONSENSE\r\n\r\n")
-        reply = b"".join(iter(lambda: raw.recv(4096), b""))
-    assert reply.startswith(b"HTTP/1.1 400 ")
-    assert reply.endswith(b'{"error": "this is not HTTP"}')
-
-
 def test_a_body_without_a_length_that_is_too_large_is_refused(endpoint: EndpointProcess) -> None:
     client = Client(endpoint.url)
     client._connection.request("POST", INFER, iter([b"x" * 1000] * 5))
@@ -130,6 +122,7 @@ def test_closed_it_is_gone_and_closing_twice_is_harmless(endpoint: EndpointProce
     wait_for(refused, STATE_TIMEOUT_S)
 
 
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Serve's own specs
 def test_an_endpoint_that_cannot_start_says_why_and_leaves_nothing(cluster: EmbeddedCluster) -> None:
     from ray import serve
     from shoal.serve.ray_serve import deploy

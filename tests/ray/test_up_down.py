@@ -64,12 +64,8 @@ def test_up_status_down(shell: Shell) -> None:
     assert "`shoal down` ends it" in again.stderr
 
     attach = {name: handle.environment[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
-    submitted = shell.run(
-        "ray job submit -- python -c 'print(6 * 7)'",
-        RAY_ADDRESS=handle.dashboard_url,
-        RAY_API_SERVER_ADDRESS="",
-        **attach,
-    )
+    attach |= {"RAY_ADDRESS": handle.dashboard_url}
+    submitted = shell.run("ray job submit -- python -c 'print(6 * 7)'", **attach)
     assert "\n42\n" in submitted.stdout, submitted.stderr
     shown = json.loads(shell.run("shoal status --json").stdout)
     assert shown["cluster"]["dashboard_url"] == handle.dashboard_url

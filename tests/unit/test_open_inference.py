@@ -362,6 +362,51 @@ def test_closing_is_503_and_a_failing_model_500(caplog: pytest.LogCaptureFixture
     assert "a request failed" in caplog.text
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_the_work_of_a_client_that_has_gone_is_cancelled(leaves: bool) -> None:
+    """Others, who wait as long, are not disturbed."""
+
+    class Slow(FakeModel):
+        cancelled = False
+
+        async def infer(self, inputs: dict[str, np.ndarray], num_rows: int) -> Answer:
+            try:
+                await asyncio.wait_for(can_answer.wait(), 5.0)
+            except asyncio.CancelledError:
+                self.cancelled = True
+                raise
+            return await super().infer(inputs, num_rows)
+
+    can_answer = asyncio.Event()
+    model, sent = Slow(), []
+
+    async def drive() -> None:
+        messages: asyncio.Queue[Any] = asyncio.Queue()
+        watched = asyncio.Event()
+
+        async def receive() -> Any:
+            if messages.empty():
+                watched.set()
+            return await messages.get()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        messages.put_nowait({"type": "http.request", "body": json.dumps(request()).encode()})
+        scope = {"type": "http", "method": "POST", "path": "/v2/models/m/infer", "headers": []}
+        call = asyncio.create_task(client(model).app(scope, receive, send))
+        await asyncio.wait_for(watched.wait(), 5.0)
+        if leaves:
+            messages.put_nowait({"type": "http.disconnect"})
+        else:
+            can_answer.set()
+        await asyncio.wait_for(call, 5.0)
+
+    asyncio.run(drive())
+    assert model.cancelled == leaves
+    assert len(sent) == (0 if leaves else 2)
+
+
 def test_statistics_count_requests_by_status() -> None:
     subject = client()
     for body in (request(), request(), b"{"):

@@ -9,6 +9,7 @@ by game clients and by the ready loop; imports neither torch nor ray.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import socket as network
 import threading
@@ -39,6 +40,7 @@ from shoal.wire.messages import (
     Welcome,
 )
 
+_log = logging.getLogger(__name__)
 _AGAIN = frozenset({"hello_required", "shutting_down"})  # errors after which a new hello helps
 
 
@@ -85,7 +87,8 @@ class ActorClient:
         self.finished = False  # the gateway said that the run is over
         self.reconnects = 0
         self.acknowledged: dict[str, int] = {"accepted": 0, "dropped": 0, "duplicate": 0}
-        self.last_drop = ""  # reason and detail of the newest dropped segment
+        self.drops: dict[str, int] = {}  # dropped segments by reason
+        self.last_drop = ""  # reason and detail of the newest of them
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -247,12 +250,19 @@ class ActorClient:
 
     def _on_ack(self, ack: Ack) -> None:
         self.acknowledged[ack.status] = self.acknowledged.get(ack.status, 0) + 1
-        if ack.reason:
-            self.last_drop = f"{ack.reason}: {ack.detail}"
+        if ack.status == "dropped":
+            self._on_drop(ack)
         while self._unacknowledged and self._unacknowledged[0][0] <= ack.seq:
             self._unacknowledged.popleft()
         self._send_limit = max(self._send_limit, ack.send_limit)
         self.published_version = max(self.published_version, ack.weights_version)
+
+    def _on_drop(self, ack: Ack) -> None:
+        """The first drop for each reason is worth a word: an actor that sends nonsense should not do so in silence."""
+        self.last_drop = f"{ack.reason}: {ack.detail}"
+        if ack.reason not in self.drops:
+            _log.warning("the gateway dropped segment %d (%s: %s)", ack.seq, ack.reason, ack.detail)
+        self.drops[ack.reason] = self.drops.get(ack.reason, 0) + 1
 
     def _on_weights(self, message: Weights, frames: list[bytes]) -> None:
         if len(frames) != 2 or hashlib.sha256(frames[1]).hexdigest() != message.sha256:

@@ -20,17 +20,12 @@ NODE_ID_CHARS = 56
 LONGEST_SOCKET = "/a.sock.4194304.tmp"
 MAX_SOCKET_PATH_CHARS = 107  # the kernel's
 
-# HAProxy's own answers, in the protocol's words.
-ERRORS = {
-    "400 Bad Request": "this is not HTTP",
-    "408 Request Timeout": "the request did not arrive in time",
-    "503 Service Unavailable": "no replica could answer; try again later",
-}
+UNAVAILABLE = "no replica could answer; try again later"
 
 # Listeners that Serve writes without an address get one; normal requests are not logged (to a syslog port that nobody
 # reads, one datagram each); requests are passed on when they are complete (only those, of up to 16 KB, can be asked of
 # another replica when the first dies), and so are answers (half of one becomes a 503); Serve's page for 502, 503 and
-# 504 is replaced.
+# 504 is replaced; Serve is told not to watch for clients that go away, the endpoint does (`serve.disconnects`).
 WRAPPER = r"""#!/bin/sh
 for argument; do
     [ "$previous" = -f ] && config=$argument
@@ -39,8 +34,8 @@ done
 if [ -n "$config" ]; then
     sed -i -e 's/^\( *bind \)\*\?:\([0-9]\)/\1127.0.0.1:\2/' \
            -e 's/^\( *\)option httplog$/&\n\1option dontlog-normal\n\1option http-buffer-request/' \
-           -e 's/^frontend http_frontend$/&\n    http-response wait-for-body time 60s/' \
-           -e 's#^\( *\)errorfile 502 .*#\1errorfile 400 FOLDER/400.http\n\1errorfile 408 FOLDER/408.http\n&#' "$config"
+           -e 's/^frontend http_frontend/&\n    http-request set-header x-request-disconnect-disabled ?1/' \
+           -e 's/^frontend http_frontend/&\n    http-response wait-for-body time 60s/' "$config"
     cp FOLDER/503.http "$(dirname "$config")/500.http"
 fi
 exec BINARY "$@"
@@ -103,11 +98,9 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
 
 def _prepare(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for status, message in ERRORS.items():
-        body = json.dumps({"error": message})
-        retry = "retry-after: 1\r\n" if status.startswith("503") else ""
-        head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n{retry}content-length: {len(body)}\r\n\r\n"
-        (folder / f"{status[:3]}.http").write_bytes(f"{head}{body}".encode())
+    body = json.dumps({"error": UNAVAILABLE})
+    head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+    (folder / "503.http").write_bytes(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
     wrapper = folder / "haproxy"
     wrapper.write_text(
         WRAPPER.replace("FOLDER", shlex.quote(str(folder))).replace("BINARY", shlex.quote(_haproxy_binary()))

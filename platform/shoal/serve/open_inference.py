@@ -27,6 +27,7 @@ import numpy as np
 
 from shoal.errors import Closed, InferenceError
 from shoal.registry.manifest import Signature
+from shoal.serve.disconnects import Disconnected, DisconnectWatch
 from shoal.serve.tensors import TensorCodec
 
 logger = logging.getLogger(__name__)
@@ -64,10 +65,6 @@ class Model(Protocol):
         ...
 
 
-class Disconnected(Exception):
-    """The client went away while its request was read."""
-
-
 class OpenInferenceApp:
     """Serves one model under `name`. `stats()` counts what this application answered."""
 
@@ -77,6 +74,7 @@ class OpenInferenceApp:
         self.name, self.signature = name, signature
         self._model, self._codec = model, TensorCodec(signature)
         self._max_body_bytes, self._bearer = max_body_bytes, bearer
+        self._disconnects = DisconnectWatch()
         self._infer_path = f"/v2/models/{name}/infer"
         self._statuses: Counter[int] = Counter()
         self._infer_count = 0
@@ -134,7 +132,7 @@ class OpenInferenceApp:
         if self._bearer is not None and path not in OPEN_PATHS and not hmac.compare_digest(authorization, self._bearer):
             raise InferenceError(401, "a bearer token is required: Authorization: Bearer TOKEN")
         if path == self._infer_path and scope["method"] == "POST":
-            return await self._infer(await self._body(receive, length), None)
+            return await self._infer(receive, length, None)
         return await self._route(path, scope["method"], receive, length)
 
     async def _route(self, path: str, method: str, receive: Receive, length: int) -> tuple[int, bytes, int]:
@@ -164,13 +162,14 @@ class OpenInferenceApp:
             case ["infer"]:
                 if method != "POST":
                     raise InferenceError(405, f"{method} is not allowed here, POST is")
-                return await self._infer(await self._body(receive, length), version)
+                return await self._infer(receive, length, version)
         raise InferenceError(404, f"there is nothing at {path[:200]!r}")
 
-    async def _infer(self, body: bytes, version: str | None) -> tuple[int, bytes, int]:
+    async def _infer(self, receive: Receive, length: int, version: str | None) -> tuple[int, bytes, int]:
+        body = await self._body(receive, length)
         started_ns = time.perf_counter_ns()
         request, inputs, num_rows = self._codec.decode(body)
-        prediction = await self._model.infer(inputs, num_rows)
+        prediction = await self._disconnects.guard(receive, self._model.infer(inputs, num_rows))
         if version is not None and version != str(prediction.version):
             raise InferenceError(
                 404, f"model {self.name!r} has moved on from version {version} to {prediction.version}"

@@ -87,9 +87,11 @@ def deploy(spec: EndpointSpec, factory: ModelFactory, signature: Signature, sour
     )
     try:
         handle = serve.run(deployment.bind(spec, factory, signature, source), name=spec.name, route_prefix="/")
-    except RuntimeError as error:
+    except RuntimeError as error:  # it says that the application failed; the deployment's message says why
+        status = serve.status().applications.get(spec.name)
+        reasons = " ".join(each.message for each in status.deployments.values()) if status else ""
         serve.shutdown()
-        raise ClusterError(f"the endpoint {spec.name!r} did not start: {error}") from error
+        raise ClusterError(f"the endpoint {spec.name!r} did not start: {reasons or error}") from error
     return Endpoint(spec, port, handle)
 
 

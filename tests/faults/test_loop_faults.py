@@ -1,0 +1,154 @@
+"""Kill the gateway, the learner and the actors of a real run, by name; the run goes on and the books balance."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import pytest
+
+from waiting import wait_for
+
+if TYPE_CHECKING:
+    from shoal.cluster.embedded import EmbeddedCluster
+    from shoal.rl.ray_rl import ActorLearnerWorkers
+
+TOKEN = "a token of the tests"
+
+
+class Loop:
+    """The workers of one run, and the external actors that were started for it."""
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        from shoal.rl.ray_rl import ActorLearnerWorkers, RunSetting
+        from shoal.rl.spec import RLSpec, experience_spec
+
+        folder.mkdir(parents=True)
+        spec = RLSpec().override(
+            ["learner.checkpoint_every_s=0.2", "gateway.heartbeat_s=0.2", "gateway.timeout_s=2", "hidden=[16]"]
+        )
+        environment = gymnasium.make(spec.env)
+        experience = experience_spec(environment.observation_space, environment.action_space, spec)
+        setting = RunSetting(run_id, folder, TOKEN, None, None)
+        self.workers: ActorLearnerWorkers = ActorLearnerWorkers(spec, experience, setting, 0)
+        self.address = f"tcp://127.0.0.1:{self.workers.gateway_port()}"
+        self.actors: list[subprocess.Popen[bytes]] = []
+
+    def start_actor(self, actor_id: str) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-m", "shoal.actor", "--connect", self.address, "--env", "CartPole-v1"]
+        environment = {**os.environ, "SHOAL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+        actor = subprocess.Popen([*words, "--actor-id", actor_id], env=environment)
+        self.actors.append(actor)
+        return actor
+
+    def gateway(self) -> dict[str, Any]:
+        """The gateway's stats, once it is there to give them."""
+        return wait_for(lambda: self.workers.stats()[0], 60, "gateway")
+
+    def learner(self) -> dict[str, Any]:
+        return wait_for(lambda: self.workers.stats()[1], 60, "learner")
+
+    def learn_on(self, updates: int = 5) -> None:
+        """Wait for so many more updates."""
+        goal = self.learner()["updates"] + updates
+        wait_for(lambda: self.learner()["updates"] >= goal, 60, f"{goal} updates")
+
+    def close(self) -> dict[str, Any]:
+        self.workers.finish_learner()
+        stats = self.workers.close_gateway(finished=True)
+        assert stats is not None
+        return stats["segments"]
+
+
+@pytest.fixture
+def loop(cluster: EmbeddedCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Loop]:
+    made = Loop(tmp_path / "run", f"faults-{os.getpid()}-{request.node.name[:30]}")
+    try:
+        yield made
+    finally:
+        made.workers.close()
+        for actor in made.actors:
+            actor.kill()
+            actor.wait()
+
+
+def assert_balanced(segments: dict[str, Any]) -> None:
+    dropped = sum(segments["dropped"].values())
+    assert segments["received"] == segments["consumed"] + segments["queued"] + dropped, segments
+    assert segments["balanced"]
+
+
+def test_a_killed_gateway_comes_back_where_it_was_and_the_actors_resend(loop: Loop) -> None:
+    for index in range(2):
+        loop.start_actor(f"actor-{index}")
+    loop.learn_on()
+    before = loop.gateway()
+    assert_balanced(before["segments"])
+    os.kill(before["pid"], signal.SIGKILL)
+    wait_for(lambda: loop.gateway()["pid"] != before["pid"], 60, "another gateway")
+    wait_for(lambda: sum(actor["connected"] for actor in loop.gateway()["actors"]) == 2, 60, "both actors")
+    loop.learn_on()
+    assert all(actor.poll() is None for actor in loop.actors)
+    after = loop.gateway()["segments"]
+    assert_balanced(after)
+    assert after["received"] > before["segments"]["received"]
+    assert loop.learner()["restored_updates"] == 0  # the learner lived on
+    segments = loop.close()
+    assert_balanced(segments)
+    assert segments["queued"] == 0
+    assert set(segments["dropped"]) <= {"gateway_crash", "shutdown", "stale_admission", "stale_consumption"}
+    assert [actor.wait(20) for actor in loop.actors] == [0, 0]
+
+
+def test_a_killed_learner_resumes_from_its_checkpoint_and_what_it_held_is_counted(loop: Loop) -> None:
+    loop.start_actor("actor-0")
+    loop.learn_on(30)
+    before = loop.learner()
+    os.kill(before["pid"], signal.SIGKILL)
+    wait_for(lambda: loop.learner()["pid"] != before["pid"], 60, "another learner")
+    after = loop.learner()
+    assert 0 < after["restored_updates"] <= before["updates"] + 30
+    loop.learn_on()
+    assert loop.learner()["weights_version"] > before["weights_version"]  # no version is used twice
+    assert_balanced(loop.gateway()["segments"])
+    segments = loop.close()
+    assert_balanced(segments)
+    assert segments["queued"] == 0
+    assert set(segments["dropped"]) <= {"learner_crash", "shutdown", "stale_admission", "stale_consumption"}
+
+
+def test_an_actor_that_is_killed_returns_as_a_new_incarnation(loop: Loop) -> None:
+    first = loop.start_actor("phoenix")
+    loop.learn_on()
+    first.kill()
+    first.wait()
+    wait_for(lambda: not loop.gateway()["actors"][0]["connected"], 20, "the loss of the actor")
+    old = loop.gateway()["actors"][0]["incarnation"]
+    loop.start_actor("phoenix")
+    wait_for(lambda: any(actor["connected"] for actor in loop.gateway()["actors"]), 20, "its return")
+    loop.learn_on()
+    actors = loop.gateway()["actors"]
+    assert len(actors) == 1
+    assert actors[0]["incarnation"] > old
+    kinds = [kind for _, kind, _ in loop.workers.events()]
+    assert kinds.count("actor_joined") == 2
+    assert "actor_restarted" in kinds
+    assert_balanced(loop.close())
+
+
+def test_a_killed_weight_store_is_filled_again(loop: Loop) -> None:
+    import ray
+
+    loop.start_actor("actor-0")
+    loop.learn_on()
+    before = loop.gateway()["weights_version"]
+    ray.kill(loop.workers._store, no_restart=False)
+    wait_for(lambda: loop.gateway()["weights_version"] > before + 3, 60, "newer weights")
+    loop.learn_on()
+    assert_balanced(loop.close())

@@ -1,0 +1,75 @@
+"""Checkpoints: whole or not at all, and the last good one when the newest is damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal import checkpoint
+from shoal.errors import CheckpointError
+
+
+def state(number: float) -> dict[str, object]:
+    return {"model": {"w": torch.full((3,), number)}, "version": int(number), "nested": {"a": [1, 2.5, "x"]}}
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    assert checkpoint.load_latest(tmp_path / "none") is None
+    checkpoint.save(tmp_path, 3, state(3))
+    checkpoint.save(tmp_path, 12, state(12))
+    loaded = checkpoint.load_latest(tmp_path)
+    assert loaded is not None
+    assert (loaded.step, loaded.state["version"], loaded.damaged) == (12, 12, [])
+    assert torch.equal(loaded.state["model"]["w"], torch.full((3,), 12.0))
+    assert loaded.state["nested"] == {"a": [1, 2.5, "x"]}
+
+
+def test_only_the_newest_are_kept_and_the_same_step_can_be_saved_again(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 3):
+        checkpoint.save(tmp_path, step, state(step), keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000002", "step-000000003"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "no manifest", "no state"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
+    checkpoint.save(tmp_path, 1, state(1))
+    newest = checkpoint.save(tmp_path, 2, state(2))
+    payload = bytearray((newest / "state.pt").read_bytes())
+    if damage == "truncated":
+        (newest / "state.pt").write_bytes(payload[:-10])
+    elif damage == "flipped":
+        payload[len(payload) // 2] ^= 1
+        (newest / "state.pt").write_bytes(payload)
+    else:
+        (newest / ("manifest.json" if damage == "no manifest" else "state.pt")).unlink()
+    loaded = checkpoint.load_latest(tmp_path)
+    assert loaded is not None
+    assert loaded.step == 1
+    assert len(loaded.damaged) == 1
+    assert loaded.damaged[0].startswith("step-000000002: ")
+
+
+def test_nothing_but_damage_is_an_error(tmp_path: Path) -> None:
+    (checkpoint.save(tmp_path, 1, state(1)) / "state.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="step-000000001"):
+        checkpoint.load_latest(tmp_path)
+
+
+def test_a_disk_that_does_not_take_it_is_said_and_leaves_no_draft(tmp_path: Path) -> None:
+    blocker = tmp_path / "folder"
+    blocker.write_text("a file, where the folder should be")
+    with pytest.raises(CheckpointError, match="step 1"):
+        checkpoint.save(blocker, 1, state(1))
+    assert list(tmp_path.iterdir()) == [blocker]
+
+
+def test_an_unfinished_draft_is_invisible(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, state(1))
+    draft = tmp_path / ".draft-000000009-1"
+    draft.mkdir()
+    (draft / "state.pt").write_bytes(b"half")
+    loaded = checkpoint.load_latest(tmp_path)
+    assert loaded is not None
+    assert loaded.step == 1

@@ -1,0 +1,169 @@
+"""The learner with a queue and a store in memory: staleness, versions, resuming, and what it does with a bad loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rl_setting import EXPERIENCE, segment
+from shoal.algorithms.impala import NonFiniteLoss
+from shoal.errors import SpecMismatch
+from shoal.rl.learner import Learner
+from shoal.rl.ledger import Ledger
+from shoal.rl.queue import ExperienceQueue
+from shoal.rl.spec import RLSpec
+from shoal.weights import WeightStore
+from shoal.wire import Segment
+
+A = ("a", 1)
+
+
+def spec(*words: str) -> RLSpec:
+    return RLSpec(hidden=(8,)).override(
+        ["learner.batch_steps=16", "learner.take_timeout_s=0.05", "gateway.max_version_lag=3", *words]
+    )
+
+
+class Bench:
+    """A learner, its queue and its store. `random_segment` draws from a generator of its own."""
+
+    def __init__(self, folder: Path, *words: str, used_version: int = 0) -> None:
+        self.queue = ExperienceQueue(64, Ledger())
+        self.store = WeightStore()
+        self.learner = Learner(spec(*words), EXPERIENCE, self.queue, self.store, folder, used_version)
+
+    def put(self, value: Segment) -> None:
+        assert self.queue.put(A, self.queue.ledger.account(A).next_seq, value)
+
+
+def random_segment(random: np.random.Generator, version: int) -> Segment:
+    return segment(
+        8,
+        version,
+        observations=random.normal(size=(9, 4)).astype(np.float32),
+        actions=random.integers(0, 2, 8),
+        rewards=random.normal(size=8).astype(np.float32),
+        terminated=bool(random.random() < 0.5),
+    )
+
+
+def test_a_learner_publishes_at_once_and_after_every_update(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert bench.store.version == 1
+    bench.put(segment(8))
+    bench.put(segment(8))
+    assert bench.learner.step()
+    assert bench.store.version == 2
+    latest = bench.store.latest()
+    assert latest is not None
+    np.testing.assert_array_equal(
+        latest.tensors()["policy.0.weight"], bench.learner.model.policy[0].weight.detach().numpy()
+    )
+    assert [published.version for published in bench.learner.take_published()] == [1, 2]
+    assert not bench.learner.step()  # nothing is left
+    assert bench.queue.ledger.account(A).consumed == 2
+
+
+def test_nothing_older_than_the_lag_reaches_an_update(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, used_version=9)  # the first publication is version 10
+    for version in (6, 7, 10):
+        bench.put(segment(8, version=version))
+    seen: list[np.ndarray] = []
+    original = bench.learner._update
+    bench.learner._update = lambda batch: (seen.append(batch.versions), original(batch))[1]  # type: ignore[method-assign]
+    assert bench.learner.step()  # versions 6 and 7: a batch has at least 16 steps
+    assert bench.learner.step()
+    assert [sorted(set(versions.tolist())) for versions in seen] == [[7], [10]]
+    account = bench.queue.ledger.account(A)
+    assert (account.consumed, account.dropped) == (2, {"stale_consumption": 1})
+    assert account.balanced
+
+
+def test_a_batch_of_nothing_but_old_experience_changes_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, used_version=50)
+    before = bench.learner.snapshot().payload
+    bench.put(segment(16, version=2))
+    assert bench.learner.step()
+    assert bench.learner.snapshot().payload == before
+    assert bench.learner.updates == 0
+
+
+def test_resuming_goes_on_exactly_where_the_checkpoint_was(tmp_path: Path) -> None:
+    def learn(bench: Bench, random: np.random.Generator, updates: int) -> None:
+        for _ in range(updates):
+            for _ in range(2):
+                bench.put(random_segment(random, bench.learner.version))
+            assert bench.learner.step()
+
+    whole = Bench(tmp_path / "whole")
+    learn(whole, np.random.default_rng(5), 6)
+
+    random = np.random.default_rng(5)
+    first = Bench(tmp_path / "parts")
+    learn(first, random, 3)
+    first.learner.save()
+    second = Bench(tmp_path / "parts", used_version=first.store.version)
+    assert (second.learner.updates, second.learner.restored_updates) == (3, 3)
+    learn(second, random, 3)
+
+    assert second.learner.updates == whole.learner.updates == 6
+    assert second.learner.steps == whole.learner.steps
+    for name, value in whole.learner.model.state_dict().items():
+        assert torch.equal(value, second.learner.model.state_dict()[name]), name
+
+
+def test_a_version_is_never_used_twice(tmp_path: Path) -> None:
+    first = Bench(tmp_path)
+    first.learner.save()
+    for _ in range(4):
+        first.put(segment(16))
+        first.learner.step()
+    assert first.store.version == 5
+    second = Bench(tmp_path, used_version=first.store.version)  # the checkpoint knows of version 1 only
+    assert second.store.version == 6
+
+
+def test_another_model_than_the_checkpoints_is_refused_by_name(tmp_path: Path) -> None:
+    Bench(tmp_path).learner.save()
+    with pytest.raises(SpecMismatch, match="hidden"):
+        Bench(tmp_path, "hidden=[16]")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_the_last_good_state_saved(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "impala.value_cost=1e30")
+    bench.put(segment(16, rewards=np.full(16, 1e38, np.float32)))
+    before = bench.learner.snapshot().payload
+    with pytest.raises(NonFiniteLoss):
+        bench.learner.run()
+    assert Bench(tmp_path).learner.snapshot().payload == before
+
+
+def test_stop_publishes_and_saves_what_was_learnt_last(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "learner.publish_every=100")
+    bench.put(segment(16))
+    original = bench.queue.settle
+    bench.queue.settle = lambda lease, stale: (bench.learner.stop(), original(lease, stale))[1]  # type: ignore[method-assign]
+    bench.learner.run()
+    assert bench.store.version == 2
+    latest = bench.store.latest()
+    assert latest is not None
+    assert latest.payload == bench.learner.snapshot().payload
+    assert Bench(tmp_path).learner.restored_updates == 1
+
+
+def test_a_learner_whose_lease_was_revoked_stops(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.put(segment(16))
+    original = bench.queue.take
+
+    def taken_over(*arguments: object) -> object:
+        batch = original(*arguments)  # type: ignore[arg-type]
+        bench.queue.ledger.revoke_leases_except("another learner")
+        return batch
+
+    bench.queue.take = taken_over  # type: ignore[method-assign, assignment]
+    bench.learner.run()
+    assert bench.queue.ledger.account(A).dropped == {"learner_crash": 1}

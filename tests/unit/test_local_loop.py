@@ -1,0 +1,92 @@
+"""The whole loop in one process, with external actors as threads: it learns, and the books balance to the end."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from rl_setting import EXPERIENCE as OTHER_MODEL
+from rl_setting import TOKEN
+from shoal.actor import ActorClient, play
+from shoal.errors import RunError
+from shoal.models.actor_critic import policy_spec
+from shoal.rl.local import LocalLoop
+from shoal.rl.spec import RLSpec
+from waiting import wait_for
+
+SPEC = RLSpec(hidden=(16,)).override(
+    ["learner.batch_steps=64", "learner.take_timeout_s=0.1", "impala.learning_rate=0.02", "impala.entropy_cost=0.001"]
+)
+EXPERIENCE = msgspec.structs.replace(OTHER_MODEL, policy=policy_spec(SPEC.hidden))
+
+
+class SignGame:
+    """Eight steps; the right action tells the sign of the first number that is seen. Returns 8 at best, 4 by chance."""
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng()
+
+    def reset(self, *, seed: int | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self._random = np.random.default_rng(seed) if seed is not None else self._random
+        self._steps = 0
+        return self._look(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        reward = float(action == int(self._seen[0] > 0))
+        self._steps += 1
+        return self._look(), reward, False, self._steps == 8, {}
+
+    def _look(self) -> np.ndarray:
+        self._seen = self._random.uniform(-1, 1, 4).astype(np.float32)
+        return self._seen
+
+
+def actor(loop: LocalLoop, index: int) -> threading.Thread:
+    def run() -> None:
+        with ActorClient(loop.address, TOKEN, f"actor-{index}", timeout_s=10) as client:
+            play(SignGame(), client, seed=index)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_external_actors_teach_a_policy_until_it_is_solved(tmp_path: Path) -> None:
+    with LocalLoop(SPEC, EXPERIENCE, tmp_path / "run", TOKEN, target_return=7.0) as loop:
+        actors = [actor(loop, index) for index in range(2)]
+        assert loop.wait_until_solved(timeout_s=60) > 0
+        stats = loop.gateway.stats()
+        assert stats["mean_return"] >= 7.0
+        assert {one["actor_id"] for one in stats["actors"]} == {"actor-0", "actor-1"}
+    for thread in actors:
+        thread.join(10)
+        assert not thread.is_alive()  # the gateway dismissed them
+    totals = loop.learner.counts
+    assert totals["consumed"] > 0
+
+
+def test_the_books_balance_while_the_run_goes_on_and_after_it(tmp_path: Path) -> None:
+    with LocalLoop(SPEC, EXPERIENCE, tmp_path / "run", TOKEN) as loop:
+        thread = actor(loop, 0)
+        for _ in range(20):
+            assert loop.gateway.stats()["segments"]["balanced"]
+        wait_for(lambda: loop.learner.stats()["updates"] > 3, timeout_s=30)
+        loop.close()
+        totals = loop.ledger.totals()
+        assert totals.balanced
+        assert totals.queued == 0
+        assert totals.consumed == loop.learner.counts["consumed"]
+    thread.join(10)
+
+
+def test_a_loop_that_is_not_solved_in_time_says_how_far_it_came(tmp_path: Path) -> None:
+    with (
+        LocalLoop(SPEC, EXPERIENCE, tmp_path / "run", TOKEN, target_return=7.0) as loop,
+        pytest.raises(RunError, match="mean return"),
+    ):
+        loop.wait_until_solved(timeout_s=0.2)

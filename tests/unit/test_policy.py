@@ -1,0 +1,213 @@
+"""The NumPy policy of an actor against the module that the learner trains, and against an oracle of its sampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.actor import MlpPolicy
+from shoal.errors import ConfigError, WeightsError
+from shoal.models.actor_critic import ActorCritic, policy_spec
+from shoal.wire import PolicySpec
+
+ONE_LAYER = PolicySpec("mlp_categorical", "tanh", (("weight", "bias"),))
+
+
+def arrays(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    return {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
+
+
+def model_with_large_weights(hidden: Sequence[int], num_actions: int = 3) -> ActorCritic:
+    """Random weights that give logits far from equal; the initial ones are nearly uniform, and would hide a mistake."""
+    torch.manual_seed(11)
+    model = ActorCritic(4, num_actions, hidden)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.7)
+    return model
+
+
+def policy_with_logits(logits: Sequence[float], seed: int = 0) -> MlpPolicy:
+    """A policy whose logits are these, whatever it observes."""
+    policy = MlpPolicy(ONE_LAYER, seed)
+    bias = np.array(logits, np.float32)
+    policy.load(1, {"weight": np.zeros((len(logits), 1), np.float32), "bias": bias})
+    return policy
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """In float64, by the definition."""
+    shifted = logits.astype(np.float64) - logits.max()
+    result: np.ndarray = shifted - np.log(np.exp(shifted).sum())
+    return result
+
+
+def log_probabilities(policy: MlpPolicy, observation: np.ndarray, num_actions: int) -> np.ndarray:
+    """What `act` says of each action, gathered by sampling until each was seen."""
+    seen: dict[int, float] = {}
+    for _ in range(50_000):
+        action, log_probability = policy.act(observation)
+        assert seen.setdefault(action, log_probability) == log_probability
+        if len(seen) == num_actions:
+            break
+    return np.array([seen[action] for action in range(num_actions)])
+
+
+# -- against torch ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hidden", [(), (8,), (64, 64), (16, 8, 4)])
+def test_log_probabilities_are_those_of_the_learner_s_module(hidden: tuple[int, ...]) -> None:
+    """Tolerance 1e-5: both compute in float32 with sums of at most 64 terms of order 1, in another order of addition,
+    so they differ by a few times 64 * 6e-8."""
+    model = model_with_large_weights(hidden)
+    policy = MlpPolicy(policy_spec(hidden), seed=3)
+    policy.load(1, arrays(model))
+    rng = np.random.default_rng(5)
+    for observation in rng.normal(size=(10, 4)).astype(np.float32) * 0.3:
+        with torch.no_grad():
+            logits, _ = model(torch.from_numpy(observation)[None])
+        expected = torch.log_softmax(logits[0], -1).numpy()
+        for action in np.flatnonzero(expected > -5):
+            got = policy_probability(policy, observation, int(action))
+            assert got == pytest.approx(float(expected[action]), abs=1e-5)
+
+
+def policy_probability(policy: MlpPolicy, observation: np.ndarray, action: int) -> float:
+    """The log-probability that `act` reports with `action`; more likely than e^-5, so that it comes soon."""
+    for _ in range(20_000):
+        sampled, log_probability = policy.act(observation)
+        if sampled == action:
+            return log_probability
+    raise AssertionError(f"action {action} never came")
+
+
+def test_the_rectifier() -> None:
+    """By hand: h = max(0, W x + b) = (1, 0), logits = (2, -1)."""
+    policy = MlpPolicy(PolicySpec("mlp_categorical", "relu", (("w0", "b0"), ("w1", "b1"))), seed=0)
+    first = {"w0": np.array([[1, 0], [0, 1]], np.float32), "b0": np.array([0.5, -4], np.float32)}
+    second = {"w1": np.array([[2, 9], [-1, 9]], np.float32), "b1": np.zeros(2, np.float32)}
+    policy.load(1, {**first, **second})
+    observation = np.array([0.5, 1.0], np.float32)
+    np.testing.assert_allclose(
+        log_probabilities(policy, observation, 2), log_softmax(np.array([2.0, -1.0])), rtol=0, atol=1e-6
+    )
+
+
+def test_acting_leaves_observation_and_weights_as_they_were() -> None:
+    model = model_with_large_weights((8,))
+    policy = MlpPolicy(policy_spec((8,)), seed=3)
+    loaded = arrays(model)
+    before = {name: array.copy() for name, array in loaded.items()}
+    policy.load(1, loaded)
+    observation = np.ones(4, np.float32)
+    for _ in range(10):
+        policy.act(observation)
+    assert observation.tolist() == [1, 1, 1, 1]
+    for name, array in loaded.items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+# -- against an oracle of sampling ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "logits", [[0.0, 0.0], [1.5, 0.0, -1.0, 0.3], [0.0] * 18, [3.0, -1.0], [80.0, 80.0, 79.0], [-90.0, -89.0]]
+)
+def test_actions_come_as_often_as_their_softmax_says(logits: list[float]) -> None:
+    """Pearson's chi-square. A right sampler exceeds the bound (Wilson-Hilferty, 5 sigma) once in three million seeds;
+    the seed is fixed. A sampler that is wrong by 2 points of a hundred in one action exceeds it."""
+    num_samples = 20_000
+    policy = policy_with_logits(logits, seed=17)
+    observation = np.zeros(1, np.float32)
+    counts = np.bincount([policy.act(observation)[0] for _ in range(num_samples)], minlength=len(logits))
+    expected = np.exp(log_softmax(np.array(logits))) * num_samples
+    assert expected.min() > 5, "chi-square needs some of each"
+    freedom = len(logits) - 1
+    bound = freedom * (1 - 2 / (9 * freedom) + 5 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert ((counts - expected) ** 2 / expected).sum() < bound
+
+
+@pytest.mark.parametrize("logits", [[0.0, 0.0], [1.5, 0.0, -1.0, 0.3], [1e4, 9999.0], [-1e30, -1e30], [3.4e38, 3.4e38]])
+def test_log_probabilities_are_those_of_a_softmax(logits: list[float]) -> None:
+    """The logits are float32, all after them float64: 1e-12 is for the last places of exp and log."""
+    policy = policy_with_logits(logits)
+    expected = log_softmax(np.array(logits, np.float32))
+    got = log_probabilities(policy, np.zeros(1, np.float32), len(logits))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
+    assert got.max() <= 0
+
+
+def test_an_impossible_action_never_comes() -> None:
+    policy = policy_with_logits([0.0, -1e4, 0.0, -1e4])
+    sampled = [policy.act(np.zeros(1, np.float32)) for _ in range(5000)]
+    assert {action for action, _ in sampled} == {0, 2}
+    assert max(abs(log_probability + math.log(2)) for _, log_probability in sampled) < 1e-12
+
+
+def test_a_single_action_is_certain() -> None:
+    assert policy_with_logits([7.0]).act(np.zeros(1, np.float32)) == (0, 0.0)
+
+
+def test_the_seed_decides() -> None:
+    def actions(seed: int) -> list[int]:
+        policy = policy_with_logits([0.0, 0.5, 1.0], seed)
+        return [policy.act(np.zeros(1, np.float32))[0] for _ in range(3000)]
+
+    assert actions(1) == actions(1)
+    assert actions(1) != actions(2)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_version_is_applied_whole_or_not_at_all() -> None:
+    model = model_with_large_weights((8,))
+    policy = MlpPolicy(policy_spec((8,)), seed=1)
+    policy.load(3, arrays(model))
+    broken = {**arrays(model_with_large_weights((8,))), "policy.2.bias": np.zeros(7, np.float32)}
+    observation = np.full(4, 0.2, np.float32)
+    before = log_probabilities(policy, observation, 3)
+    with pytest.raises(WeightsError):
+        policy.load(4, broken)
+    assert policy.version == 3
+    np.testing.assert_array_equal(log_probabilities(policy, observation, 3), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"policy.0.weight": None}, r"version 2 has no 'policy.0.weight' or no 'policy.0.bias'"),
+        ({"policy.2.bias": None}, r"version 2 has no 'policy.2.weight' or no 'policy.2.bias'"),
+        ({"policy.0.weight": np.zeros(8, np.float32)}, r"policy\.0\.weight is \(8,\), its bias \(8,\)"),
+        ({"policy.0.weight": np.zeros((8, 4, 1), np.float32)}, r"policy\.0\.weight is \(8, 4, 1\)"),
+        ({"policy.0.bias": np.zeros(9, np.float32)}, r"policy\.0\.weight is \(8, 4\), its bias \(9,\)"),
+        ({"policy.0.bias": np.zeros((8, 1), np.float32)}, r"its bias \(8, 1\)"),
+        ({"policy.2.weight": np.zeros((3, 9), np.float32)}, r"policy\.2\.weight takes 9 inputs"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    tensors = {**arrays(model_with_large_weights((8,))), **change}
+    policy = MlpPolicy(policy_spec((8,)))
+    with pytest.raises(WeightsError, match=message):
+        policy.load(2, {name: array for name, array in tensors.items() if array is not None})
+    assert policy.version == 0
+
+
+def test_tensors_that_the_policy_does_not_name_are_ignored() -> None:
+    policy = MlpPolicy(policy_spec(()))
+    weight, bias = np.zeros((2, 4), np.float32), np.zeros(2, np.float32)
+    policy.load(1, {"policy.0.weight": weight, "policy.0.bias": bias, "value.0.weight": np.zeros((1, 1, 1), np.int8)})
+    assert policy.version == 1
+
+
+def test_a_policy_of_another_kind_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"policy\.kind = 'gaussian'"):
+        MlpPolicy(PolicySpec("gaussian", "tanh", ()))
+    with pytest.raises(ConfigError, match=r"policy\.activation = 'swish'"):
+        MlpPolicy(PolicySpec("mlp_categorical", "swish", ()))
