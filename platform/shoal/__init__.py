@@ -12,8 +12,10 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 _ROOMS = frozenset(
-    ("errors", "home", "config", "wire", "actor", "runs", "registry", "models", "algorithms", "weights")
-    + ("rl", "serve", "cluster", "cli")
+    {
+        *("errors", "home", "config", "wire", "weights", "runs", "registry", "models", "algorithms", "checkpoint"),
+        *("actor", "cluster", "rl", "serve", "flows", "cli"),
+    }
 )
 __all__ = ["__version__"]
 

@@ -107,6 +107,7 @@ class BareClient:
         self.errors: list[dict[str, Any]] = []
         self.pongs: list[int] = []
         self.num_byes = 0
+        self.num_attempts = 0  # to connect, since the last ack
         self.finished = False
 
     # -- session ------------------------------------------------------------------------------------------------
@@ -114,13 +115,14 @@ class BareClient:
     def connect(self) -> dict[str, Any]:
         """The reconnect rule, which is also how to begin."""
         deadline_s = time.monotonic() + self.patience_s
-        pause_s = 0.05
-        while not self._hello(min(2.0, deadline_s - time.monotonic())):
-            if time.monotonic() + pause_s > deadline_s:
+        while True:
+            if self.num_attempts:
+                time.sleep(min(1.0, 0.05 * 2 ** (self.num_attempts - 1)))  # as the reconnect rule asks
+            self.num_attempts += 1
+            if self._hello(min(2.0, deadline_s - time.monotonic())):
+                return self.welcome
+            if time.monotonic() > deadline_s:
                 raise Silence(f"no welcome from {self.address}")
-            time.sleep(pause_s)  # the pause that the reconnect rule asks for
-            pause_s = min(1.0, 2 * pause_s)
-        return self.welcome
 
     def _hello(self, timeout_s: float) -> bool:
         self._open()
@@ -266,6 +268,7 @@ class BareClient:
         assert ack["status"] in ("accepted", "dropped", "duplicate")
         assert bool(ack["reason"]) == (ack["status"] == "dropped")
         self.acks.append(ack)
+        self.num_attempts = 0
         while self.kept and self.kept[0][0] <= ack["seq"]:
             self.kept.popleft()
             self.num_sent = max(0, self.num_sent - 1)

@@ -141,6 +141,9 @@ def test_two_clusters_at_once_stop_leaves_nothing_and_spares_the_other(cluster: 
     before = sorted(ray_files.rglob("*")) if ray_files.exists() else None
     second = embedded.start(num_cpus=1)
     assert second.dashboard_url != cluster.dashboard_url
+    assert second.temp_dir is not None
+    # With several Rays on the machine a job finds its own in this file; without it Ray takes any of them.
+    assert (second.temp_dir / "ray/ray_current_cluster").read_text() == second.address
     job = jobs.submit(second, ["python", "-c", "import ray; ray.init(); print(ray.cluster_resources()['CPU'])"])
     assert job.wait(timeout_s=90) is jobs.JobStatus.SUCCEEDED
     assert "\n1.0\n" in job.logs()

@@ -1,5 +1,6 @@
 """An endpoint for real: Ray, HAProxy, HTTP, and weights that change while it is asked."""
 
+import json
 import socket
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -15,12 +16,13 @@ from shoal.serve.endpoint import EndpointSpec
 from waiting import wait_for
 
 STATE_TIMEOUT_S = 60.0
+MAX_BODY_BYTES = 200_000
 pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[EndpointProcess]:
-    process = EndpointProcess(num_replicas=2, token=None, max_body_bytes=4096)
+    process = EndpointProcess(num_replicas=2, max_batch_size=4096, max_queue_size=8192, max_body_bytes=MAX_BODY_BYTES)
     yield process
     process.close()
 
@@ -60,7 +62,7 @@ def test_errors_keep_the_protocol_through_the_whole_stack(endpoint: EndpointProc
         (404, "GET", "/", None),
         (404, "POST", "/v2/models/other/infer", BODY),
         (405, "GET", INFER, None),
-        (413, "POST", INFER, "x" * 5000),
+        (413, "POST", INFER, "x" * (MAX_BODY_BYTES + 1)),
         (422, "POST", INFER, BODY.replace("FP32", "FP64")),
     ]:
         status, _, content = client.request(method, path, body)
@@ -68,9 +70,21 @@ def test_errors_keep_the_protocol_through_the_whole_stack(endpoint: EndpointProc
     client.close()
 
 
+def test_requests_and_answers_larger_than_any_buffer(endpoint: EndpointProcess) -> None:
+    rows = 4096
+    data = [0.5] * NUM_FEATURES * rows
+    tensor = {"name": "x", "shape": [rows, NUM_FEATURES], "datatype": "FP32", "data": data}
+    client = Client(endpoint.url)
+    for _ in range(3):
+        status, _, body = client.request("POST", INFER, json.dumps({"inputs": [tensor]}))
+        assert status == 200
+        assert body["outputs"][0]["data"] == [float(body["model_version"])] * NUM_OUTPUTS * rows
+    client.close()
+
+
 def test_a_body_without_a_length_that_is_too_large_is_refused(endpoint: EndpointProcess) -> None:
     client = Client(endpoint.url)
-    client._connection.request("POST", INFER, iter([b"x" * 1000] * 5))
+    client._connection.request("POST", INFER, iter([b"x" * 50_000] * 5))
     assert client._connection.getresponse().status == 413
     client.close()
 

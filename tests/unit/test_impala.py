@@ -178,7 +178,7 @@ def test_truncation_bootstraps_from_the_final_observation_and_termination_does_n
 def test_a_segments_padding_and_its_neighbours_do_not_change_its_targets() -> None:
     config = ImpalaConfig()
     model = ActorCritic(4, 3, (8,))
-    both, arrays = random_batch(21, [3, 10])
+    both, _ = random_batch(21, [3, 10])
     alone = Batch(
         both.observations[:4], both.actions[:3], both.rewards[:3], both.log_probabilities[:3],
         both.lengths_B[:1], both.terminated_B[:1],

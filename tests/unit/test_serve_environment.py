@@ -18,6 +18,8 @@ frontend prometheus
     bind :9101
 frontend http_frontend
     bind 127.0.0.1:8000
+backend default_backend
+    http-request return status 404 content-type text/plain lf-string "Path \'%[path]\' not found."
 listen stats
   bind *:8404
 """
@@ -60,10 +62,12 @@ def test_the_wrapper_binds_everything_to_loopback(short_folder: Path) -> None:
     config = (node / "haproxy.cfg").read_text()
     binds = [line.strip() for line in config.splitlines() if "bind" in line]
     assert binds == ["bind 127.0.0.1:9101", "bind 127.0.0.1:8000", "bind 127.0.0.1:8404"]
+    assert "text/plain" not in config
     for addition in (
         "option dontlog-normal",
         "option http-buffer-request",
         "http-response wait-for-body",
+        "http-request deny deny_status 503",
         "http-request set-header x-request-disconnect-disabled ?1",
     ):
         assert addition in config

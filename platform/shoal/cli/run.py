@@ -101,6 +101,7 @@ class _Session:
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
         """Start everything, show it, and say how it ended. Raises RunError when the job failed."""
         self._console.print(f"run {self.run_id}: {self._path.stem} {' '.join(self._words)}".rstrip())
+        _check_words(self._path, self._words)
         if cluster is None:
             self._console.print("starting a Ray cluster for this run ...")
             embedded = start()
@@ -284,6 +285,16 @@ def _run_remote(cluster: ClusterHandle, path: Path, words: Sequence[str], actors
         sys.exit(130)
     if job.status() is not ray_jobs.JobStatus.SUCCEEDED:
         raise RunError(f"job {job.submission_id} ended as {job.status().value}")
+
+
+def _check_words(path: Path, words: Sequence[str]) -> None:
+    """Let the job look at its words before a cluster is started for it. Raises RunError with the job's own words."""
+    if not words or "job_main" not in path.read_text():
+        return
+    checked = subprocess.run([sys.executable, str(path), *words, "--check"], capture_output=True, text=True)
+    if checked.returncode:
+        lines = checked.stderr.strip().splitlines() or ["it said nothing"]
+        raise RunError(lines[-1].removeprefix("error: "))
 
 
 def last_details(record: Run) -> dict[str, dict[str, Any]]:

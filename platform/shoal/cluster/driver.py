@@ -18,18 +18,24 @@ from shoal.errors import ClusterError, ShoalError
 
 SpecT = TypeVar("SpecT", bound=Spec)
 NAMESPACE = "shoal"
+CHECK = "--check"
 
 
 def job_main(
     spec: SpecT, run: Callable[[SpecT, str], object], job: str, arguments: Sequence[str] | None = None
 ) -> None:
-    """Run `run(spec with the words applied, job)` on the cluster of $RAY_ADDRESS; exits 1 on a ShoalError."""
+    """Run `run(spec with the words applied, job)` on the cluster of $RAY_ADDRESS; exits 1 on a ShoalError.
+
+    Among the words, `--help` prints the fields, and `--check` ends after the words have been found good.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "-h" in words or "--help" in words:
         print(f"usage: python jobs/{job}.py [field=value ...]\n\nfields and their defaults:\n\n{spec.to_yaml()}")
         return
     try:
-        chosen = spec.override(words)
+        chosen = spec.override([word for word in words if word != CHECK])
+        if CHECK in words:
+            return
         signal.signal(signal.SIGTERM, _interrupt)
         connect()
         try:

@@ -106,38 +106,48 @@ def start(
             "object_store_memory_bytes": object_store_memory_bytes,
             "watch_parent": not detached,
         }
-        head = subprocess.Popen(
-            [sys.executable, "-P", "-m", "shoal.cluster.ray_head", json.dumps(options)],
-            stdin=subprocess.DEVNULL if detached else subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if detached else None,
-            env=_cluster_environment(temp_dir, cluster_id, serve, environment or {}),
-            cwd="/",
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the cluster in order
-        )
+        head = _launch(options, _cluster_environment(temp_dir, cluster_id, serve, environment or {}), detached)
         on_failure.callback(_stop, head, cluster_id, temp_dir, 0.5)
         report = _wait_until_ready(head, temp_dir, timeout_s)
-        handle = ClusterHandle(
-            address=report["address"],
-            dashboard_url=report["dashboard_url"],
-            token=ray_token_path().read_text().strip(),
-            environment={
-                **_common_environment(temp_dir),
-                **serve,
-                "RAY_ADDRESS": report["address"],
-                "RAY_API_SERVER_ADDRESS": report["dashboard_url"],
-            },
-            temp_dir=temp_dir,
-            cluster_id=cluster_id,
-            head_pid=head.pid,
-            started_at_s=time.time(),
-        )
+        handle = _handle(report, temp_dir, cluster_id, head.pid, serve)
         handle.save(temp_dir / "cluster.json")
         cluster = EmbeddedCluster(handle, head)
         if not detached:
             atexit.register(cluster.stop)
         on_failure.pop_all()
     return cluster
+
+
+def _launch(options: Mapping[str, object], environment: dict[str, str], detached: bool) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "shoal.cluster.ray_head", json.dumps(options)],
+        stdin=subprocess.DEVNULL if detached else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if detached else None,
+        env=environment,
+        cwd="/",
+        start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the cluster in order
+    )
+
+
+def _handle(
+    report: Mapping[str, str], temp_dir: Path, cluster_id: str, head_pid: int, serve: Mapping[str, str]
+) -> ClusterHandle:
+    return ClusterHandle(
+        address=report["address"],
+        dashboard_url=report["dashboard_url"],
+        token=ray_token_path().read_text().strip(),
+        environment={
+            **_common_environment(temp_dir),
+            **serve,
+            "RAY_ADDRESS": report["address"],
+            "RAY_API_SERVER_ADDRESS": report["dashboard_url"],
+        },
+        temp_dir=temp_dir,
+        cluster_id=cluster_id,
+        head_pid=head_pid,
+        started_at_s=time.time(),
+    )
 
 
 def _common_environment(temp_dir: Path) -> dict[str, str]:

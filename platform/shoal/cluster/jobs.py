@@ -80,7 +80,7 @@ def submit(
         return _submit_remote(cluster, entrypoint, dict(env or {}), working_dir, submission_id)
     folder = (working_dir or Path.cwd()).resolve()
     request: dict[str, Any] = {
-        # `exec` makes the driver itself the process that a stop request signals.
+        # `exec`: no shell stays between Ray and the driver.
         "entrypoint": f"cd {shlex.quote(str(folder))} && exec {shlex.join(entrypoint)}",
         "runtime_env": {"env_vars": dict(env)} if env else {},
     }

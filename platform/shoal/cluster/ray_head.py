@@ -52,11 +52,43 @@ class _HeadNode(Node):
         self.start_api_server(include_dashboard=True, raise_on_failure=True)
 
 
+class _ParentWatch(threading.Thread):
+    """Waits for the process that embeds the cluster to go, however it goes; then ends the cluster and this process."""
+
+    def __init__(self, lifeline: int, cluster_id: str, temp_dir: Path) -> None:
+        super().__init__(daemon=True)
+        self.parent_is_gone = threading.Event()
+        self._lifeline, self._cluster_id, self._temp_dir = lifeline, cluster_id, temp_dir
+
+    def run(self) -> None:
+        parent_pid = os.getppid()
+        # The pipe closes when the parent dies; but a process that the parent forked may hold it open.
+        while os.getppid() == parent_pid and not select.select([self._lifeline], [], [], 1.0)[0]:
+            pass
+        self.parent_is_gone.set()
+        try:
+            end_cluster(self._cluster_id, self._temp_dir)
+        finally:
+            os._exit(1)
+
+
 def main() -> None:
     """Start Ray, say so in one line on standard output, and stay until told to end or until Ray dies."""
     options: HeadOptions = json.loads(sys.argv[1])
     temp_dir = Path(options["temp_dir"])
-    ready = _take_standard_streams(temp_dir, options)
+    lifeline, ready = _take_standard_streams(temp_dir)
+    watch = _ParentWatch(lifeline, os.environ[MARKER], temp_dir)
+    if options["watch_parent"]:
+        watch.start()
+    try:
+        _stay(options, temp_dir, ready)
+    finally:
+        if watch.parent_is_gone.is_set():
+            watch.join()  # it is ending Ray, and is not done before it ends this process
+
+
+def _stay(options: HeadOptions, temp_dir: Path, ready: int) -> None:
+    """Start Ray and stay; exits with status 1 when a part of Ray dies, 0 after SIGTERM."""
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     node = _HeadNode(_parameters(options), head=True, shutdown_at_exit=False, spawn_reaper=True)
@@ -91,7 +123,7 @@ def _parameters(options: HeadOptions) -> RayParams:
     )
 
 
-def _take_standard_streams(temp_dir: Path, options: HeadOptions) -> int:
+def _take_standard_streams(temp_dir: Path) -> tuple[int, int]:
     """Keep the parent's pipes for this process alone, and give the children /dev/null and a log file instead."""
     lifeline, ready = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -99,22 +131,7 @@ def _take_standard_streams(temp_dir: Path, options: HeadOptions) -> int:
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    if options["watch_parent"]:
-        cluster_id = os.environ[MARKER]
-        threading.Thread(target=_outlive_parent, args=(lifeline, cluster_id, temp_dir), daemon=True).start()
-    return ready
-
-
-def _outlive_parent(lifeline: int, cluster_id: str, temp_dir: Path) -> None:
-    """Wait for the process that embeds the cluster to go, however it goes; then end the cluster and this process."""
-    parent_pid = os.getppid()
-    # The pipe closes when the parent dies; a process that the parent forked may hold it open, hence the second look.
-    while os.getppid() == parent_pid and not select.select([lifeline], [], [], 1.0)[0]:
-        pass
-    try:
-        end_cluster(cluster_id, temp_dir)
-    finally:
-        os._exit(1)
+    return lifeline, ready
 
 
 if __name__ == "__main__":

@@ -53,16 +53,15 @@ class ActorLearnerSpec(RLSpec):
 
 def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     """Run the loop to its end and return the run's id. Raises RunError when the target was not reached."""
-    with _record(spec, job) as recorder:
-        flow = _Flow(spec, recorder)
-        with ExitStack() as closing:
+    with ExitStack() as closing:  # the record is closed first: it must be right even when the rest is cut short
+        with _record(spec, job) as recorder:
+            flow = _Flow(spec, recorder)
             try:
                 flow.start(closing)
                 flow.follow_until_solved()
                 flow.finish()
             finally:
                 flow.settle()
-        recorder.flush()
         shoal.runs.write_report(shoal.runs.load(recorder.id))
     return recorder.id
 

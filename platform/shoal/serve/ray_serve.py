@@ -70,8 +70,7 @@ def deploy(spec: EndpointSpec, factory: ModelFactory, signature: Signature, sour
     """
     running = serve.status()
     if running.applications or running.proxies:
-        names = ", ".join(running.applications) or "nothing"
-        raise ClusterError(f"Serve runs already on this cluster, with {names}: close that endpoint first")
+        raise ClusterError(f"Serve runs on this cluster ({', '.join(running.applications)}): close that endpoint first")
     port = spec.port or free_port(spec.host)
     serve.start(proxy_location="HeadOnly", http_options={"host": spec.host, "port": port})
     deployment = serve.deployment(serve.ingress()(ReplicaWorker)).options(
@@ -82,7 +81,7 @@ def deploy(spec: EndpointSpec, factory: ModelFactory, signature: Signature, sour
         graceful_shutdown_timeout_s=spec.drain_s,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=2.0,
-        max_constructor_retry_count=3,
+        max_constructor_retry_count=2,
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
     )
     try:
@@ -96,5 +95,5 @@ def deploy(spec: EndpointSpec, factory: ModelFactory, signature: Signature, sour
 
 
 def shutdown() -> None:
-    """Remove whatever endpoint the cluster has."""
+    """Remove whatever endpoint the cluster has. Idempotent."""
     serve.shutdown()

@@ -1,0 +1,37 @@
+"""Run every benchmark, one after the other, each in a process of its own; one that fails does not stop the rest.
+
+python -m benchmarks.all            # about a quarter of an hour; results in benchmarks/results
+python -m benchmarks.all --quick    # one short run of each, to see that they work
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from benchmarks.children import ROOT
+
+NAMES = ("time_to_solve", "experience", "weights", "endpoint")
+
+
+def main(words: list[str]) -> int:
+    """Exit status 1 when one failed."""
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        return 0
+    failed: list[str] = []
+    for name in NAMES:
+        print(f"== {name}", flush=True)
+        started_s = time.monotonic()
+        status = subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *words], cwd=ROOT, check=False).returncode
+        verdict = "done" if status == 0 else f"FAILED with status {status}"
+        print(f"== {name}: {verdict} after {time.monotonic() - started_s:.0f} s\n", flush=True)
+        failed += [name] if status else []
+    if failed:
+        print(f"failed: {', '.join(failed)}; their earlier results stay as they were", flush=True)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

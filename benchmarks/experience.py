@@ -1,0 +1,97 @@
+"""Environment steps a second of four actor processes that teach a learner, over four that only act.
+
+    python -m benchmarks.experience [--runs N] [--quick]
+
+One run is three windows of the same length, one after the other, each with four fresh processes: acting alone (the
+policy and the environment of `shoal.actor`, and nothing else), with gateway and learner in one process without Ray
+("local"), and with both as Ray workers ("ray"). All use the weights of `balancing`, so episodes last 500 steps in every
+window: resets are as rare in one as in the other. The learner works at full cost, with a learning rate that changes
+nothing. Everything shares the machine's cores: what gateway and learner take is lost to the actors.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.balancing import balancing_weights
+from benchmarks.children import Child, scratch
+from benchmarks.ours.rl import actors_of, run_of
+from benchmarks.result import compare, options, write
+from shoal.rl.spec import RLSpec
+from shoal.weights import encode_tensors
+
+NUM_ACTORS = 4
+BAR = 0.8
+SIDES = ("alone", "local", "ray")
+
+
+class Window(NamedTuple):
+    """Steps a second of all actors, and the cores that the actors and the run kept busy meanwhile."""
+
+    steps_per_s: float
+    actor_cores: float
+    run_cores: float
+
+
+def measure(actors: list[Child], run: Child | None, warm_up_s: float, window_s: float) -> Window:
+    """One window of acting; the actors have begun already."""
+    begin_s = time.monotonic() + warm_up_s
+    for actor in actors:
+        actor.tell(begin_s=begin_s, end_s=begin_s + window_s)
+    time.sleep(warm_up_s)
+    used_s = run.cpu_s() if run else 0.0
+    counted = [actor.answer(warm_up_s + window_s + 30.0) for actor in actors]
+    used_s = run.cpu_s() - used_s if run else 0.0
+    rate = sum(one["steps"] / one["seconds"] for one in counted)
+    return Window(rate, sum(one["cpu_s"] for one in counted) / window_s, used_s / window_s)
+
+
+def measure_side(side: str, folder: Path, warm_up_s: float, window_s: float) -> Window:
+    """Start what the side needs, measure, end it."""
+    if side == "alone":
+        weights = folder / "weights.safetensors"
+        weights.write_bytes(encode_tensors(balancing_weights(RLSpec())))
+        with actors_of(folder, NUM_ACTORS, ["--alone", str(weights)]) as actors:
+            return measure(actors, None, warm_up_s, window_s)
+    with (
+        run_of(side, folder, balancing=True) as (run, address),
+        actors_of(folder, NUM_ACTORS, ["--connect", address]) as actors,
+    ):
+        return measure(actors, run, warm_up_s, window_s)
+
+
+def main() -> None:
+    chosen = options(__doc__, runs=4)
+    warm_up_s, window_s = (2.0, 3.0) if chosen.quick else (3.0, 8.0)
+    found: dict[str, list[Window]] = {side: [] for side in SIDES}
+    with scratch() as folder:
+        for index in range(chosen.runs):
+            for side in SIDES:
+                window = measure_side(side, folder, warm_up_s, window_s)
+                found[side].append(window)
+                print(
+                    f"run {index + 1}, {side}: {window.steps_per_s:,.0f} steps/s; cores busy: actors"
+                    f" {window.actor_cores:.2f}, gateway and learner {window.run_cores:.2f}",
+                    flush=True,
+                )
+    rates = {side: [window.steps_per_s for window in windows] for side, windows in found.items()}
+    rows = [
+        compare(
+            f"experience into the learner, four actors ({'Ray' if side == 'ray' else 'one process, no Ray'})",
+            "steps/s",
+            "higher",
+            rates[side],
+            rates["alone"],
+            "acting alone",
+            bar=BAR,
+            bar_kind="ratio",
+        )
+        for side in ("ray", "local")
+    ]
+    write("experience", rows, chosen.results)
+
+
+if __name__ == "__main__":
+    main()

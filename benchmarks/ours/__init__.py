@@ -1,0 +1,1 @@
+"""Our side of each comparison, as processes that a benchmark starts. They run in .venv."""

@@ -1,0 +1,1 @@
+"""The peers' side of each comparison, as processes that a benchmark starts. They run in .venv-peers, without shoal."""

@@ -1,0 +1,144 @@
+"""Seconds until CartPole-v1 is solved: our whole loop beside stable-baselines3's PPO and RLlib's IMPALA.
+
+    python -m benchmarks.time_to_solve [--runs N] [--quick]
+
+Solved: a mean return of at least 475 over the last 100 finished training episodes. The clock runs from the first step
+(ours: from the first segment that the gateway receives) and leaves out every start-up. Ours is `shoal run actor_learner
+--actors 4` as a user types it, on a cluster that it starts: gateway, learner and endpoint as Ray workers, the actors
+four processes of their own. It is also measured without Ray. PPO runs with torch's default threads and with one, and the
+better median counts. Whoever does not solve it in time counts with the cap, and the note says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks.children import OUR_PYTHON, PEERS_PYTHON, Child, ChildFailed, scratch
+from benchmarks.ours.rl import actors_of, run_of
+from benchmarks.result import Row, compare, options, write
+
+TARGET = 475.0
+CAP_S = 90.0
+START_TIMEOUT_S = 120.0
+NUM_ACTORS = 4
+SB3_BAR, RLLIB_BAR = 5.0, 0.1
+
+
+class Solved(NamedTuple):
+    """One attempt; `seconds` is the cap when it was not solved."""
+
+    seconds: float
+    steps: int
+    solved: bool
+
+
+def ours_on_ray(seed: int, folder: Path) -> Solved:
+    """`shoal run`, and what its record says."""
+    home = folder / f"home-{seed}"
+    words = [OUR_PYTHON, "-m", "shoal.cli", "run", "actor_learner", "--actors", str(NUM_ACTORS), "--plain"]
+    words += ["--address", "local", f"learner.seed={seed}", f"target_return={TARGET}", f"max_wall_s={CAP_S}"]
+    with Child([*words, "eval_episodes=1"], folder, {"SHOAL_HOME": str(home)}) as child:
+        status = child.wait(2 * START_TIMEOUT_S + CAP_S)
+        output = "\n".join(child.output)
+    os.environ["SHOAL_HOME"] = str(home)
+    import shoal.runs
+
+    runs = shoal.runs.list_runs()
+    if not runs:
+        raise ChildFailed(f"`shoal run` ended with status {status} and left no record: {output[-2000:]}")
+    events = {event["kind"]: event["details"] for event in runs[0].events().to_dict("records")}
+    if "solved" not in events:
+        if "the target is" not in output:
+            raise ChildFailed(f"`shoal run` ended with status {status}: {output[-2000:]}")
+        return Solved(CAP_S, int(runs[0].latest().get("steps/total", 0)), False)
+    return Solved(events["solved"]["seconds"], events["solved"]["steps"], True)
+
+
+def ours_without_ray(seed: int, folder: Path) -> Solved:
+    """The same gateway and learner in one process."""
+    with (
+        run_of("local", folder, spec={"learner": {"seed": seed}}, target_return=TARGET) as (run, address),
+        actors_of(folder, NUM_ACTORS, ["--connect", address]),
+    ):
+        return _outcome(run.ask(CAP_S + 30.0, do="solved", timeout_s=CAP_S))
+
+
+def sb3(seed: int, folder: Path, torch_threads: int | None = None) -> Solved:
+    setting = {"seed": seed, "torch_threads": torch_threads, "target": TARGET, "cap_s": CAP_S}
+    with Child([PEERS_PYTHON, "-m", "benchmarks.peers.sb3_ppo", json.dumps(setting)], folder) as child:
+        return _outcome(child.answer(START_TIMEOUT_S + CAP_S))
+
+
+def sb3_one_thread(seed: int, folder: Path) -> Solved:
+    return sb3(seed, folder, torch_threads=1)
+
+
+def rllib(seed: int, folder: Path) -> Solved:
+    ray_folder = folder / f"ray-{seed}"
+    setting = {"seed": seed, "target": TARGET, "cap_s": CAP_S, "folder": str(ray_folder)}
+    words = [PEERS_PYTHON, "-m", "benchmarks.peers.rllib_impala", json.dumps(setting)]
+    with Child(words, folder, ray_folder=ray_folder) as child:
+        return _outcome(child.answer(START_TIMEOUT_S + CAP_S))
+
+
+def _outcome(said: dict[str, Any]) -> Solved:
+    solved = bool(said.get("solved", said["seconds"] is not None))
+    return Solved(float(said["seconds"]) if solved else CAP_S, int(said["steps"]), solved)
+
+
+SIDES: dict[str, Callable[[int, Path], Solved]] = {
+    "ours": ours_on_ray,
+    "sb3": sb3,
+    "local": ours_without_ray,
+    "sb3, one thread": sb3_one_thread,
+    "rllib": rllib,
+}
+
+
+def rows_of(found: dict[str, list[Solved]]) -> list[Row]:
+    """The headline with Ray, against both peers, and the same without Ray."""
+    best = min(("sb3", "sb3, one thread"), key=lambda side: median(one.seconds for one in found[side]))
+    rows = []
+    for side, title in (("ours", "CartPole-v1 solved"), ("local", "CartPole-v1 solved (one process, no Ray)")):
+        for peer, name, bar in ((best, "stable-baselines3 PPO", SB3_BAR), ("rllib", "RLlib IMPALA", RLLIB_BAR)):
+            ours, theirs = found[side], found[peer]
+            row = compare(
+                title, "s", "lower", [one.seconds for one in ours], [one.seconds for one in theirs], name,
+                bar, "ratio", note="; ".join(filter(None, (_unsolved("Shoal", ours), _unsolved(name, theirs)))),
+            )  # fmt: skip
+            rows.append(row)
+    return rows
+
+
+def _unsolved(name: str, attempts: list[Solved]) -> str:
+    unsolved = [one for one in attempts if not one.solved]
+    if not unsolved:
+        return ""
+    return (
+        f"{name} did not solve it in {len(unsolved)} of {len(attempts)} runs: {CAP_S:.0f} s"
+        f" ({unsolved[0].steps:,} steps) stand for those, a lower bound"
+    )
+
+
+def main() -> None:
+    chosen = options(__doc__, runs=5)
+    found: dict[str, list[Solved]] = {side: [] for side in SIDES}
+    with scratch() as folder:
+        for seed in range(chosen.runs):
+            for side, solve in SIDES.items():
+                if side == "rllib" and seed >= max(1, chosen.runs // 3):
+                    continue  # it takes the cap each time
+                outcome = solve(seed, folder)
+                found[side].append(outcome)
+                verdict = "solved" if outcome.solved else "NOT solved"
+                print(f"seed {seed}, {side}: {verdict}, {outcome.seconds:.2f} s, {outcome.steps:,} steps", flush=True)
+    write("time_to_solve", rows_of(found), chosen.results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The rules of the house, by walking the imports: who may import ray and torch, and that imports point down."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "platform" / "shoal"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A room may import the rooms below it. Rooms on one line do not import each other.
+LEVELS = [
+    {"cli"},
+    {"flows"},
+    {"train", "rl", "serve", "population", "stream"},
+    {"cluster"},
+    {"actor"},
+    {"checkpoint", "parallel", "algorithms", "models"},
+    {"runs", "registry"},
+    {"weights"},
+    {"wire"},
+    {"config"},
+    {"home", "errors"},
+]
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module that a file imports, also inside functions and for type checking."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_platform_is_a_folder_and_never_a_package() -> None:
+    assert not (ROOT / "platform" / "__init__.py").exists()  # it would hide the standard library's platform
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    room = room_of(path)
+    if room == "__init__":
+        return
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] != "shoal" or len(parts) < 2 or parts[1] == room or parts[1] not in LEVEL:
+            continue
+        assert LEVEL[parts[1]] > LEVEL[room], f"{room} may not import {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_shells_and_the_cluster_import_ray(path: Path) -> None:
+    if path.name.startswith("ray_") or room_of(path) == "cluster":
+        return
+    assert not {name for name in imports_of(path) if name.partition(".")[0] == "ray"}
+
+
+def test_jobs_and_serve_apps_are_imported_by_nobody() -> None:
+    for path in FILES:
+        assert not {name for name in imports_of(path) if name.partition(".")[0] in ("jobs", "serve_apps")}
+
+
+@pytest.mark.parametrize("module", ["shoal", "shoal.wire", "shoal.actor", "shoal.weights", "shoal.home"])
+def test_a_game_client_loads_neither_torch_nor_ray_nor_the_platforms_libraries(module: str) -> None:
+    heavy = ["torch", "ray", "pydantic", "pandas", "click", "rich", "yaml"]
+    program = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_module_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_every_room_is_in_the_layout_that_the_package_names() -> None:
+    import shoal
+
+    rooms = {room_of(path) for path in FILES} - {"__init__"}
+    assert rooms == set(shoal._ROOMS)

@@ -1,0 +1,204 @@
+"""What the README promises, as a user would do it: the demo from start to finish, Ctrl-C, failure, resume."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import shoal.runs
+from shoal.registry import Registry
+from waiting import wait_for
+
+ROOT = Path(__file__).parents[2]
+DEMO = ["run", "actor_learner", "--actors", "4"]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of this test alone, and no word of the cluster that other tests share."""
+    for name in [name for name in os.environ if name.startswith(("RAY_", "SHOAL_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def nothing_stays(home: Path) -> Iterator[None]:
+    """No process that was started with this home stays (and so no port of one), and no temporary file."""
+    files = _temporary_files()
+    yield
+    wait_for(lambda: not _processes_of(home), 10, f"end of every process of {home}")
+    assert _temporary_files() <= files
+
+
+def _processes_of(home: Path) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("SHOAL_HOME") == str(home):
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue  # it has just ended
+    return found
+
+
+def _temporary_files() -> set[str]:
+    folder = Path(tempfile.gettempdir())
+    return {path.name for path in folder.iterdir() if path.name.startswith(("shoal", "ray", "pymp-", "haproxy"))}
+
+
+def shoal_program(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", "from shoal.cli import main; main()", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def shoal_command(*words: str, timeout_s: float = 170) -> tuple[int, str]:
+    program = shoal_program(*words)
+    try:
+        output, _ = program.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        program.send_signal(signal.SIGINT)
+        output, _ = program.communicate(timeout=30)
+        raise AssertionError(f"not over after {timeout_s} s:\n{output}") from None
+    return program.returncode, output
+
+
+def _read_until(program: subprocess.Popen[str], word: str) -> str:
+    """What the program says up to a line with `word`."""
+    assert program.stdout is not None
+    said = ""
+    for line in program.stdout:
+        said += line
+        if word in line:
+            return said
+    raise AssertionError(f"{word!r} was never said:\n{said}")
+
+
+def _accounting(run: shoal.runs.Run) -> dict[str, Any]:
+    details: dict[str, Any] = run.events().query("kind == 'accounting'")["details"].iloc[-1]
+    return details
+
+
+def test_the_demo_from_start_to_finish(home: Path, nothing_stays: None) -> None:
+    status, output = shoal_command(*DEMO)
+    assert status == 0, output
+    run = shoal.runs.load("latest")
+    assert run.status is shoal.runs.Status.FINISHED
+
+    champion = Registry().get("cartpole@champion")
+    assert champion.ref == "cartpole@1"
+    assert champion.manifest.run_id == run.id
+    assert champion.manifest.metrics["mean_return_100"] >= 475
+    played = re.search(r"mean return ([0-9.]+) over 20 episodes played through the endpoint", output)
+    assert played is not None, output
+    assert float(played[1]) >= 475
+
+    for name in ("report.html", "learning_curve.png", "spec.yaml"):
+        assert (run.folder / name).stat().st_size > 0
+        assert name == "spec.yaml" or str(run.folder / name) in output
+    assert list((run.folder / "tensorboard").iterdir())
+    metrics = run.metrics()
+    assert metrics["return/mean_100"].max() >= 475
+    accounting = _accounting(run)
+    dropped = sum(accounting["dropped"].values())
+    assert accounting["received"] == accounting["consumed"] + dropped
+    assert accounting["queued"] == 0
+    assert {endpoint.state for endpoint in run.endpoints()} == {"closed"}
+    versions = run.versions()["version"].tolist()
+    assert versions == list(range(1, len(versions) + 1))
+    for command in (("runs",), ("runs", run.id), ("report", run.id), ("models", "show", "cartpole@champion")):
+        status, output = shoal_command(*command)
+        assert status == 0, output
+        assert run.id in output
+
+
+@pytest.mark.parametrize("phase", ["starting a Ray cluster", "starting the endpoint"])
+def test_ctrl_c_while_it_starts_leaves_nothing(home: Path, nothing_stays: None, phase: str) -> None:
+    program = shoal_program(*DEMO)
+    said = _read_until(program, phase)
+    program.send_signal(signal.SIGINT)
+    rest, _ = program.communicate(timeout=60)
+    assert program.returncode == 130, said + rest
+    assert "stopped" in rest
+    assert "Traceback" not in said + rest
+
+
+def test_the_endpoint_answers_while_actors_teach_it_and_ctrl_c_ends_it_all(home: Path, nothing_stays: None) -> None:
+    program = shoal_program(*DEMO, "target_return=1000", "max_wall_s=60")
+    said = _read_until(program, "learning")
+    run = shoal.runs.load("latest")
+    url = next(endpoint.address for endpoint in run.endpoints() if endpoint.kind == "inference")
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
+    body = '{"inputs": [{"name": "observation", "datatype": "FP32", "shape": [1, 4], "data": [0, 0, 0, 0]}]}'
+    headers = {"Authorization": f"Bearer {(home / 'token').read_text()}"}
+    seen: set[str] = set()
+
+    def ask() -> bool:
+        connection.request("POST", "/v2/models/cartpole/infer", body, headers)
+        response = connection.getresponse()
+        answer = response.read().decode()
+        assert response.status == 200, answer
+        seen.add(response.headers["shoal-model-version"])
+        return len(seen) >= 5
+
+    wait_for(ask, 30, "five versions from the endpoint")
+    connection.close()
+    program.send_signal(signal.SIGINT)
+    rest, _ = program.communicate(timeout=60)
+    assert program.returncode == 130, said + rest
+    assert "Traceback" not in said + rest
+    stopped = shoal.runs.load("latest")
+    assert stopped.status is shoal.runs.Status.STOPPED
+    assert f"resume={run.id}" in rest
+
+
+def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(home: Path, nothing_stays: None) -> None:
+    status, output = shoal_command(*DEMO, "max_wall_s=2", "target_return=499.9")
+    assert status == 1
+    assert "the target is 499.9" in output
+    run = shoal.runs.load("latest")
+    assert run.status is shoal.runs.Status.FAILED
+    assert f"resume={run.id}" in output
+    before = run.versions()["version"].max()
+    received = _accounting(run)["received"]
+
+    status, output = shoal_command(*DEMO, f"resume={run.id}", "target_return=60")
+    assert status == 0, output
+    again = shoal.runs.load("latest")
+    assert again.id == run.id
+    assert again.status is shoal.runs.Status.FINISHED
+    versions = again.versions()["version"]
+    assert versions.is_unique
+    assert versions.max() > before
+    assert _accounting(again)["balanced"]
+    assert _accounting(again)["received"] > received
+
+
+def test_a_job_that_fails_says_what_and_why(home: Path, nothing_stays: None) -> None:
+    status, output = shoal_command("run", "actor_learner", "env=Pendulum-v1")
+    assert status == 1
+    assert "error: env = 'Pendulum-v1'" in output
+    assert "Discrete" in output
+    assert "Traceback" not in output
+
+
+def test_a_wrong_word_is_refused_before_anything_starts(home: Path) -> None:
+    status, output = shoal_command("run", "actor_learner", "learner.batch_stepz=1")
+    assert status == 1
+    assert "did you mean 'batch_steps'?" in output
