@@ -1,1 +1,1 @@
-"""Every claim of speed, measured beside its peers: `make bench` runs all, `python -m benchmarks.NAME --quick` tries one."""
+"""Claims of speed, measured beside the peers: `make bench` runs all, `python -m benchmarks.NAME --quick` tries one."""

@@ -29,9 +29,9 @@ from shoal.cluster.processes import MARKER, end_processes, members
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".venv-peers"
+TERMINATE_S = 15.0
 OUR_PYTHON = sys.executable
 PEERS_PYTHON = str(PEERS / "bin" / "python")
-GOODBYE_S = 15.0
 
 
 class ChildFailed(Exception):
@@ -42,7 +42,8 @@ class Child:
     """`words` run from the repository's root. Use as a context manager: at its end every descendant is gone.
 
     `folder` takes its log. A child that starts a Ray is told where that keeps its files, in `ray_folder`, which no
-    other child may use: some of Ray's processes are found by what they have open there.
+    other child may use: some of Ray's processes are found by what they have open there. `goodbye_s` is how long it may
+    take to end once its input is closed, 0 for one that does not read it.
     """
 
     def __init__(
@@ -51,11 +52,14 @@ class Child:
         folder: Path,
         env: Mapping[str, str] | None = None,
         ray_folder: Path | None = None,
+        goodbye_s: float = 15.0,
     ) -> None:
         self._marker = uuid.uuid4().hex
         self._ray_folder = ray_folder or folder / self._marker
+        self._goodbye_s = goodbye_s
         self._log_path = folder / f"{self._marker[:8]}.log"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {}), MARKER: self._marker}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, **(env or {}), MARKER: self._marker}
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 list(words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, cwd=ROOT,
@@ -71,10 +75,10 @@ class Child:
         try:
             said = self._said.get(timeout=timeout_s)
         except queue.Empty:
-            raise ChildFailed(f"{self._name()} said nothing for {timeout_s:.0f} s: {self._last_words()}") from None
+            raise ChildFailed(f"{self._name()} said nothing for {timeout_s:.0f} s: {self.last_words()}") from None
         if said is None:
             self._said.put(None)
-            raise ChildFailed(f"{self._name()} ended: {self._last_words()}")
+            raise ChildFailed(f"{self._name()} ended: {self.last_words()}")
         return said
 
     def heard(self) -> list[dict[str, Any]]:
@@ -90,17 +94,17 @@ class Child:
         self.process.stdin.write(json.dumps(content) + "\n")
         self.process.stdin.flush()
 
-    def ask(self, timeout_s: float = 60.0, **content: Any) -> dict[str, Any]:
+    def ask(self, wait_s: float = 60.0, **content: Any) -> dict[str, Any]:
         """`tell`, and the answer to it."""
         self.tell(**content)
-        return self.answer(timeout_s)
+        return self.answer(wait_s)
 
     def wait(self, timeout_s: float) -> int:
         """The exit status. Raises ChildFailed when it does not end."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise ChildFailed(f"{self._name()} did not end in {timeout_s:.0f} s: {self._last_words()}") from None
+            raise ChildFailed(f"{self._name()} did not end in {timeout_s:.0f} s: {self.last_words()}") from None
 
     def cpu_s(self) -> float:
         """Processor seconds that the child and its living descendants have used."""
@@ -111,12 +115,15 @@ class Child:
         return total
 
     def close(self) -> None:
-        """Ask the child to end by closing its input, wait, then end what is left. Idempotent."""
+        """Ask the child to end by closing its input, then with SIGTERM; at last end what is left. Idempotent."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(GOODBYE_S)
+            self.process.wait(self._goodbye_s)
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(TERMINATE_S)
         end_processes(self._marker, self._ray_folder)
         self.process.wait()
         self._reader.join(5.0)
@@ -140,7 +147,8 @@ class Child:
     def _name(self) -> str:
         return " ".join(str(word) for word in self.process.args)[:120]  # type: ignore[union-attr]
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
+        """The ends of what it printed and logged."""
         log = self._log_path.read_text(errors="replace").splitlines()
         return "\n".join([*self.output[-10:], *log[-15:]]) or "no words were left"
 
@@ -148,7 +156,7 @@ class Child:
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
     """A folder with a short path (unix sockets may lie in it), removed at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="sb-", dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir="/tmp"))
     try:
         yield folder
     finally:

@@ -10,7 +10,7 @@ also an idle Ray takes a few percent of a core. No server asks for a token here,
 from __future__ import annotations
 
 import json
-import time
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,13 +47,14 @@ def server_of(name: str, folder: Path) -> Iterator[Server]:
         with ours_of(folder, list(SMALL)) as server:
             yield server
         return
-    port, ray_folder = free_port(), folder / f"ray-{time.monotonic_ns()}"
+    port, ray_folder = free_port(), folder / f"ray-{os.urandom(3).hex()}"
     if name == MOSEC:
         words, path = ["mosec_mlp", "--address", "127.0.0.1", "--port", str(port)], "/inference"
     else:
         words, path = ["ray_serve_mlp", str(port), str(ray_folder)], "/"
     words = [PEERS_PYTHON, "-m", f"benchmarks.peers.{words[0]}", *words[1:]]
-    with Child(words, folder, ray_folder=ray_folder) as child:
+    goodbye_s = 0.0 if name == MOSEC else 15.0  # mosec reads no input
+    with Child(words, folder, ray_folder=ray_folder, goodbye_s=goodbye_s) as child:
         if name == RAY_SERVE:
             child.answer(START_TIMEOUT_S)
         server = Server(child, f"http://127.0.0.1:{port}{path}")

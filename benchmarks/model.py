@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ def mlp(sizes: Sequence[int] = SMALL) -> nn.Sequential:
     """Linear layers of these sizes with ReLU in between."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for size, next_size in zip(sizes[:-1], sizes[1:], strict=True):
+    for size, next_size in pairwise(sizes):
         layers += [nn.Linear(size, next_size), nn.ReLU()]
     return nn.Sequential(*layers[:-1]).eval()
 

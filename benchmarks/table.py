@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.children import ROOT
 from benchmarks.result import Row, describe, number, read
 
+TIMES = "\N{MULTIPLICATION SIGN}"
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 
 
@@ -32,14 +33,14 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _ratio(row: Row) -> str:
-    return f"{number(row.ratio)}×"
+    return f"{number(row.ratio)}{TIMES}"
 
 
 def _bar(row: Row, several: bool) -> str:
     sign = "≥" if row.better == "higher" else "≤"
     if row.bar_kind == "value":
         return f"{sign} {number(row.bar)} {row.unit}"
-    return f"{sign} {number(row.bar)}× {row.peer_name if several else ''}".strip()
+    return f"{sign} {number(row.bar)}{TIMES} {row.peer_name if several else ''}".strip()
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
@@ -51,10 +52,10 @@ def _origin(rows: Sequence[Row]) -> list[str]:
     first = rows[0]
     revisions = sorted({row.commit["revision"][:9] + ("+changes" if row.commit["dirty"] else "") for row in rows})
     machine = first.machine
+    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
     return [
-        f"Medians; × is ours over the peer's. {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB;"
-        f" commit {', '.join(revisions)}; {min(row.date for row in rows)[:10]}; every run, version and command is in"
-        " `benchmarks/results`."
+        f"Medians; {TIMES} is ours over the peer's. {where}; commit {', '.join(revisions)};"
+        f" {min(row.date for row in rows)[:10]}; every run, version and command is in `benchmarks/results`."
     ]
 
 

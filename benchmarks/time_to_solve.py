@@ -3,10 +3,10 @@
     python -m benchmarks.time_to_solve [--runs N] [--quick]
 
 Solved: a mean return of at least 475 over the last 100 finished training episodes. The clock runs from the first step
-(ours: from the first segment that the gateway receives) and leaves out every start-up. Ours is `shoal run actor_learner
---actors 4` as a user types it, on a cluster that it starts: gateway, learner and endpoint as Ray workers, the actors
-four processes of their own. It is also measured without Ray. PPO runs with torch's default threads and with one, and the
-better median counts. Whoever does not solve it in time counts with the cap, and the note says so.
+(ours: from the first segment that the gateway receives) and leaves out every start-up. Ours is what a user types,
+`shoal run actor_learner --actors 4`, on a cluster that it starts: gateway, learner and endpoint are Ray workers, the
+actors four processes of their own. It is also measured without Ray. PPO runs with torch's default threads and with
+one, and the better median counts. Whoever does not solve it in time counts with the cap, and the note says so.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class Solved(NamedTuple):
 def ours_on_ray(seed: int, folder: Path) -> Solved:
     """`shoal run`, and what its record says."""
     home = folder / f"home-{seed}"
-    words = [OUR_PYTHON, "-m", "shoal.cli", "run", "actor_learner", "--actors", str(NUM_ACTORS), "--plain"]
+    words = [str(Path(OUR_PYTHON).parent / "shoal"), "run", "actor_learner", "--actors", str(NUM_ACTORS), "--plain"]
     words += ["--address", "local", f"learner.seed={seed}", f"target_return={TARGET}", f"max_wall_s={CAP_S}"]
-    with Child([*words, "eval_episodes=1"], folder, {"SHOAL_HOME": str(home)}) as child:
+    words += ["eval_episodes=1"]
+    with Child(words, folder, {"SHOAL_HOME": str(home)}, goodbye_s=0.0) as child:
         status = child.wait(2 * START_TIMEOUT_S + CAP_S)
         output = "\n".join(child.output)
     os.environ["SHOAL_HOME"] = str(home)
@@ -50,11 +51,11 @@ def ours_on_ray(seed: int, folder: Path) -> Solved:
 
     runs = shoal.runs.list_runs()
     if not runs:
-        raise ChildFailed(f"`shoal run` ended with status {status} and left no record: {output[-2000:]}")
+        raise ChildFailed(f"`shoal run` ended with status {status} and left no record: {child.last_words()}")
     events = {event["kind"]: event["details"] for event in runs[0].events().to_dict("records")}
     if "solved" not in events:
         if "the target is" not in output:
-            raise ChildFailed(f"`shoal run` ended with status {status}: {output[-2000:]}")
+            raise ChildFailed(f"`shoal run` ended with status {status}: {child.last_words()}")
         return Solved(CAP_S, int(runs[0].latest().get("steps/total", 0)), False)
     return Solved(events["solved"]["seconds"], events["solved"]["steps"], True)
 

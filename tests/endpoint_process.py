@@ -123,6 +123,10 @@ class Load:
         while not self._stop.is_set():
             try:
                 status, headers, body = client.infer()
+            except http.client.IncompleteRead as error:
+                self._count("cut short", str(error))
+                client.close()
+                continue
             except (OSError, http.client.HTTPException) as error:
                 self._count("no answer", f"{type(error).__name__}: {error}")
                 client.close()
@@ -168,8 +172,8 @@ def _drive(temp_dir: Path, spec: dict[str, Any]) -> None:
     os.environ.update(serve_environment(temp_dir))
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=os.urandom(32).hex(), RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
     import numpy as np
-
     import ray
+
     from shoal.errors import ShoalError
     from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
     from shoal.serve.endpoint import EndpointSpec

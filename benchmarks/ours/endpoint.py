@@ -31,6 +31,7 @@ def main(sizes: list[int]) -> None:
 def serve_until_told(sizes: list[int], closing: ExitStack) -> None:
     """Deploy, publish the first weights, obey."""
     import ray
+
     from shoal.cluster.driver import connect
     from shoal.registry import ModelFactory, Signature, TensorSignature
     from shoal.rl.learner import model_arrays

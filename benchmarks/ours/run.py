@@ -62,6 +62,7 @@ class RayEngine:
         cluster = closing.enter_context(start())
         os.environ.update(cluster.environment)  # before anything imports Ray
         import ray
+
         from shoal.cluster.driver import connect
         from shoal.rl.ray_rl import ActorLearnerWorkers, RunSetting
 

@@ -21,10 +21,9 @@ CHECK_S = 0.5  # how often the mean return is looked at
 
 def main(setting: dict[str, Any]) -> None:
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=os.urandom(32).hex(), RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
+    import ray
     from ray.rllib.algorithms.impala import IMPALAConfig
     from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
-
-    import ray
 
     ray.init(
         _temp_dir=setting["folder"], _node_ip_address="127.0.0.1", num_cpus=4, include_dashboard=False,

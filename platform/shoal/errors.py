@@ -8,6 +8,7 @@
     │   └── Refused            the peer answered with an error (bad token, wrong version, ...)
     ├── InvalidSegment         experience that does not fit the run's spec (field, reason)
     ├── ConnectionLost         the peer did not answer within its deadline
+    ├── RunChanged             the gateway's address now serves another run, which the client has joined
     ├── Closed                 the object was used after close()
     ├── WeightsError           weights that are missing, damaged or of the wrong shape
     ├── RegistryError          a model, version or alias that does not exist or cannot be written
@@ -74,6 +75,10 @@ class InvalidSegment(ShoalError, ValueError):
 
 class ConnectionLost(ShoalError, ConnectionError):
     """The peer did not answer within its deadline."""
+
+
+class RunChanged(ShoalError):
+    """The gateway's address now serves another run. The client has joined it: read its spec and weights again."""
 
 
 class Closed(ShoalError):

@@ -45,9 +45,11 @@ def test_killing_one_of_two_replicas_loses_no_request_silently(endpoint: Endpoin
     assert load.hung == 0
     assert load.counts["mixed"] == load.counts["no answer"] == 0, load.surprises[:3]
     refused = sum(count for kind, count in load.counts.items() if kind.startswith("refused 503"))
-    assert load.counts["answered"] + refused == sum(load.counts.values()), load.surprises[:3]
-    # What the victim had in hand was asked of the other: at most the clients' one request each could be refused.
-    assert refused <= 8, load.surprises[:3]
+    # An answer may be cut short when its replica dies between head and body; the client sees that by Content-Length.
+    cut_short = load.counts["cut short"]
+    assert load.counts["answered"] + refused + cut_short == sum(load.counts.values()), load.surprises[:3]
+    # What the victim had in hand was asked of the other: at most each client's one request may be lost, and it knows.
+    assert refused + cut_short <= load.num_clients, load.surprises[:3]
 
 
 def recovered(endpoint: EndpointProcess) -> set[int]:

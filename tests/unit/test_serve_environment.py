@@ -66,7 +66,6 @@ def test_the_wrapper_binds_everything_to_loopback(short_folder: Path) -> None:
     for addition in (
         "option dontlog-normal",
         "option http-buffer-request",
-        "http-response wait-for-body",
         "http-request deny deny_status 503",
         "http-request set-header x-request-disconnect-disabled ?1",
     ):

@@ -14,7 +14,6 @@ import os
 import socket as network
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -22,7 +21,8 @@ from typing import Self
 import numpy as np
 import zmq
 
-from shoal.errors import Closed, ConfigError, ConnectionLost, ProtocolViolation, Refused
+from shoal.actor.outbox import Outbox
+from shoal.errors import Closed, ConfigError, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged
 from shoal.weights import decode_tensors
 from shoal.wire import ExperienceSpec, Limits, Segment, decode, encode, pack_segment
 from shoal.wire.messages import (
@@ -41,7 +41,9 @@ from shoal.wire.messages import (
 )
 
 _log = logging.getLogger(__name__)
-_AGAIN = frozenset({"hello_required", "shutting_down"})  # errors after which a new hello helps
+_AGAIN = frozenset({"hello_required", "sequence_gap"})  # errors after which a new hello helps
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to connect
+_HELLO_TIMEOUT_S = 2.0
 
 
 class ActorClient:
@@ -53,6 +55,7 @@ class ActorClient:
     incarnation: must grow with every start of the same actor_id; by default the time in nanoseconds
     server_key:  the gateway's CURVE public key (Z85 text); required when it is not on this machine
     timeout_s:   how long to try to reach a gateway that does not answer before ConnectionLost is raised
+    max_weights_bytes: weights above this size end the connection
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class ActorClient:
         incarnation: int | None = None,
         server_key: str = "",
         timeout_s: float = 60.0,
+        max_weights_bytes: int = 2**30,
     ) -> None:
         if not address.startswith("tcp://"):
             raise ConfigError("connect", address, "is not an address", "give tcp://host:port, as the job prints it")
@@ -74,11 +78,11 @@ class ActorClient:
         self._lock = threading.RLock()  # whoever holds it owns the socket
         self._closed = threading.Event()
         self._keeper: threading.Thread | None = None
-        self._limits = Limits()
+        self._limits = Limits(max_message_bytes=max_weights_bytes)
         self._welcome: Welcome | None = None
-        self._unacknowledged: deque[tuple[int, Segment]] = deque()  # in order of seq
-        self._next_seq = 0
-        self._send_limit = 0
+        self._outbox = Outbox()
+        self._lost = False  # the session is over: say hello again
+        self._attempts = 0  # to connect, since the last acknowledgement
         self._latest: tuple[int, dict[str, np.ndarray]] | None = None
         self._heard_at = time.monotonic()
         self._used_at = time.monotonic()
@@ -152,7 +156,10 @@ class ActorClient:
     # -- weights and experience ---------------------------------------------------------------------------------
 
     def newer_weights(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
-        """(version, arrays by name) if something newer than `than` has arrived. Never waits; costs microseconds."""
+        """(version, arrays by name) if something newer than `than` has arrived. Costs microseconds; waits only to
+        reconnect. Raises RunChanged when another run has taken the address: the client has joined that one, with a
+        spec and weights of its own, and what was meant for the old run is forgotten.
+        """
         with self._lock:
             self._pump()
             latest = self._latest
@@ -167,29 +174,32 @@ class ActorClient:
     def send(self, segment: Segment, timeout_s: float = 600.0) -> int:
         """Send a segment and return its sequence number; waits while the gateway gives no credit.
 
-        Raises ConnectionLost when no credit came within `timeout_s`, Refused when the gateway refuses this actor.
+        Raises ConnectionLost when no credit came within `timeout_s`, InvalidSegment when it is too large for the
+        gateway, Refused when the gateway refuses this actor, RunChanged as `newer_weights` does.
         """
         if self._closed.is_set():
             raise Closed("the client is closed")
-        self._wait(lambda: self._next_seq < self._send_limit or self.finished, timeout_s, "credit")
+        self._wait(lambda: self._outbox.has_credit or self.finished, timeout_s, "credit")
         with self._lock:
-            seq, self._next_seq = self._next_seq, self._next_seq + 1
-            self._unacknowledged.append((seq, segment))
-            if not self.finished:
-                self._send_frames(pack_segment(segment, seq))
+            size_bytes = sum(len(frame) for frame in pack_segment(segment, 2**63 - 1))
+            if self._welcome is not None and size_bytes > self._welcome.max_message_bytes:
+                problem = f"{size_bytes} bytes, the gateway takes {self._welcome.max_message_bytes}"
+                raise InvalidSegment("too_large", "segment", problem)
+            seq = self._outbox.add(segment)
+            self._send_kept()
             return seq
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every segment is acknowledged; False when that took longer than `timeout_s`."""
         try:
-            self._wait(lambda: not self._unacknowledged or self.finished, timeout_s, "acknowledgements")
+            self._wait(lambda: not self._outbox or self.finished, timeout_s, "acknowledgements")
         except ConnectionLost:
             return False
-        return not self._unacknowledged
+        return not self._outbox
 
     @property
     def num_unacknowledged(self) -> int:
-        return len(self._unacknowledged)
+        return len(self._outbox)
 
     # -- the socket, always under the lock ----------------------------------------------------------------------
 
@@ -206,25 +216,26 @@ class ActorClient:
                 self._socket.poll(50)
 
     def _pump(self) -> None:
-        """Handle whatever has arrived, and reconnect when the gateway has been silent for too long."""
-        if self._closed.is_set() or self._socket is None:
+        """Handle whatever has arrived, and reconnect when the session is over or the gateway silent for too long."""
+        if self._closed.is_set() or self._socket is None or self._welcome is None:
             raise Closed("the client is not connected")
         self._used_at = time.monotonic()
-        while True:
+        while not self._lost:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             self._heard_at = self._used_at
             self._handle(frames)
-        assert self._welcome is not None
+        if self.finished:
+            return
         silent_s = self._used_at - self._heard_at
-        if not self.finished and silent_s > self._welcome.timeout_s:
+        if self._lost or silent_s > self._welcome.timeout_s:
             self._reconnect()
-        elif silent_s > self._welcome.heartbeat_s and not self.finished:
-            self._ping_once(silent_s)
+        elif silent_s > self._welcome.heartbeat_s:
+            self._ping_once_a_beat(silent_s)
 
-    def _ping_once(self, silent_s: float) -> None:
+    def _ping_once_a_beat(self, silent_s: float) -> None:
         assert self._welcome is not None
         beats = int(silent_s / self._welcome.heartbeat_s)
         if beats != self._pinged_beats:
@@ -232,29 +243,35 @@ class ActorClient:
             self._post(Ping())
 
     def _handle(self, frames: list[bytes]) -> None:
-        message = decode(frames, self._limits)
+        try:
+            message = decode(frames, self._limits)
+        except ProtocolViolation as violation:
+            if violation.code == "unknown_kind":
+                return  # a newer gateway says more than this client understands
+            raise
         if isinstance(message, Ack):
             self._on_ack(message)
         elif isinstance(message, Credit):
-            self._send_limit = max(self._send_limit, message.send_limit)
+            self._outbox.raise_limit(message.send_limit)
+            self._send_kept()
         elif isinstance(message, Weights):
             self._on_weights(message, frames)
         elif isinstance(message, Ping):
             self._post(Pong(message.nonce))
         elif isinstance(message, Bye):
             self.finished = self.finished or message.finished
-            if not message.finished:
-                self._heard_at = float("-inf")  # the gateway restarts: say hello again at once
+            self._lost = not self.finished
         elif isinstance(message, Error):
             self._on_error(message)
 
     def _on_ack(self, ack: Ack) -> None:
+        self._attempts = 0
         self.acknowledged[ack.status] = self.acknowledged.get(ack.status, 0) + 1
         if ack.status == "dropped":
             self._on_drop(ack)
-        while self._unacknowledged and self._unacknowledged[0][0] <= ack.seq:
-            self._unacknowledged.popleft()
-        self._send_limit = max(self._send_limit, ack.send_limit)
+        self._outbox.acknowledge(ack.seq)
+        self._outbox.raise_limit(ack.send_limit)
+        self._send_kept()
         self.published_version = max(self.published_version, ack.weights_version)
 
     def _on_drop(self, ack: Ack) -> None:
@@ -274,18 +291,26 @@ class ActorClient:
     def _on_error(self, error: Error) -> None:
         if error.fatal:
             raise Refused(error.code, error.message)
-        if error.code in _AGAIN or error.code == "sequence_gap":
-            self._heard_at = float("-inf")
+        if error.code in _AGAIN:
+            self._lost = True
+        else:
+            _log.warning("the gateway answered with an error (%s: %s)", error.code, error.message)
 
     def _reconnect(self) -> None:
-        """A fresh socket, hello, and again everything that was not acknowledged. Raises after `timeout_s`."""
+        """A fresh socket, hello, and again everything that was not acknowledged.
+
+        Raises ConnectionLost after `timeout_s`, Refused, or RunChanged when another run has answered.
+        """
         deadline = time.monotonic() + self._timeout_s
         if self._welcome is not None:
             self.reconnects += 1
         while not self._closed.is_set():
+            if self._attempts:
+                self._closed.wait(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._attempts - 1)))
+            self._attempts += 1
             self._open_socket()
             self._post(Hello(PROTOCOL_VERSION, self._token, self.actor_id, self.incarnation, "shoal-python"))
-            welcome = self._await_welcome(min(deadline, time.monotonic() + 2.0))
+            welcome = self._await_welcome(min(deadline, time.monotonic() + _HELLO_TIMEOUT_S))
             if welcome is not None:
                 self._begin_session(welcome)
                 return
@@ -319,18 +344,23 @@ class ActorClient:
         return None
 
     def _begin_session(self, welcome: Welcome) -> None:
+        before = self._welcome
         self._heard_at = self._used_at = time.monotonic()
-        if self._welcome is None:
-            self._next_seq = welcome.next_seq
-        self._welcome = welcome
-        self._limits = Limits(max_message_bytes=welcome.max_message_bytes)
-        self._send_limit = welcome.send_limit
+        self._pinged_beats, self._lost, self._welcome = 0, False, welcome
+        changed = before is not None and before.run_id != welcome.run_id
+        if changed:
+            self._outbox.clear()
+            self._latest, self.published_version = None, 0
+        self._outbox.begin_session(welcome.next_seq, welcome.send_limit)
         self.published_version = max(self.published_version, welcome.weights_version)
-        while self._unacknowledged and self._unacknowledged[0][0] < welcome.next_seq:
-            self._unacknowledged.popleft()
-        for seq, segment in self._unacknowledged:
-            self._send_frames(pack_segment(segment, seq))
         self._post(Pull(self._latest[0] if self._latest else 0))
+        self._send_kept()
+        if changed:
+            raise RunChanged(f"{self._address} now serves run {welcome.run_id!r}")
+
+    def _send_kept(self) -> None:
+        for seq, segment in self._outbox.sendable():
+            self._send_frames(pack_segment(segment, seq))
 
     def _post(self, message: Message) -> None:
         self._send_frames([encode(message)])
@@ -340,7 +370,7 @@ class ActorClient:
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
-            self._heard_at = float("-inf")  # nothing drains the socket: the gateway is gone
+            self._lost = True  # nothing drains the socket: the gateway is gone
 
     def _keep_alive(self) -> None:
         """Ping while the environment's loop is away, so that a slow game is not taken for a dead one."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from shoal.actor.client import ActorClient
 from shoal.actor.policy import MlpPolicy
+from shoal.errors import RunChanged
 from shoal.wire import ExperienceSpec, Segment
 
 
@@ -95,30 +96,62 @@ def play(
     """Play until the run is over, or for `max_steps`; returns the number of steps.
 
     Newer weights are looked for every `pull_every` steps and applied between two steps, whole. `on_weights` is told
-    each version that was applied. Raises Refused or ConnectionLost as the client does.
+    each version that was applied. When another run takes the address, its actor begins anew. Raises Refused or
+    ConnectionLost as the client does.
     """
-    policy = MlpPolicy(client.spec.policy, seed)
-    policy.load(*client.wait_for_weights())
-    builder = SegmentBuilder(client.spec)
-    observation, _ = environment.reset(seed=seed)
-    builder.begin(observation)
     steps = 0
     while not client.finished and (max_steps is None or steps < max_steps):
-        if steps % pull_every == 0:
-            newer = client.newer_weights(policy.version)
-            if newer is not None:
-                policy.load(*newer)
-                if on_weights is not None:
-                    on_weights(policy.version)
-        action, log_probability = policy.act(observation)
-        observation, reward, terminated, truncated, _ = environment.step(action)
-        steps += 1
-        segment = builder.step(
-            action, log_probability, policy.version, float(reward), observation, terminated, truncated
+        game = _Game(environment, client, seed, on_weights)
+        try:
+            game.begin()
+            while not client.finished and (max_steps is None or steps < max_steps):
+                if steps % pull_every == 0:
+                    game.pull()
+                steps += 1
+                game.step()
+        except RunChanged:
+            continue
+    return steps
+
+
+class _Game:
+    """One run's policy at play: what is thrown away when another run takes over."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        client: ActorClient,
+        seed: int | None,
+        on_weights: Callable[[int], None] | None,
+    ) -> None:
+        self._environment, self._client, self._seed, self._on_weights = environment, client, seed, on_weights
+        self._policy = MlpPolicy(client.spec.policy, seed)
+        self._builder = SegmentBuilder(client.spec)
+        self._observation: Any = None
+
+    def begin(self) -> None:
+        self._policy.load(*self._client.wait_for_weights())
+        self._reset(self._seed)
+
+    def pull(self) -> None:
+        newer = self._client.newer_weights(self._policy.version)
+        if newer is not None:
+            self._policy.load(*newer)
+            if self._on_weights is not None:
+                self._on_weights(self._policy.version)
+
+    def step(self) -> None:
+        policy = self._policy
+        action, log_probability = policy.act(self._observation)
+        self._observation, reward, terminated, truncated, _ = self._environment.step(action)
+        segment = self._builder.step(
+            action, log_probability, policy.version, float(reward), self._observation, terminated, truncated
         )
         if segment is not None:
-            client.send(segment)
+            self._client.send(segment)
         if terminated or truncated:
-            observation, _ = environment.reset()
-            builder.begin(observation)
-    return steps
+            self._reset(None)
+
+    def _reset(self, seed: int | None) -> None:
+        self._observation, _ = self._environment.reset(seed=seed)
+        self._builder.begin(self._observation)

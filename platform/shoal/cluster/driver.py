@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import ray
+
 from shoal.config import Spec
 from shoal.errors import ClusterError, ShoalError
 

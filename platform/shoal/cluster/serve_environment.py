@@ -24,9 +24,9 @@ UNAVAILABLE = "no replica could answer; try again later"
 
 # Listeners that Serve writes without an address get one; normal requests are not logged (to a syslog port that nobody
 # reads, one datagram each); requests are passed on when they are complete (only those, of up to 16 KB, can be asked of
-# another replica when the first dies), and so are answers (half of one becomes a 503); Serve's page for 502, 503 and
-# 504 is replaced, and used when there is no endpoint; Serve is told not to watch for clients that go away, the endpoint
-# does (`serve.disconnects`).
+# another replica when the first dies); Serve's page for 502, 503 and 504 is replaced, and used when none serves;
+# Serve is told not to watch for clients that go away, the endpoint does (`serve.disconnects`). What remains: an answer
+# whose replica is killed between its head and its body reaches the client cut short, who sees it by Content-Length.
 WRAPPER = r"""#!/bin/sh
 for argument; do
     [ "$previous" = -f ] && config=$argument
@@ -36,7 +36,6 @@ if [ -n "$config" ]; then
     sed -i -e 's/^\( *bind \)\*\?:\([0-9]\)/\1127.0.0.1:\2/' \
            -e 's/^\( *\)option httplog$/&\n\1option dontlog-normal\n\1option http-buffer-request/' \
            -e 's/^frontend http_frontend/&\n    http-request set-header x-request-disconnect-disabled ?1/' \
-           -e 's/^frontend http_frontend/&\n    http-response wait-for-body time 60s/' \
            -e 's/^\( *\)http-request return status 404 .*/\1http-request deny deny_status 503/' "$config"
     cp FOLDER/503.http "$(dirname "$config")/500.http"
 fi

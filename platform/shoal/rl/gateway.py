@@ -41,6 +41,7 @@ from shoal.wire.messages import (
     Weights,
     Welcome,
 )
+from shoal.wire.segment import largest_segment_bytes
 
 _ROUND = 256  # messages handled between two commits, at most
 _FATAL = frozenset({"bad_token", "bad_version", "stale_incarnation", "superseded"})
@@ -81,6 +82,11 @@ class Gateway:
         self.spec, self.experience, self.queue = spec, experience, queue
         self._weights, self._token, self._run_id, self._curve_keys = weights, token, run_id, curve_keys
         self._limits = Limits(max_message_bytes=spec.max_message_bytes)
+        largest = largest_segment_bytes(experience)
+        if largest > spec.max_message_bytes:
+            remedy = "shorten segment_length, or raise it"
+            problem = f"is below the {largest} bytes of the longest segment"
+            raise ConfigError("gateway.max_message_bytes", spec.max_message_bytes, problem, remedy)
         self._progress = Progress(target_return)
         self._actors: dict[ActorKey, ActorProgress] = {}
         self._sessions: dict[bytes, _Session] = {}
@@ -243,18 +249,22 @@ class Gateway:
         snapshot = self._latest
         payload: list[bytes] | None = None
         for route, session in self._sessions.items():
-            version = snapshot.version if snapshot else 0
-            for seq, status, reason, detail in session.acks:
-                self._post(route, Ack(seq, status, session.send_limit, version, reason, detail))
             if session.send_limit > session.told_limit and not session.acks:
                 self._post(route, Credit(session.send_limit))
             session.told_limit = session.send_limit
-            session.acks.clear()
-            if snapshot and session.pull_newer_than is not None and version > session.pull_newer_than:
-                payload = payload or [encode(Weights(version, snapshot.sha256)), snapshot.payload]
+            self._post_acks(route, session)
+            if snapshot and session.pull_newer_than is not None and snapshot.version > session.pull_newer_than:
+                payload = payload or [encode(Weights(snapshot.version, snapshot.sha256)), snapshot.payload]
                 self._outbox.append((route, payload))
                 session.pull_newer_than = None
         self._send_all()
+
+    def _post_acks(self, route: bytes, session: _Session) -> None:
+        """Acks go to the outbox, which is sent after the next commit."""
+        version = self._latest.version if self._latest else 0
+        for seq, status, reason, detail in session.acks:
+            self._post(route, Ack(seq, status, session.send_limit, version, reason, detail))
+        session.acks.clear()
 
     def _post(self, route: bytes, message: Message) -> None:
         self._outbox.append((route, [encode(message)]))
@@ -292,7 +302,7 @@ class Gateway:
         elif isinstance(message, Ping):
             self._post(route, Pong(message.nonce))
         elif isinstance(message, Bye):
-            self._end_session(route, message.reason or "bye")
+            self._end_session(route, "bye", message=_printable(message.reason))
         elif not isinstance(message, Pong):
             self._refuse(route, "malformed", f"{type(message).__name__} goes from the gateway to the actor")
 
@@ -305,10 +315,12 @@ class Gateway:
             known = f"this gateway speaks protocol {PROTOCOL_VERSION}, not {hello.protocol}"
             return self._refuse(route, "bad_version", known)
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            self._progress.event("actor_refused", actor_id=hello.actor_id[:64], reason="bad_token")
+            self._progress.event("actor_refused", actor_id=_printable(hello.actor_id), reason="bad_token")
             return self._refuse(route, "bad_token", "the token is not the one of this gateway")
-        if not 1 <= len(hello.actor_id) <= 64 or not 0 <= hello.incarnation < 2**63:
-            return self._refuse(route, "malformed", "actor_id takes 1 to 64 characters, incarnation 0 to 2^63-1")
+        if not 1 <= len(hello.actor_id) <= 64 or not hello.actor_id.isprintable():
+            return self._refuse(route, "malformed", "actor_id takes 1 to 64 printable characters")
+        if not 0 <= hello.incarnation < 2**63:
+            return self._refuse(route, "malformed", "incarnation takes 0 to 2^63-1")
         newest = self.queue.ledger.newest_incarnation(hello.actor_id)
         if newest is not None and hello.incarnation < newest:
             return self._refuse(route, "stale_incarnation", f"incarnation {newest} of this actor has been seen")
@@ -317,9 +329,11 @@ class Gateway:
 
     def _supersede(self, route: bytes, hello: Hello) -> None:
         """End other connections of the same actor: an older incarnation for good, the same one because it is back."""
+        if route in self._sessions:
+            self._end_session(route, "said hello again")
         for other, session in list(self._sessions.items()):
             if session.key[0] == hello.actor_id:
-                if session.key[1] < hello.incarnation and other != route:
+                if session.key[1] < hello.incarnation:
                     self._refuse(other, "superseded", f"incarnation {hello.incarnation} has taken over")
                 self._end_session(other, "superseded" if session.key[1] < hello.incarnation else "reconnected")
 
@@ -410,9 +424,15 @@ class Gateway:
             if session.last_seen < deadline:
                 self._end_session(route, "timed out")
 
-    def _end_session(self, route: bytes, reason: str) -> None:
+    def _end_session(self, route: bytes, reason: str, **details: str) -> None:
         session = self._sessions.pop(route, None)
         if session is not None:
+            self._post_acks(route, session)
             session.progress.connected = False
             kind = "actor_lost" if reason in ("timed out", "unreachable", "does not read") else "actor_left"
-            self._progress.event(kind, actor_id=session.key[0], incarnation=session.key[1], reason=reason)
+            self._progress.event(kind, actor_id=session.key[0], incarnation=session.key[1], reason=reason, **details)
+
+
+def _printable(text: str) -> str:
+    """What an actor says of itself, fit for a log."""
+    return "".join(character if character.isprintable() else "?" for character in text[:64])

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 from ray.actor import ActorHandle
 
-import ray
 from shoal.errors import ClusterError, ConnectionLost
 from shoal.rl.gateway import Gateway
 from shoal.rl.learner import Learner, Published

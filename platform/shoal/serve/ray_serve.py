@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray.serve.handle import DeploymentHandle
-
 import ray
 from ray import serve
+from ray.serve.handle import DeploymentHandle
+
 from shoal.cluster.serve_environment import free_port
 from shoal.errors import ClusterError
 from shoal.registry.manifest import ModelFactory, Signature

@@ -11,10 +11,10 @@ import asyncio
 import time
 from typing import Any
 
+import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
-import ray
 from shoal.errors import ConnectionLost
 from shoal.weights.publisher import WeightPublisher
 from shoal.weights.store import WeightSnapshot, WeightStore

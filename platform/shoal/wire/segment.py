@@ -71,6 +71,14 @@ class Segment:
         return int(self.versions.min())
 
 
+def largest_segment_bytes(spec: ExperienceSpec) -> int:
+    """The size of a message with the longest segment that fits the spec, with 4 KiB for its header."""
+    length = spec.segment_length
+    observation = math.prod(spec.observation.shape) * spec.observation.numpy_dtype().itemsize
+    action = math.prod(spec.action.shape) * spec.action.numpy_dtype().itemsize
+    return 4096 + (length + 1) * observation + length * (action + 4 + 4 + 8)
+
+
 def pack_segment(segment: Segment, seq: int) -> list[bytes | memoryview]:
     """The frames of a segment message: the header, then one frame a tensor.
 
@@ -165,3 +173,8 @@ def _check_ending(message: SegmentMessage) -> None:
         raise InvalidSegment(DropReason.NON_FINITE, "episode_return", "is NaN or infinite")
     if message.episode_length is not None and message.episode_length < 1:
         raise InvalidSegment(DropReason.INVALID_RANGE, "episode_length", f"{message.episode_length} is below 1")
+    ended = message.terminated or message.truncated
+    for field in ("episode_return", "episode_length"):
+        if (getattr(message, field) is not None) != ended:
+            problem = "is missing, though the episode ended" if ended else "is given, though the episode goes on"
+            raise InvalidSegment(DropReason.INVALID_RANGE, field, problem)

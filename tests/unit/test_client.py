@@ -1,0 +1,248 @@
+"""The actor's client against what a gateway may do to it: full queues, other runs, gaps, silence and nonsense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+
+from rl_setting import TOKEN, Parts, segment, serving
+from shoal.actor import ActorClient, play
+from shoal.actor.outbox import Outbox
+from shoal.errors import Closed, ConfigError, ConnectionLost, InvalidSegment, RunChanged
+from shoal.wire import decode, encode
+from shoal.wire.messages import Bye, Hello, Limits, Ping
+from waiting import wait_for
+
+
+@contextmanager
+def client(parts: Parts, actor_id: str = "one", **options: Any) -> Iterator[ActorClient]:
+    actor = ActorClient(parts.address, TOKEN, actor_id, timeout_s=10, **options)
+    actor.connect()
+    try:
+        yield actor
+    finally:
+        actor.finished = True  # the tests leave things unacknowledged on purpose: do not wait for them
+        actor.close()
+
+
+# -- the outbox -----------------------------------------------------------------------------------------------------
+
+
+def filled(num_segments: int, send_limit: int) -> Outbox:
+    outbox = Outbox()
+    outbox.begin_session(0, send_limit)
+    for _ in range(num_segments):
+        outbox.add(segment())
+    return outbox
+
+
+def numbers(outbox: Outbox) -> list[int]:
+    return [seq for seq, _ in outbox.sendable()]
+
+
+def test_nothing_is_sent_beyond_the_limit_and_nothing_twice() -> None:
+    outbox = filled(5, send_limit=3)
+    assert numbers(outbox) == [0, 1, 2]
+    assert numbers(outbox) == []
+    assert not outbox.has_credit
+    outbox.raise_limit(2)
+    outbox.raise_limit(6)
+    assert numbers(outbox) == [3, 4]
+    assert outbox.has_credit
+
+
+def test_an_acknowledgement_settles_everything_before_it() -> None:
+    outbox = filled(5, send_limit=5)
+    numbers(outbox)
+    outbox.acknowledge(2)
+    outbox.acknowledge(1)
+    assert len(outbox) == 2
+    assert outbox.add(segment()) == 5
+
+
+def test_a_new_session_sends_again_what_the_gateway_does_not_have_as_far_as_there_is_credit() -> None:
+    outbox = filled(6, send_limit=6)
+    numbers(outbox)
+    outbox.begin_session(next_seq=2, send_limit=4)
+    assert numbers(outbox) == [2, 3]
+    assert outbox.next_seq == 6
+
+
+def test_a_gateway_that_lost_its_record_gets_the_rest_under_its_own_numbers() -> None:
+    outbox = filled(4, send_limit=4)
+    numbers(outbox)
+    outbox.acknowledge(1)
+    outbox.begin_session(next_seq=0, send_limit=9)
+    assert numbers(outbox) == [0, 1]
+    assert outbox.next_seq == 2
+
+
+# -- the client -----------------------------------------------------------------------------------------------------
+
+
+def test_a_reconnect_into_a_full_queue_waits_for_room_and_drops_nothing() -> None:
+    with serving(queue_capacity=2) as parts, client(parts, "slow") as slow:
+        slow._post(Bye("its session ends, as after a time-out"))
+        wait_for(lambda: not parts.gateway.stats()["actors"][0]["connected"])
+        for _ in range(2):
+            slow._outbox.add(segment())
+        slow._send_kept()  # answered with hello_required
+        with client(parts, "busy") as busy:
+            for _ in range(2):
+                busy.send(segment())
+            assert busy.drain(5)
+            assert not slow.drain(0.3)  # reconnected, and waits for room
+        for _ in range(4):
+            parts.queue.take("learner", 1, 1, timeout_s=1)
+        assert slow.drain(5)
+        assert slow.acknowledged == {"accepted": 2, "dropped": 0, "duplicate": 0}
+
+
+def test_another_run_on_the_same_port_is_joined_and_told() -> None:
+    with serving() as parts:
+        port = parts.gateway.port
+        with client(parts) as actor:
+            actor.send(segment())
+            assert actor.drain(5)
+            parts.gateway.close()
+            with serving(port=port) as other:
+                other.gateway._run_id = "run-2"
+                with pytest.raises(RunChanged, match="run-2"):
+                    wait_for(lambda: actor.newer_weights(10**9), 5)
+                assert actor.run_id == "run-2"
+                assert actor.wait_for_weights()[0] == 1
+                actor.send(segment())
+                assert actor.drain(5)
+                assert other.ledger.totals().received == 1
+                assert actor.reconnects < 10
+
+
+def test_the_ready_loop_begins_anew_with_another_run() -> None:
+    class Endless:
+        def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+            return np.zeros(4, np.float32), {}
+
+        def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            return np.zeros(4, np.float32), 1.0, False, False, {}
+
+    with serving(queue_capacity=200, max_credits=200) as parts, client(parts) as actor:
+        port = parts.gateway.port
+        assert play(Endless(), actor, max_steps=32) == 32
+        assert actor.drain(5)
+        parts.gateway.close()
+        with serving(queue_capacity=200, max_credits=200, port=port) as other:
+            other.gateway._run_id = "run-2"
+            assert play(Endless(), actor, max_steps=64) == 64
+            assert actor.drain(5)
+            assert other.ledger.totals().queued > 0
+
+
+def test_a_segment_that_is_too_large_is_refused_before_it_is_sent() -> None:
+    with serving(max_message_bytes=8192) as parts, client(parts) as actor:
+        with pytest.raises(InvalidSegment, match="8192"):
+            actor.send(segment(600))
+        actor.send(segment())
+        assert actor.drain(5)
+        assert actor.reconnects == 0
+
+
+def test_a_gap_is_mended_even_when_other_messages_follow_the_error() -> None:
+    with serving() as parts, client(parts) as actor:
+        actor.wait_for_weights()
+        with actor._lock:
+            real, actor._send_frames = actor._send_frames, lambda frames: None  # type: ignore[method-assign]
+            actor.send(segment())  # lost on its way
+            actor._send_frames = real  # type: ignore[method-assign]
+            actor.send(segment())
+            actor._post(Ping(1))
+            wait_for(lambda: parts.gateway.stats()["protocol_errors"].get("sequence_gap"))
+        assert actor.drain(5)
+        assert actor.acknowledged["accepted"] == 2
+
+
+def test_a_kind_that_this_client_does_not_know_is_ignored() -> None:
+    ActorClient("tcp://127.0.0.1:1", TOKEN, "one")._handle([msgpack.packb({"kind": "telepathy"})])
+
+
+def test_a_gateway_that_refuses_over_and_over_is_asked_ever_more_slowly() -> None:
+    """A session that begins and is lost at once must not become a busy loop."""
+    with serving() as parts, client(parts) as actor:
+        deadline = wait_for(lambda: parts.gateway.stats()["actors"], 5)
+        assert deadline
+        for _ in range(6):
+            actor._lost = True
+            actor.newer_weights(0)
+        assert actor._attempts >= 6  # without an ack in between, so the last pause was 50 ms * 2^5
+
+
+def test_what_cannot_be_an_address_is_refused_and_an_empty_one_is_given_up() -> None:
+    with pytest.raises(ConfigError, match="tcp://"):
+        ActorClient("127.0.0.1:5", TOKEN)
+    actor = ActorClient("tcp://127.0.0.1:1", TOKEN, timeout_s=0.2)
+    with pytest.raises(ConnectionLost, match="no gateway answers"):
+        actor.connect()
+    actor.close()
+    actor.close()
+    with pytest.raises(Closed):
+        actor.send(segment())
+
+
+# -- and the gateway against what an actor may do to it ------------------------------------------------------------
+
+
+def test_hello_under_another_name_on_the_same_connection_ends_the_first_session() -> None:
+    with serving() as parts:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(parts.address)
+        for name in ("a", "b"):
+            socket.send(encode(Hello(1, TOKEN, name, 1)))
+            assert socket.poll(5000)
+            decode(socket.recv_multipart(), Limits())
+        connected = {actor["actor_id"]: actor["connected"] for actor in parts.gateway.stats()["actors"]}
+        context.destroy(linger=0)
+        assert connected == {"a": False, "b": True}
+
+
+def test_what_an_actor_says_of_itself_is_cut_and_cleaned_before_it_is_logged() -> None:
+    with serving() as parts:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(parts.address)
+        socket.send(encode(Hello(1, "guess", "\x1b[2J" + "x" * 1000, 1)))
+        socket.send(encode(Hello(1, TOKEN, "\x1b[2Jevil", 1)))  # refused: not printable
+        socket.send(encode(Hello(1, TOKEN, "fine", 1)))
+        socket.send(encode(Bye("timed out\n" * 5000)))
+        events: list[Any] = []
+        wait_for(lambda: events.extend(parts.gateway.take_events()) or "actor_left" in str(events))
+        context.destroy(linger=0)
+        assert max(len(repr(event)) for event in events) < 300
+        assert "\x1b" not in repr([list(event[2].values()) for event in events]).replace("\\x1b", "\x1b")
+        assert not any(kind == "actor_lost" for _, kind, _ in events)
+
+
+def test_a_message_limit_below_the_longest_segment_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="segment_length"):
+        Parts(max_message_bytes=1024)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"episode_return": 1000.0, "episode_length": 1},
+        {"terminated": True},
+        {"truncated": True, "episode_return": 1.0},
+    ],
+)
+def test_an_episodes_return_is_given_if_and_only_if_it_ended(changes: dict[str, Any]) -> None:
+    with serving() as parts, client(parts) as actor:
+        actor.send(segment(1, **changes))
+        assert actor.drain(5)
+        assert actor.drops == {"invalid_range": 1}
+        assert parts.gateway.stats()["episodes"] == 0
