@@ -73,7 +73,7 @@ class RayEngine:
         self._workers = ActorLearnerWorkers(spec, experience, run, 0)
         closing.callback(self._workers.close)
         closing.callback(self._workers.close_gateway, finished=True)
-        self.address = f"tcp://{spec.gateway.host}:{self._workers.gateway_port()}"
+        self.address = self._workers.gateway_address()
 
     def stats(self) -> dict[str, Any]:
         return self._workers.stats()[0] or {}

@@ -37,7 +37,7 @@ class Loop:
         experience = experience_spec(environment.observation_space, environment.action_space, spec)
         setting = RunSetting(run_id, folder, TOKEN, None, None)
         self.workers: ActorLearnerWorkers = ActorLearnerWorkers(spec, experience, setting, 0)
-        self.address = f"tcp://127.0.0.1:{self.workers.gateway_port()}"
+        self.address = self.workers.gateway_address()
         self.actors: list[subprocess.Popen[bytes]] = []
 
     def start_actor(self, actor_id: str) -> subprocess.Popen[bytes]:

@@ -107,7 +107,7 @@ class _Flow:
         self._endpoint = deploy(endpoint_spec, factory, signature, self._workers.weight_source())
         closing.callback(self._endpoint.close)
         recorder.endpoint(spec.endpoint.name, "inference", self._endpoint.url, "ready")
-        address = f"tcp://{spec.gateway.host}:{self._workers.gateway_port()}"
+        address = self._workers.gateway_address()
         server_key = keys[0].decode() if keys else ""
         command = f"python -m shoal.actor --connect {address} --env {spec.env}"
         command += f" --server-key {server_key}" if server_key else ""

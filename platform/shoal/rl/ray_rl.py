@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.errors import ClusterError, ConnectionLost
 from shoal.rl.gateway import Gateway
@@ -67,8 +68,12 @@ class GatewayWorker:
         )
         self._gateway.start()
 
-    def port(self) -> int:
-        return self._gateway.port
+    def address(self) -> str:
+        """Where actors reach it; for a wildcard host, the address of this node."""
+        host = self._gateway.spec.host
+        if host in ("0.0.0.0", "::", "*"):
+            host = ray.util.get_node_ip_address()
+        return f"tcp://{host}:{self._gateway.port}"
 
     def take(self, consumer: str, min_steps: int, max_segments: int, timeout_s: float) -> ExperienceBatch | None:
         return self._queue.take(consumer, min_steps, max_segments, timeout_s)
@@ -158,8 +163,10 @@ class ActorLearnerWorkers:
         self._store = start_weight_store(setting.run_id)
         # Workers find each other by name: a handle among the arguments of a constructor would hinder its restart.
         options = {"namespace": NAMESPACE, "max_restarts": spec.learner.max_restarts}
+        # The gateway stays on this node: its address must not change, and its ledger is a file of the run's folder.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._gateway: Any = GatewayWorker.options(  # type: ignore[attr-defined]
-            name=_gateway_name(setting.run_id), **options
+            name=_gateway_name(setting.run_id), scheduling_strategy=here, **options
         ).remote(spec, experience, setting)
         self._learner: Any = LearnerWorker.options(  # type: ignore[attr-defined]
             name=f"learner-{setting.run_id}", num_cpus=spec.learner.num_cpus, **options
@@ -168,10 +175,10 @@ class ActorLearnerWorkers:
     def weight_source(self) -> RayWeightSource:
         return RayWeightSource(self._store)
 
-    def gateway_port(self, timeout_s: float = 120.0) -> int:
+    def gateway_address(self, timeout_s: float = 120.0) -> str:
         """Wait for the gateway. Raises ClusterError when it does not come up."""
         try:
-            return int(ray.get(self._gateway.port.remote(), timeout=timeout_s))
+            return str(ray.get(self._gateway.address.remote(), timeout=timeout_s))
         except (*STORE_IS_AWAY, ray.exceptions.RayTaskError) as error:
             raise ClusterError(f"the gateway did not start: {error}") from error
 

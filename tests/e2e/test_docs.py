@@ -1,0 +1,92 @@
+"""The README and the guides: every command exists, and every block of Python runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+
+import shoal.runs
+from rl_setting import TOKEN, serving
+from shoal.cli import cli
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[str]:
+    found = []
+    for path in PAGES:
+        for block in blocks(path, ""):
+            for line in block.replace("\\\n", " ").splitlines():
+                if line.startswith("shoal "):
+                    found.append(line.partition("  #")[0].strip())
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_of_the_pages_is_understood(command: str) -> None:
+    verb, *words = shlex.split(command)[1:]
+    found = cli.get_command(click.Context(cli), verb)
+    assert found is not None, verb
+    while isinstance(found, click.Group):
+        inner = found.get_command(click.Context(found), words.pop(0))
+        assert inner is not None
+        found = inner
+    found.make_context(verb, words)  # parses; runs nothing
+
+
+def test_every_make_target_of_the_readme_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z-]+)", (ROOT / "README.md").read_text()))
+    assert named <= targets
+
+
+def test_every_link_within_the_pages_leads_somewhere() -> None:
+    for path in PAGES:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_the_readmes_python_runs(shoal_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with shoal.runs.create("docs", "") as recorder:
+        recorder.log(10, {"return/mean_100": 12.5, "steps/per_s": 100.0})
+    (block,) = blocks(ROOT / "README.md", "python")
+    exec(compile(block, "README.md", "exec"), {})
+    assert "12.5" in capsys.readouterr().out
+
+
+class Game:
+    """What the guide's example takes for granted of a game."""
+
+    def restart(self) -> np.ndarray:
+        self.ticks = 0
+        return np.zeros(4, np.float32)
+
+    def tick(self, action: int) -> tuple[np.ndarray, float, bool, bool]:
+        self.ticks += 1
+        return np.zeros(4, np.float32), 1.0, self.ticks == 20, False
+
+
+def test_the_guides_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    actor, local = blocks(ROOT / "docs" / "getting-started.md", "python")
+    names: dict[str, Any] = {}
+    exec(compile(actor, "getting-started.md", "exec"), names)
+    with serving() as parts, names["ActorClient"](parts.address, TOKEN) as client:
+        policy = names["MlpPolicy"](client.spec.policy)
+        policy.load(*client.wait_for_weights())
+        names["play_one_episode"](client, policy, Game())
+        assert client.drain(5)
+        assert parts.gateway.stats()["episodes"] == 1
+        assert parts.gateway.stats()["steps"] == 20
+    exec(compile(local, "getting-started.md", "exec"), {})
+    assert "tcp://127.0.0.1:" in capsys.readouterr().out
