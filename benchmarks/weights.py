@@ -29,6 +29,8 @@ STEPS_PER_S = 60
 SETTLE_S = 3.0
 SPEC = {
     "hidden": [352, 352],  # policy and value: 1.0 MB of float32
+    # Room for the whole window of every actor: one that waits for credit in `send` would apply nothing meanwhile.
+    "gateway": {"queue_capacity": NUM_ACTORS * 16},
     "learner": {"batch_steps": NUM_ACTORS * STEPS_PER_S},  # an update, and so a version, about once a second
 }
 REQUESTS_PER_S = 200

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 import shoal.runs
+from shoal.cluster.processes import members
 from shoal.registry import Registry
 from waiting import wait_for
 
@@ -54,8 +55,14 @@ def _processes_of(home: Path) -> list[str]:
 
 
 def _temporary_files() -> set[str]:
-    folder = Path(tempfile.gettempdir())
-    return {path.name for path in folder.iterdir() if path.name.startswith(("shoal", "ray", "pymp-", "haproxy"))}
+    """What a cluster could leave; a folder that a living cluster of somebody else uses does not count."""
+    found = set()
+    for path in Path(tempfile.gettempdir()).iterdir():
+        mark = path / "cluster-id"
+        in_use = path.name.startswith("shoal-") and mark.exists() and members(mark.read_text(), path)
+        if path.name.startswith(("shoal-", "pymp-", "haproxy")) and not in_use:
+            found.add(path.name)
+    return found
 
 
 def shoal_program(*words: str) -> subprocess.Popen[str]:

@@ -39,6 +39,7 @@ def job_main(
             return
         signal.signal(signal.SIGTERM, _interrupt)
         connect()
+        signal.signal(signal.SIGTERM, _interrupt)  # ray.init puts a handler of its own in its place
         try:
             run(chosen, job)
         finally:

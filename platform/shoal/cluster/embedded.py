@@ -94,6 +94,7 @@ def start(
     cluster_id = uuid.uuid4().hex
     # Ray puts unix sockets, whose paths may have 107 characters, deep into this folder.
     temp_dir = Path(tempfile.mkdtemp(prefix="shoal-", dir="/tmp"))
+    (temp_dir / "tmp").mkdir()
     (temp_dir / "cluster-id").write_text(cluster_id)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(end_cluster, cluster_id, temp_dir, grace_s=0.5)
@@ -174,6 +175,7 @@ def _cluster_environment(
         **_common_environment(temp_dir),
         **serve,
         "RAY_JOB_STOP_WAIT_TIME_S": "15",  # a job that is asked to stop may save what it has
+        "TMPDIR": str(temp_dir / "tmp"),  # where Ray's own Python processes leave sockets when they are ended
         "DASHBOARD_METRIC_PORT": str(free_port()),
         "PATH": bin_folder + os.pathsep + inherited.get("PATH", os.defpath),  # `python` in a job is this one
         **extra,
