@@ -178,7 +178,7 @@ def _lines(path: str) -> list[str]:
 def commit() -> dict[str, Any]:
     """The revision that was measured, and whether files other than results differ from it."""
     changed = _git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!README.md")
-    return {"revision": _git("rev-parse", "HEAD"), "dirty": bool(changed)}
+    return {"revision": _git("rev-parse", "HEAD") or "unknown", "dirty": bool(changed)}
 
 
 def _git(*words: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from shoal.rl.queue import ExperienceQueue
 from shoal.rl.spec import RLSpec
 from shoal.weights import WeightStore
 from shoal.wire import Segment
+from waiting import wait_for
 
 A = ("a", 1)
 
@@ -167,3 +169,22 @@ def test_a_learner_whose_lease_was_revoked_stops(tmp_path: Path) -> None:
     bench.queue.take = taken_over  # type: ignore[method-assign, assignment]
     bench.learner.run()
     assert bench.queue.ledger.account(A).dropped == {"learner_crash": 1}
+
+
+def test_a_paused_learner_holds_its_weights_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "learner.publish_every=100")
+    thread = threading.Thread(target=bench.learner.run)
+    thread.start()
+    bench.put(segment(16))
+    wait_for(lambda: bench.learner.updates == 1)
+    held = bench.learner.pause()
+    latest = bench.store.latest()
+    assert latest is not None
+    assert held.payload == latest.payload  # what is held has been published, whatever publish_every says
+    bench.put(segment(16))
+    assert bench.learner.pause().payload == held.payload
+    assert bench.queue.ledger.account(A).queued == 1
+    bench.learner.resume()
+    wait_for(lambda: bench.learner.updates == 2)
+    bench.learner.stop()
+    thread.join(10)

@@ -1,6 +1,9 @@
 """The loop: external actors teach a policy that an endpoint already serves, and the best of it is registered.
 
-    endpoint up ► gateway and learner up ► actors come ► solved ► registered ► played through the endpoint ► reported
+    endpoint up ► gateway and learner up ► actors come ► solved ► tried ► registered ► played through the endpoint
+
+A candidate is tried before it is registered: the mean return of the actors speaks of many versions and of a policy that
+explores, the trial of this one version as it will be served. One that fails is not registered; learning goes on.
 
 Called by `jobs/actor_learner.py`, in a process that is connected to a Ray cluster. It owns the order of things and the
 run record; the work is done by the gateway, the learner and the replicas.
@@ -36,6 +39,8 @@ from shoal.wire import ExperienceSpec
 
 POLL_S = 0.5
 PRINT_S = 2.0
+UPDATES_BETWEEN_TRIALS = 50
+TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial chooses; the evaluation must not know its episodes
 MAX_LAG_METRICS = 16  # actors whose lag is recorded one by one
 ENV_RUN_ID = "SHOAL_RUN_ID"  # lets whoever submits a job know its run beforehand
 
@@ -58,7 +63,7 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
             flow = _Flow(spec, recorder)
             try:
                 flow.start(closing)
-                flow.follow_until_solved()
+                flow.learn()
                 flow.finish()
             finally:
                 flow.settle()
@@ -92,6 +97,9 @@ class _Flow:
         self._pids: dict[str, int] = {}
         self._last_rates: dict[str, tuple[float, float]] = {}
         self._printed_at = 0.0
+        self._solved = False
+        self._tried_at = -UPDATES_BETWEEN_TRIALS  # the learner's updates at the last trial
+        self._listening: dict[str, tuple[str, str]] = {}  # name -> kind, address
 
     # -- up -------------------------------------------------------------------------------------------------------
 
@@ -106,34 +114,62 @@ class _Flow:
         factory, signature = served_model(spec, self.experience)
         self._endpoint = deploy(endpoint_spec, factory, signature, self._workers.weight_source())
         closing.callback(self._endpoint.close)
-        recorder.endpoint(spec.endpoint.name, "inference", self._endpoint.url, "ready")
+        self._announce(spec.endpoint.name, "inference", self._endpoint.url)
         address = self._workers.gateway_address()
         server_key = keys[0].decode() if keys else ""
         command = f"python -m shoal.actor --connect {address} --env {spec.env}"
         command += f" --server-key {server_key}" if server_key else ""
         recorder.event("gateway_ready", address=address, env=spec.env, server_key=server_key)
-        recorder.endpoint("gateway", "gateway", address, "ready")
+        self._announce("gateway", "gateway", address)
         print(f"run {recorder.id}: the endpoint is {self._endpoint.url}/v2/models/{spec.endpoint.name}", flush=True)
         print(f"run {recorder.id}: waiting for actors; start some with\n    {command}", flush=True)
 
+    def _announce(self, name: str, kind: str, address: str) -> None:
+        self._listening[name] = (kind, address)
+        self.recorder.endpoint(name, kind, address, "ready")
+
     # -- on -------------------------------------------------------------------------------------------------------
 
-    def follow_until_solved(self) -> None:
-        """Poll, record and print until the target is reached. Raises RunError when it will not be."""
+    def learn(self) -> None:
+        """Learn until the target is reached and the newest version passes its trial. Raises RunError without hope."""
+        assert self._workers is not None
+        while True:
+            self._follow_until_a_trial_is_due()
+            snapshot = self._workers.pause_learner()
+            trial = self._play(snapshot, TRIAL_SEED)
+            self.recorder.event("tried", version=snapshot.version, mean_return=trial.mean_return)
+            if self.spec.target_return is None or trial.mean_return >= self.spec.target_return:
+                return
+            print(f"version {snapshot.version} returned {trial.mean_return:.1f} in a trial: learning on", flush=True)
+            self._tried_at = int(self._learner_stats.get("updates", 0))
+            self._workers.resume_learner()
+
+    def _trial_is_due(self) -> bool:
+        """Whether the actors have reached the target, and the learner has moved on since the last trial."""
+        stats = self._gateway_stats
+        if stats.get("solved_s") is None:
+            return False
+        if not self._solved:
+            self._solved = True
+            self.recorder.event("solved", seconds=stats["solved_s"], steps=stats["solved_steps"])
+            print(
+                f"solved: mean return {stats['mean_return']:.1f} over 100 episodes, {stats['solved_s']:.1f} s after the"
+                f" first segment, {stats['solved_steps']:,} environment steps",
+                flush=True,
+            )
+        if int(self._learner_stats.get("updates", 0)) < self._tried_at + UPDATES_BETWEEN_TRIALS:
+            return False
+        return float(stats["mean_return"]) >= (self.spec.target_return or -math.inf)
+
+    def _follow_until_a_trial_is_due(self) -> None:
+        """Poll, record and print. Raises RunError when the target will not be reached."""
         while True:
             polled_at = time.monotonic()
             self._poll()
-            if self._gateway_stats.get("solved_s") is not None:
-                break
+            if self._trial_is_due():
+                return
             self._require_hope()
             time.sleep(max(0.0, POLL_S - (time.monotonic() - polled_at)))
-        stats = self._gateway_stats
-        self.recorder.event("solved", seconds=stats["solved_s"], steps=stats["solved_steps"])
-        print(
-            f"solved: mean return {stats['mean_return']:.1f} over 100 episodes, {stats['solved_s']:.1f} s after the"
-            f" first segment, {stats['solved_steps']:,} environment steps",
-            flush=True,
-        )
 
     def _require_hope(self) -> None:
         if self._learner_stats.get("failure"):
@@ -215,10 +251,14 @@ class _Flow:
         assert self._workers is not None
         snapshot = self._workers.finish_learner()
         model = self._register(snapshot)
-        evaluation = self._evaluate(snapshot)
+        evaluation = self._play(snapshot, EVALUATION_SEED)
         self.recorder.log(
             int(self._gateway_stats["steps"]) + 1,
-            {"evaluation/mean_return": evaluation.mean_return, "evaluation/requests": evaluation.num_requests},
+            {
+                "evaluation/mean": evaluation.mean_return,
+                "evaluation/requests": evaluation.num_requests,
+                "endpoint/requests_per_s": evaluation.num_requests / evaluation.duration_s,
+            },
         )
         self.recorder.event(
             "evaluated",
@@ -240,9 +280,15 @@ class _Flow:
         stats = self._workers.close_gateway(finished=True)
         if stats is not None:
             self._gateway_stats = stats
-            self.recorder.event("accounting", **stats["segments"])
-        for name, kind in ((self.spec.endpoint.name, "inference"), ("gateway", "gateway")):
-            self.recorder.endpoint(name, kind, "", "closed")
+            segments = stats["segments"]
+            self.recorder.event("accounting", **segments)
+            totals = {f"segments/{name}": segments[name] for name in ("received", "consumed", "queued")}
+            drops = {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
+            self.recorder.log(
+                int(stats["steps"]) + 2, {**totals, **drops, "segments/dropped": sum(segments["dropped"].values())}
+            )
+        for name, (kind, address) in self._listening.items():
+            self.recorder.endpoint(name, kind, address, "closed")
 
     def _register(self, snapshot: WeightSnapshot) -> ModelVersion:
         factory, signature = served_model(self.spec, self.experience)
@@ -261,12 +307,13 @@ class _Flow:
         self.recorder.model_registered(model.name, model.version, model.aliases)
         return model
 
-    def _evaluate(self, snapshot: WeightSnapshot) -> Evaluation:
+    def _play(self, snapshot: WeightSnapshot, seed: int) -> Evaluation:
+        """Play episodes through the endpoint, which must serve `snapshot` by then."""
         assert self._endpoint is not None
         connection = InferenceConnection(self._endpoint.url, self.spec.endpoint.name, self.token)
         try:
             wait_for_version(connection, self._first_observation, snapshot.version, timeout_s=15.0)
-            return play_through(connection, self.spec.env, self.spec.eval_episodes)
+            return play_through(connection, self.spec.env, self.spec.eval_episodes, seed)
         finally:
             connection.close()
 

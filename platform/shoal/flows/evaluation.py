@@ -58,11 +58,12 @@ class InferenceConnection:
 
 
 class Evaluation(NamedTuple):
-    """`returns` of the episodes, in order; how many requests that took; the versions that answered."""
+    """`returns` of the episodes, in order; how many requests and seconds that took; the versions that answered."""
 
     returns: list[float]
     num_requests: int
     versions: set[int]
+    duration_s: float
 
     @property
     def mean_return(self) -> float:
@@ -85,8 +86,9 @@ def wait_for_version(connection: InferenceConnection, observation: np.ndarray, v
     raise ConnectionLost(f"the endpoint still answers with version {seen}, not {version}, after {timeout_s} s")
 
 
-def play_through(connection: InferenceConnection, env: str, num_episodes: int, seed: int = 10_000) -> Evaluation:
+def play_through(connection: InferenceConnection, env: str, num_episodes: int, seed: int) -> Evaluation:
     """Play `num_episodes` greedily, side by side: each request carries one observation of every unfinished episode."""
+    started = time.monotonic()
     environments = [gymnasium.make(env) for _ in range(num_episodes)]
     observations = [environment.reset(seed=seed + index)[0] for index, environment in enumerate(environments)]
     returns = [0.0] * num_episodes
@@ -106,4 +108,4 @@ def play_through(connection: InferenceConnection, env: str, num_episodes: int, s
         playing = still
     for environment in environments:
         environment.close()
-    return Evaluation(returns, num_requests, versions)
+    return Evaluation(returns, num_requests, versions, time.monotonic() - started)

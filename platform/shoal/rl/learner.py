@@ -75,6 +75,9 @@ class Learner:
         self._published: deque[Published] = deque(maxlen=10_000)
         self._lock = threading.Lock()  # guards what stats() reads together
         self._stop = threading.Event()
+        self._running = threading.Event()
+        self._running.set()
+        self._stepping = threading.Lock()  # held during a step of `run`
         self._saved_at = time.monotonic()
         self._published_updates = self.updates
         self._publish()
@@ -83,7 +86,9 @@ class Learner:
         """Learn until `stop()`; publish and save the last good state, also when an update raises."""
         try:
             while not self._stop.is_set():
-                self.step()
+                if self._running.wait(timeout=0.1):
+                    with self._stepping:
+                        self.step()
         finally:
             if self.updates != self._published_updates:
                 self._publish()
@@ -92,6 +97,21 @@ class Learner:
     def stop(self) -> None:
         """End `run` after the current update. Idempotent, callable from any thread."""
         self._stop.set()
+
+    def pause(self) -> WeightSnapshot:
+        """Stop learning for a while; returns the weights as they stay, published, until `resume`.
+
+        Waits for the update that is going on. Experience waits in the queue meanwhile, and then the actors do.
+        """
+        self._running.clear()
+        with self._stepping:
+            if self.updates != self._published_updates:
+                self._publish()
+            return self.snapshot()
+
+    def resume(self) -> None:
+        """Learn on after `pause`."""
+        self._running.set()
 
     def step(self) -> bool:
         """Take one batch and learn from it; False when none came within the timeout."""

@@ -139,6 +139,12 @@ class LearnerWorker:
     def take_published(self) -> list[Published]:
         return self._learner.take_published()
 
+    def pause(self) -> WeightSnapshot:
+        return self._learner.pause()
+
+    def resume(self) -> None:
+        self._learner.resume()
+
     def finish(self, timeout_s: float) -> WeightSnapshot:
         """Stop learning, save, and return the last weights. Raises TimeoutError when an update does not end."""
         self._learner.stop()
@@ -192,6 +198,13 @@ class ActorLearnerWorkers:
     def published(self) -> list[Published]:
         return self._ask(self._learner, "take_published") or []
 
+    def pause_learner(self) -> WeightSnapshot:
+        """Stop learning for a while; the weights that stay until `resume_learner`. Raises ClusterError."""
+        return self._require(self._learner.pause)
+
+    def resume_learner(self) -> None:
+        self._require(self._learner.resume)
+
     def finish_learner(self, timeout_s: float = 60.0) -> WeightSnapshot:
         """Stop learning, save, and return the last weights."""
         return ray.get(self._learner.finish.remote(timeout_s), timeout=timeout_s + CALL_TIMEOUT_S)
@@ -207,6 +220,12 @@ class ActorLearnerWorkers:
         """End the workers, restarts included. Idempotent."""
         for worker in (self._learner, self._gateway, self._store):
             ray.kill(worker, no_restart=True)
+
+    def _require(self, method: Any) -> Any:
+        try:
+            return ray.get(method.remote(), timeout=CALL_TIMEOUT_S)
+        except STORE_IS_AWAY as error:
+            raise ClusterError(f"a worker did not answer: {error}") from error
 
     def _ask(self, worker: Any, method: str) -> Any:
         try:
