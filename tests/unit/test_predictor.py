@@ -245,3 +245,44 @@ def test_the_follower_serves_what_is_published_and_skips_what_does_not_fit(caplo
     follower.close()
     follower.close()
     assert not follower.alive
+
+
+class Scripted:
+    """A source that says what it is told to, and counts its questions. Versions may go back, as an alias does."""
+
+    def __init__(self) -> None:
+        self.now: WeightSnapshot | Exception | None = None
+        self.asked = 0
+
+    def latest(self) -> WeightSnapshot | None:
+        return self.wait_newer(0, 0.0)
+
+    def wait_newer(self, than: int, timeout_s: float) -> WeightSnapshot | None:
+        self.asked += 1
+        if isinstance(self.now, Exception):
+            raise self.now
+        if self.now is None or self.now.version == than:
+            time.sleep(timeout_s)
+            return None
+        return self.now
+
+
+def test_the_follower_goes_back_with_an_alias_after_a_bad_version_and_then_rests() -> None:
+    source, subject = Scripted(), predictor()
+    follower = WeightFollower(source, subject, poll_s=0.02)
+    source.now = weights(3)
+    wait_for_version(subject, 3)
+    source.now = damaged(weights(4))
+    wait_until(lambda: follower.rejected == 4)
+    source.now = weights(2)
+    wait_for_version(subject, 2)
+    asked = source.asked
+    wait_until(lambda: source.asked >= asked + 3)  # each of these waited for poll_s: no busy loop
+    assert subject.version == 2
+    source.now = WeightsError("the file is damaged")
+    asked = source.asked
+    wait_until(lambda: source.asked >= asked + 3)
+    assert follower.alive
+    source.now = weights(5)
+    wait_for_version(subject, 5)
+    follower.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from shoal.errors import Closed, WeightsError
+from shoal.errors import Closed, RegistryError, WeightsError
 from shoal.serve.predictor import Predictor
 from shoal.weights import WeightSource
 
@@ -37,14 +37,19 @@ class WeightFollower:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        given = 0  # what the source gave last: an alias may move back, so numbers are not compared
         while not self._stop.is_set():
-            newest_seen = max(self._predictor.version, self.rejected)
             try:
-                snapshot = self._source.wait_newer(newest_seen, self._poll_s)
+                snapshot = self._source.wait_newer(given, self._poll_s)
             except Closed:
                 return
+            except (WeightsError, RegistryError) as error:
+                logger.error("no weights, version %d goes on serving: %s", self._predictor.version, error)
+                self._stop.wait(self._poll_s)
+                continue
             if snapshot is None:
                 continue
+            given = snapshot.version
             try:
                 self._predictor.stage(snapshot)
             except WeightsError as error:
