@@ -306,6 +306,27 @@ def test_every_request_ends_exactly_once(steps: list[tuple[str, int, bool]], clo
     run(body)
 
 
+@pytest.mark.parametrize("poisonous", [False, True])
+def test_a_request_cancelled_in_the_turn_of_its_answer_counts_once(poisonous: bool) -> None:
+    async def body() -> None:
+        batcher = Batcher(opened(), max_batch_rows=4, max_queue_rows=12)
+        task = asyncio.create_task(batcher.submit(Request(1, poisonous=poisonous)))
+        for name in ("_deliver", "_settle"):
+
+            def settle_and_cancel(*words: object, real: Callable[..., None] = getattr(batcher, name)) -> None:
+                real(*words)
+                task.cancel()
+
+            setattr(batcher, name, settle_and_cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        counts = batcher.counts()
+        assert (counts.submitted, counts.answered, counts.failed, counts.cancelled) == (1, 0, 0, 1)
+        batcher.close()
+
+    run(body)
+
+
 def test_a_slot_never_idles_beside_work() -> None:
     """Many rounds of bursts and lone requests: each is answered without any timer that would rescue a lost wakeup."""
 

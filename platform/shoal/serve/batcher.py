@@ -171,6 +171,13 @@ class Batcher(Generic[RequestT, AnswerT]):
 
     def _withdraw(self, entry: _Entry[RequestT, AnswerT]) -> None:
         self._cancelled += 1
+        if not entry.future.cancelled():
+            # It was settled in the very turn in which its caller was cancelled: nobody gets what it was settled with.
+            if entry.future.exception() is None:
+                self._answered -= 1
+            else:
+                self._failed -= 1
+            return
         try:
             self._queue.remove(entry)
         except ValueError:
