@@ -29,8 +29,6 @@ STEPS_PER_S = 60
 SETTLE_S = 3.0
 SPEC = {
     "hidden": [352, 352],  # policy and value: 1.0 MB of float32
-    # Room for the whole window of every actor: one that waits for credit in `send` would apply nothing meanwhile.
-    "gateway": {"queue_capacity": NUM_ACTORS * 16},
     "learner": {"batch_steps": NUM_ACTORS * STEPS_PER_S},  # an update, and so a version, about once a second
 }
 REQUESTS_PER_S = 200
@@ -41,7 +39,7 @@ ENGINES = {"ray": "Ray", "local": "one process, no Ray"}
 
 def to_actors(engine: str, folder: Path, seconds: float) -> list[float]:
     """For each version published meanwhile, the milliseconds until all actors had applied it or a newer one."""
-    words = ["--steps-per-s", str(STEPS_PER_S), "--pull-every", "1", "--tell-weights"]
+    words = ["--steps-per-s", str(STEPS_PER_S), "--tell-weights"]
     with (
         run_of(engine, folder, balancing=True, spec=SPEC) as (run, address),
         actors_of(folder, NUM_ACTORS, ["--connect", address, *words]) as actors,

@@ -86,7 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--env", default="CartPole-v1")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps-per-s", type=float, default=None)
-    parser.add_argument("--pull-every", type=int, default=8)
     parser.add_argument("--tell-weights", action="store_true")
     options = parser.parse_args(arguments)
     environment = CountedEnvironment(options.env, options.steps_per_s)
@@ -101,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     client = ActorClient(options.connect, os.environ["SHOAL_TOKEN"], f"actor-{options.seed}")
     with client:
         tell = (lambda version: say(version=version, at_s=time.time())) if options.tell_weights else None
-        play(environment, client, options.seed, on_weights=tell, pull_every=options.pull_every)
+        play(environment, client, options.seed, on_weights=tell)
 
 
 if __name__ == "__main__":

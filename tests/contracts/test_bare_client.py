@@ -21,7 +21,7 @@ from shoal.actor import MlpPolicy
 from shoal.rl.gateway import Gateway
 from shoal.rl.ledger import Ledger
 from shoal.rl.local import LocalLoop
-from shoal.rl.queue import ExperienceQueue
+from shoal.rl.queue import BatchRequest, ExperienceQueue
 from shoal.rl.spec import GatewaySpec, RLSpec
 from shoal.weights import WeightStore
 from waiting import wait_for
@@ -224,16 +224,18 @@ def test_credit_holds_it_back_and_lets_it_go_on() -> None:
             client.send_segment({}, tensors())
         client.wait_for_acks_of(4)
         assert (client.num_sent, len(client.kept), client.send_limit) == (0, 4, 4)
-        parts.queue.take("learner", 1000, 4, 1.0)
+        parts.queue.take("learner", BatchRequest(1000, 1000, 4, 1.0))
         client.wait_for_acks()
         assert statuses(client) == ["accepted"] * 8
 
 
 def test_sending_beyond_the_limit_is_dropped_and_the_sequence_goes_on() -> None:
     with serving(queue_capacity=2) as parts, joined(parts.address) as client:
-        client.send_limit = 3
-        for _ in range(3):
+        for _ in range(2):
             client.send_segment({}, tensors())
+            client.wait_for_acks()
+        client.send_limit = 3
+        client.send_segment({}, tensors())
         client.wait_for_acks()
         assert [ack["reason"] for ack in client.acks] == ["", "", "over_credit"]
         assert book(parts)["dropped"] == {"over_credit": 1}
@@ -252,7 +254,7 @@ def test_coming_back_to_a_full_queue_drops_nothing() -> None:
                 busy.wait_for_acks()
                 slow.connect()
                 assert (slow.num_sent, slow.send_limit) == (0, 0), "the queue is full: welcome gives no credit"
-            parts.queue.take("learner", 1000, 2, 1.0)
+            parts.queue.take("learner", BatchRequest(1000, 1000, 2, 1.0))
             slow.wait_for_acks()
             assert statuses(slow) == ["accepted"] * 2
         assert not book(parts)["dropped"]

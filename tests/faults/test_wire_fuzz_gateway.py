@@ -18,6 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from rl_setting import TOKEN, Parts, segment, serving
 from shoal.actor import ActorClient
+from shoal.rl.queue import BatchRequest
 from shoal.wire import Bye, Credit, Hello, Ping, Pull, encode
 from waiting import wait_for
 from wire_cases import damaged_messages, frames_of
@@ -48,7 +49,7 @@ class Player(threading.Thread):
 def consume(parts: Parts, stopping: threading.Event) -> None:
     """A learner that takes and settles, and learns nothing."""
     while not stopping.is_set():
-        batch = parts.queue.take("learner", 16, 8, timeout_s=0.05)
+        batch = parts.queue.take("learner", BatchRequest(16, 16, 8, 0.05))
         if batch is not None:
             parts.queue.settle(batch.lease_id, np.zeros(len(batch.lengths), bool))
 

@@ -311,13 +311,12 @@ def test_a_request_cancelled_in_the_turn_of_its_answer_counts_once(poisonous: bo
     async def body() -> None:
         batcher = Batcher(opened(), max_batch_rows=4, max_queue_rows=12)
         task = asyncio.create_task(batcher.submit(Request(1, poisonous=poisonous)))
+
+        def and_cancel(real: Callable[..., None]) -> Callable[..., None]:
+            return lambda *words: (real(*words), task.cancel())[0]
+
         for name in ("_deliver", "_settle"):
-
-            def settle_and_cancel(*words: object, real: Callable[..., None] = getattr(batcher, name)) -> None:
-                real(*words)
-                task.cancel()
-
-            setattr(batcher, name, settle_and_cancel)
+            setattr(batcher, name, and_cancel(getattr(batcher, name)))
         with pytest.raises(asyncio.CancelledError):
             await task
         counts = batcher.counts()

@@ -15,6 +15,7 @@ from rl_setting import TOKEN, Parts, segment, serving
 from shoal.actor import ActorClient, play
 from shoal.actor.outbox import Outbox
 from shoal.errors import Closed, ConfigError, ConnectionLost, InvalidSegment, RunChanged
+from shoal.rl.queue import BatchRequest
 from shoal.wire import decode, encode
 from shoal.wire.messages import Bye, Hello, Limits, Ping
 from waiting import wait_for
@@ -99,7 +100,7 @@ def test_a_reconnect_into_a_full_queue_waits_for_room_and_drops_nothing() -> Non
             assert busy.drain(5)
             assert not slow.drain(0.3)  # reconnected, and waits for room
         for _ in range(4):
-            parts.queue.take("learner", 1, 1, timeout_s=1)
+            parts.queue.take("learner", BatchRequest(1, 1, 1, 1))
         assert slow.drain(5)
         assert slow.acknowledged == {"accepted": 2, "dropped": 0, "duplicate": 0}
 

@@ -13,7 +13,7 @@ from rl_setting import segment
 from shoal.errors import Closed
 from shoal.rl.credit import share_credit
 from shoal.rl.ledger import Ledger
-from shoal.rl.queue import ExperienceBatch, ExperienceQueue
+from shoal.rl.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 
 A = ("a", 1)
 
@@ -33,7 +33,7 @@ def test_a_full_queue_takes_nothing_and_counts_nothing() -> None:
 
 def test_a_batch_holds_the_oldest_segments_with_enough_steps() -> None:
     queue = filled(10, 4, 5, 6, 7)
-    batch = queue.take("learner", min_steps=8, max_segments=10, timeout_s=0)
+    batch = queue.take("learner", BatchRequest(8, 8, 10, 0))
     assert batch is not None
     assert batch.lengths.tolist() == [4, 5]
     assert (batch.num_steps, len(batch.observations)) == (9, 11)
@@ -43,18 +43,26 @@ def test_a_batch_holds_the_oldest_segments_with_enough_steps() -> None:
 
 def test_a_batch_is_limited_in_segments_and_a_smaller_one_comes_after_the_timeout() -> None:
     queue = filled(10, 4, 5, 6)
-    first = queue.take("learner", min_steps=1000, max_segments=2, timeout_s=0)
-    rest = queue.take("learner", min_steps=1000, max_segments=2, timeout_s=0.01)
+    first = queue.take("learner", BatchRequest(1000, 1000, 2, 0))
+    rest = queue.take("learner", BatchRequest(1000, 1000, 2, 0.01))
     assert first is not None
     assert rest is not None
     assert (first.lengths.tolist(), rest.lengths.tolist()) == ([4, 5], [6])
-    assert queue.take("learner", min_steps=1, max_segments=2, timeout_s=0.01) is None
+    assert queue.take("learner", BatchRequest(1, 1, 2, 0.01)) is None
+
+
+def test_a_learner_that_has_fallen_behind_gets_all_there_is_up_to_its_limit() -> None:
+    batch = filled(10, 4, 5, 6, 7, 8).take(
+        "learner", BatchRequest(min_steps=4, max_steps=20, max_segments=10, timeout_s=0)
+    )
+    assert batch is not None
+    assert batch.lengths.tolist() == [4, 5, 6, 7]  # the segment that reaches the limit is the last
 
 
 def test_take_waits_for_put() -> None:
     queue = filled(10)
     taken: list[ExperienceBatch | None] = []
-    thread = threading.Thread(target=lambda: taken.append(queue.take("learner", 8, 10, timeout_s=10)))
+    thread = threading.Thread(target=lambda: taken.append(queue.take("learner", BatchRequest(8, 8, 10, 10))))
     thread.start()
     queue.put(A, 0, segment(4))
     queue.put(A, 1, segment(4))
@@ -66,7 +74,7 @@ def test_take_waits_for_put() -> None:
 def test_close_wakes_take_drops_the_rest_with_a_reason_and_refuses_more() -> None:
     queue = filled(10, 4, 4)
     results: list[object] = []
-    thread = threading.Thread(target=lambda: results.append(queue.take("learner", 100, 10, timeout_s=30)))
+    thread = threading.Thread(target=lambda: results.append(queue.take("learner", BatchRequest(100, 100, 10, 30))))
     thread.start()
     queue.close()
     queue.close()
@@ -81,7 +89,7 @@ def test_room_is_announced_after_a_batch_has_left() -> None:
     queue = filled(10, 4, 4)
     heard: list[int] = []
     queue.on_room = lambda: heard.append(len(queue))
-    queue.take("learner", 4, 10, timeout_s=0)
+    queue.take("learner", BatchRequest(4, 4, 10, 0))
     assert heard == [1]
 
 
@@ -115,6 +123,16 @@ def test_the_poorest_session_comes_first_and_one_place_is_always_given() -> None
     assert share_credit({"rich": 1, "poor": 0}, queued=4, capacity=6, max_credits=16) == {"poor": 1}
     assert share_credit({"a": 0, "b": 0, "c": 0}, queued=0, capacity=2, max_credits=16) == {"a": 1, "b": 1}
     assert share_credit({}, queued=0, capacity=2, max_credits=16) == {}
+
+
+def test_who_comes_later_finds_credit_although_others_do_not_use_theirs() -> None:
+    credit: dict[int, int] = {}
+    for session in range(24):
+        credit[session] = 0
+        for _ in range(5):
+            for other, grant in share_credit(credit, queued=0, capacity=96, max_credits=16).items():
+                credit[other] += grant
+        assert credit[session] >= 1
 
 
 def test_a_session_with_most_of_its_window_is_not_topped_up() -> None:

@@ -14,6 +14,7 @@ from rl_setting import EXPERIENCE, TOKEN, Parts, segment, serving, weights
 from shoal.actor import ActorClient
 from shoal.errors import ConfigError, ConnectionLost, Refused
 from shoal.rl.gateway import Gateway
+from shoal.rl.queue import BatchRequest
 from shoal.rl.spec import GatewaySpec
 from shoal.wire import DropReason, Limits, Segment, decode, encode, pack_segment
 from shoal.wire.messages import Ack, Error, Hello, Message, Ping, Pong, SegmentMessage, Welcome
@@ -284,7 +285,7 @@ def test_a_full_queue_stops_the_actor_and_room_lets_it_go_on() -> None:
         with pytest.raises(ConnectionLost, match="credit"):
             actor.send(segment(), timeout_s=0.3)
         assert len(parts.queue) == 4
-        parts.queue.take("learner", 1, 2, timeout_s=1)
+        parts.queue.take("learner", BatchRequest(2, 2, 2, 1))
         actor.send(segment(), timeout_s=5)
         assert actor.drain(5)
         assert actor.acknowledged["dropped"] == 0
@@ -292,7 +293,7 @@ def test_a_full_queue_stops_the_actor_and_room_lets_it_go_on() -> None:
 
 def test_what_is_sent_beyond_the_limit_is_dropped_and_counted() -> None:
     with serving(queue_capacity=2) as parts, Raw(parts) as raw:
-        assert raw.enter().send_limit == 2
+        raw.enter()
         statuses = [raw.send(seq, segment()).status for seq in range(3)]
         assert statuses == ["accepted", "accepted", "dropped"]
         assert parts.ledger.account(("raw", 1)).dropped == {"over_credit": 1}
@@ -300,7 +301,8 @@ def test_what_is_sent_beyond_the_limit_is_dropped_and_counted() -> None:
 
 def test_an_actor_that_waits_for_room_gets_credit_when_another_leaves() -> None:
     with serving(queue_capacity=2) as parts, Raw(parts) as first:
-        assert first.enter("first").send_limit == 2
+        first.enter("first")
+        first.send(0, segment())  # one place is taken, and the other promised to the first one
         with client(parts, "second") as second:
             with pytest.raises(ConnectionLost, match="credit"):
                 second.send(segment(), timeout_s=0.1)

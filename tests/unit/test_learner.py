@@ -23,10 +23,17 @@ from waiting import wait_for
 A = ("a", 1)
 
 
+SMALL = (
+    "learner.batch_steps=16",
+    "learner.max_batch_steps=16",
+    "learner.publish_interval_s=0",
+    "learner.take_timeout_s=0.05",
+    "gateway.max_version_lag=3",
+)
+
+
 def spec(*words: str) -> RLSpec:
-    return RLSpec(hidden=(8,)).override(
-        ["learner.batch_steps=16", "learner.take_timeout_s=0.05", "gateway.max_version_lag=3", *words]
-    )
+    return RLSpec(hidden=(8,)).override([*SMALL, *words])
 
 
 class Bench:
@@ -144,7 +151,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_the_last_good_state_saved(t
 
 
 def test_stop_publishes_and_saves_what_was_learnt_last(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "learner.publish_every=100")
+    bench = Bench(tmp_path, "learner.publish_interval_s=1000")
     bench.put(segment(16))
     original = bench.queue.settle
     bench.queue.settle = lambda lease, stale: (bench.learner.stop(), original(lease, stale))[1]  # type: ignore[method-assign]
@@ -172,7 +179,7 @@ def test_a_learner_whose_lease_was_revoked_stops(tmp_path: Path) -> None:
 
 
 def test_a_paused_learner_holds_its_weights_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "learner.publish_every=100")
+    bench = Bench(tmp_path, "learner.publish_interval_s=1000")
     thread = threading.Thread(target=bench.learner.run)
     thread.start()
     bench.put(segment(16))
@@ -180,7 +187,7 @@ def test_a_paused_learner_holds_its_weights_and_goes_on_where_it_was(tmp_path: P
     held = bench.learner.pause()
     latest = bench.store.latest()
     assert latest is not None
-    assert held.payload == latest.payload  # what is held has been published, whatever publish_every says
+    assert held.payload == latest.payload  # what is held has been published, whatever publish_interval_s says
     bench.put(segment(16))
     assert bench.learner.pause().payload == held.payload
     assert bench.queue.ledger.account(A).queued == 1

@@ -6,6 +6,7 @@ of its own uses ActorClient and SegmentBuilder directly.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -91,22 +92,23 @@ def play(
     seed: int | None = None,
     max_steps: int | None = None,
     on_weights: Callable[[int], None] | None = None,
-    pull_every: int = 8,
+    pull_interval_s: float = 0.002,
 ) -> int:
     """Play until the run is over, or for `max_steps`; returns the number of steps.
 
-    Newer weights are looked for every `pull_every` steps and applied between two steps, whole. `on_weights` is told
-    each version that was applied. When another run takes the address, its actor begins anew. Raises Refused or
+    Newer weights are looked for at most every `pull_interval_s`, and applied between two steps, whole. `on_weights`
+    is told each version that was applied. When another run takes the address, its actor begins anew. Raises Refused or
     ConnectionLost as the client does.
     """
-    steps = 0
+    steps, pull_at = 0, 0.0
     while not client.finished and (max_steps is None or steps < max_steps):
         game = _Game(environment, client, seed, on_weights)
         try:
             game.begin()
             while not client.finished and (max_steps is None or steps < max_steps):
-                if steps % pull_every == 0:
+                if time.monotonic() >= pull_at:
                     game.pull()
+                    pull_at = time.monotonic() + pull_interval_s
                 steps += 1
                 game.step()
         except RunChanged:

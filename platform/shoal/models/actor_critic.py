@@ -8,10 +8,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.wire.spec import PolicySpec
+
+
+class _FastTanh(torch.autograd.Function):
+    """tanh x = 2 σ(2x) - 1, equal to torch.tanh within 2e-7 in float32; its derivative is 1 - tanh².
+
+    On CPU torch.tanh takes 271 µs for [2064, 64], the sigmoid 30: the difference was a third of an update.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.sigmoid(x * 2).mul_(2).sub_(1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        gradient: Tensor = torch.ops.aten.tanh_backward(grads[0], y)
+        return gradient
+
+
+class Tanh(nn.Module):
+    """nn.Tanh, faster where the device is a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.tanh(x) if x.is_cuda else _FastTanh.apply(x)  # type: ignore[no-untyped-call]
+        return y
 
 
 class ActorCritic(nn.Module):
@@ -42,7 +71,7 @@ def _perceptron(size: int, hidden: Sequence[int], output_size: int, output_gain:
     """Tanh layers with orthogonal weights; a small `output_gain` makes the first policy nearly uniform."""
     layers: list[nn.Module] = []
     for width in hidden:
-        layers += [_linear(size, width, math.sqrt(2)), nn.Tanh()]
+        layers += [_linear(size, width, math.sqrt(2)), Tanh()]
         size = width
     return nn.Sequential(*layers, _linear(size, output_size, output_gain))
 

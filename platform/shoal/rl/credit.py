@@ -16,13 +16,14 @@ def share_credit(open_credit: Mapping[K, int], queued: int, capacity: int, max_c
     """How many more segments each session may send: `open_credit` is what each may send already.
 
     The poorest come first. A session is topped up only when half of its window is used, since not every freed place
-    is worth a message; it always has an equal share of the queue, at least 1 and at most `max_credits`, as window.
+    is worth a message. The window is a quarter of an equal share of the queue, at least 1 and at most `max_credits`:
+    credit cannot be taken back, so those who come later must find some left although others sit on theirs.
     """
     grants: dict[K, int] = {}
     if not open_credit:
         return grants
     free = capacity - queued - sum(open_credit.values())
-    window = max(1, min(max_credits, capacity // len(open_credit)))
+    window = max(1, min(max_credits, capacity // (4 * len(open_credit))))
     for session, credit in sorted(open_credit.items(), key=lambda item: item[1]):
         if free <= 0:
             break

@@ -123,6 +123,11 @@ class Gateway:
     def address(self) -> str:
         return f"tcp://{self.spec.host}:{self.port}"
 
+    @property
+    def alive(self) -> bool:
+        """Whether its threads are there to serve; True before `start` and after `close`."""
+        return self._stopping.is_set() or all(thread.is_alive() for thread in self._threads)
+
     def close(self, finished: bool = False) -> None:
         """Say bye to every actor, stop, and drop what is queued as SHUTDOWN. Idempotent.
 

@@ -79,7 +79,7 @@ class LocalLoop:
 
     def _learn(self) -> None:
         try:
-            self.learner.run()
+            self.learner.run_in_own_thread()
         except BaseException as error:
             self._failure = error
             raise

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Condition
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -77,12 +77,22 @@ class ExperienceBatch:
         )
 
 
+class BatchRequest(NamedTuple):
+    """What a learner wants: `min_steps` or more, and all that is queued up to `max_steps` (to within one segment) or
+    `max_segments`; after `timeout_s`, whatever there is."""
+
+    min_steps: int
+    max_steps: int
+    max_segments: int
+    timeout_s: float
+
+
 class ExperienceSource(Protocol):
     """Where a learner gets experience from. Fulfilled by ExperienceQueue and by Ray's remote gateway."""
 
-    def take(self, consumer: str, min_steps: int, max_segments: int, timeout_s: float) -> ExperienceBatch | None:
-        """Lease a batch: `min_steps` steps or more, or `max_segments`, or what there is after `timeout_s`; None if
-        that is nothing. `consumer` names one life of the learner: the leases of any other are revoked."""
+    def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
+        """Lease a batch, or None when nothing came in time. `consumer` names one life of the learner: the leases of
+        any other are revoked."""
         ...
 
     def settle(self, lease_id: int, stale: np.ndarray) -> bool:
@@ -106,6 +116,7 @@ class ExperienceQueue:
         self._arrived = Condition(ledger.lock)  # one lock: the book and the queue always agree
         self._segments: deque[tuple[ActorKey, Segment]] = deque()
         self._num_steps = 0
+        self._wanted = (0, 0)  # steps, segments: either wakes `take`
         self._closed = False
 
     def __len__(self) -> int:
@@ -121,20 +132,23 @@ class ExperienceQueue:
             self._segments.append((key, segment))
             self._num_steps += segment.num_steps
             self.ledger.admit(key, seq)
-            self._arrived.notify()
+            if self._is_enough(*self._wanted):
+                self._arrived.notify()  # not for every segment: a learner woken for nothing is paid for by the actors
             return True
 
-    def take(self, consumer: str, min_steps: int, max_segments: int, timeout_s: float) -> ExperienceBatch | None:
+    def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
+        min_steps, max_steps, max_segments, timeout_s = request
         deadline = time.monotonic() + timeout_s
         with self._arrived:
             if self.ledger.revoke_leases_except(consumer):
                 self.ledger.commit()
-            while not self._closed and self._num_steps < min_steps and len(self._segments) < max_segments:
+            self._wanted = (min_steps, max_segments)
+            while not self._closed and not self._is_enough(min_steps, max_segments):
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
                     break
                 self._arrived.wait(remaining_s)
-            keys, segments = self._pop(min_steps, max_segments)
+            keys, segments = self._pop(max_steps, max_segments)
             if not segments:
                 return None
             lease_id = self.ledger.lease(consumer, keys)
@@ -155,11 +169,14 @@ class ExperienceQueue:
             self.ledger.commit()
             self._arrived.notify_all()
 
-    def _pop(self, min_steps: int, max_segments: int) -> tuple[list[ActorKey], list[Segment]]:
+    def _is_enough(self, min_steps: int, max_segments: int) -> bool:
+        return self._num_steps >= min_steps or len(self._segments) >= max_segments
+
+    def _pop(self, max_steps: int, max_segments: int) -> tuple[list[ActorKey], list[Segment]]:
         keys: list[ActorKey] = []
         segments: list[Segment] = []
         num_steps = 0
-        while self._segments and num_steps < min_steps and len(segments) < max_segments:
+        while self._segments and num_steps < max_steps and len(segments) < max_segments:
             key, segment = self._segments.popleft()
             keys.append(key)
             segments.append(segment)

@@ -6,6 +6,7 @@ recovery: the gateway finds its ledger and its port, the learner its checkpoint.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from shoal.errors import ClusterError, ConnectionLost
 from shoal.rl.gateway import Gateway
 from shoal.rl.learner import Learner, Published
 from shoal.rl.ledger import Ledger
-from shoal.rl.queue import ExperienceBatch, ExperienceQueue
+from shoal.rl.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.spec import RLSpec
 from shoal.weights import WeightSnapshot
 from shoal.weights.ray_weights import (
@@ -75,13 +76,15 @@ class GatewayWorker:
             host = ray.util.get_node_ip_address()
         return f"tcp://{host}:{self._gateway.port}"
 
-    def take(self, consumer: str, min_steps: int, max_segments: int, timeout_s: float) -> ExperienceBatch | None:
-        return self._queue.take(consumer, min_steps, max_segments, timeout_s)
+    def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
+        return self._queue.take(consumer, request)
 
     def settle(self, lease_id: int, stale: np.ndarray) -> bool:
         return self._queue.settle(lease_id, stale)
 
     def stats(self) -> dict[str, Any]:
+        if not self._gateway.alive:
+            os._exit(1)  # Ray starts this worker again, and the ledger knows where it was
         return self._gateway.stats()
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
@@ -99,10 +102,10 @@ class RayExperienceSource:
     def __init__(self, gateway: ActorHandle) -> None:
         self._gateway = gateway
 
-    def take(self, consumer: str, min_steps: int, max_segments: int, timeout_s: float) -> ExperienceBatch | None:
+    def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
         try:
-            call = self._gateway.take.remote(consumer, min_steps, max_segments, timeout_s)
-            return ray.get(call, timeout=timeout_s + CALL_TIMEOUT_S)
+            call = self._gateway.take.remote(consumer, request)
+            return ray.get(call, timeout=request.timeout_s + CALL_TIMEOUT_S)
         except STORE_IS_AWAY:
             time.sleep(RETRY_S)
             return None
@@ -156,7 +159,7 @@ class LearnerWorker:
 
     def _run(self) -> None:
         try:
-            self._learner.run()
+            self._learner.run_in_own_thread()
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise

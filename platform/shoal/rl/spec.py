@@ -33,7 +33,7 @@ class GatewaySpec(Spec):
     port: int = Field(default=0, ge=0, le=65535, description="0 takes a free one")
     curve: bool = False
     queue_capacity: int = Field(default=96, ge=2, description="segments; at least one for every actor")
-    max_credits: int = Field(default=16, ge=1, description="segments that one actor may have on their way")
+    max_credits: int = Field(default=8, ge=1, description="segments that one actor may have on their way")
     max_version_lag: int = Field(default=30, ge=0, description="weight versions")
     heartbeat_s: float = Field(default=1.0, gt=0)
     timeout_s: float = Field(default=6.0, gt=0)
@@ -52,14 +52,21 @@ class LearnerSpec(Spec):
     """How the learner takes experience, and how often it publishes and saves."""
 
     batch_steps: int = Field(default=1024, ge=1, description="environment steps in an update, at least")
+    max_batch_steps: int = Field(default=4096, ge=1, description="at most, when the learner has fallen behind")
     take_timeout_s: float = Field(default=0.5, gt=0, description="after which a smaller batch is taken")
-    publish_every: int = Field(default=1, ge=1, description="updates between two weight versions")
+    publish_interval_s: float = Field(default=0.03, ge=0, description="between two weight versions, at least")
     checkpoint_every_s: float = Field(default=5.0, gt=0)
     keep_checkpoints: int = Field(default=2, ge=1)
     torch_threads: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=0.5, ge=0, description="what it reserves of the cluster")
     max_restarts: int = Field(default=3, ge=0, description="of the gateway and of the learner, after a crash")
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _limits_fit(self) -> LearnerSpec:
+        if self.max_batch_steps < self.batch_steps:
+            raise ValueError(f"max_batch_steps = {self.max_batch_steps} is below batch_steps = {self.batch_steps}")
+        return self
 
 
 class RLSpec(Spec):
