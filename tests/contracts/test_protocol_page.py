@@ -195,7 +195,9 @@ def example(kind: str) -> list[bytes]:
 def cart_pole() -> ExperienceSpec:
     """What a run with a policy of one layer says in `welcome`."""
     environment = gymnasium.make("CartPole-v1")
-    return experience_spec(environment.observation_space, environment.action_space, RLSpec(hidden=()))
+    return experience_spec(
+        environment.observation_space, environment.action_space, RLSpec(hidden=(), segment_length=128)
+    )
 
 
 EXAMPLES = re.findall(r"^```hex (\w+)$", PAGE, re.M)

@@ -31,7 +31,13 @@ class Loop:
 
         folder.mkdir(parents=True)
         spec = RLSpec().override(
-            ["learner.checkpoint_every_s=0.2", "gateway.heartbeat_s=0.2", "gateway.timeout_s=2", "hidden=[16]"]
+            [
+                "learner.checkpoint_every_s=0.2",
+                "learner.batch_steps=512",
+                "gateway.heartbeat_s=0.2",
+                "gateway.timeout_s=2",
+                "hidden=[16]",
+            ]
         )
         environment = gymnasium.make(spec.env)
         experience = experience_spec(environment.observation_space, environment.action_space, spec)

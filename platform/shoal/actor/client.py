@@ -39,6 +39,7 @@ from shoal.wire.messages import (
     Weights,
     Welcome,
 )
+from shoal.wire.segment import segment_bytes
 
 _log = logging.getLogger(__name__)
 _AGAIN = frozenset({"hello_required", "sequence_gap"})  # errors after which a new hello helps
@@ -181,7 +182,7 @@ class ActorClient:
             raise Closed("the client is closed")
         self._wait(lambda: self._outbox.has_credit or self.finished, timeout_s, "credit")
         with self._lock:
-            size_bytes = sum(len(frame) for frame in pack_segment(segment, 2**63 - 1))
+            size_bytes = segment_bytes(segment)
             if self._welcome is not None and size_bytes > self._welcome.max_message_bytes:
                 problem = f"{size_bytes} bytes, the gateway takes {self._welcome.max_message_bytes}"
                 raise InvalidSegment("too_large", "segment", problem)

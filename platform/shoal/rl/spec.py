@@ -51,10 +51,10 @@ class GatewaySpec(Spec):
 class LearnerSpec(Spec):
     """How the learner takes experience, and how often it publishes and saves."""
 
-    batch_steps: int = Field(default=1024, ge=1, description="environment steps in an update, at least")
+    batch_steps: int = Field(default=2048, ge=1, description="environment steps in an update, at least")
     max_batch_steps: int = Field(default=4096, ge=1, description="at most, when the learner has fallen behind")
     take_timeout_s: float = Field(default=0.5, gt=0, description="after which a smaller batch is taken")
-    publish_interval_s: float = Field(default=0.03, ge=0, description="between two weight versions, at least")
+    publish_interval_s: float = Field(default=0.05, ge=0, description="between two weight versions, at least")
     checkpoint_every_s: float = Field(default=5.0, gt=0)
     keep_checkpoints: int = Field(default=2, ge=1)
     torch_threads: int = Field(default=1, ge=1)
@@ -74,7 +74,7 @@ class RLSpec(Spec):
 
     env: str = "CartPole-v1"
     hidden: tuple[int, ...] = (64, 64)
-    segment_length: int = Field(default=128, ge=1, description="environment steps in a segment, at most")
+    segment_length: int = Field(default=256, ge=1, description="environment steps in a segment, at most")
     gateway: GatewaySpec = GatewaySpec()
     learner: LearnerSpec = LearnerSpec()
     impala: ImpalaConfig = ImpalaConfig(discount=0.98)  # 0.99 solves CartPole too, but less steadily (docs/log.md)

@@ -19,6 +19,8 @@ from shoal.wire.messages import SegmentMessage, TensorHeader, encode
 from shoal.wire.spec import DTYPES, ExperienceSpec, TensorSpec
 
 _NAMES = {np.dtype(code): name for name, code in DTYPES.items()}
+_TENSORS = ("observations", "actions", "rewards", "log_probabilities", "versions")
+_HEADER_BYTES = 1024  # more than five tensors with their shapes ever take
 _LOG_PROBABILITY = TensorSpec("float32", (), None, 1e-3)  # log p ≤ 0, with room for rounding
 _REWARD = TensorSpec("float32", ())
 _VERSION = TensorSpec("int64", (), 1, None)
@@ -72,11 +74,16 @@ class Segment:
 
 
 def largest_segment_bytes(spec: ExperienceSpec) -> int:
-    """The size of a message with the longest segment that fits the spec, with 4 KiB for its header."""
+    """The size of a message with the longest segment that fits the spec, with room for its header."""
     length = spec.segment_length
     observation = math.prod(spec.observation.shape) * spec.observation.numpy_dtype().itemsize
     action = math.prod(spec.action.shape) * spec.action.numpy_dtype().itemsize
-    return 4096 + (length + 1) * observation + length * (action + 4 + 4 + 8)
+    return _HEADER_BYTES + (length + 1) * observation + length * (action + 4 + 4 + 8)
+
+
+def segment_bytes(segment: Segment) -> int:
+    """The size of its message, with room for the header."""
+    return _HEADER_BYTES + sum(int(getattr(segment, name).nbytes) for name in _TENSORS)
 
 
 def pack_segment(segment: Segment, seq: int) -> list[bytes | memoryview]:
@@ -85,7 +92,7 @@ def pack_segment(segment: Segment, seq: int) -> list[bytes | memoryview]:
     Raises InvalidSegment when an array has a dtype that cannot travel.
     """
     headers, frames = [], []
-    for name in ("observations", "actions", "rewards", "log_probabilities", "versions"):
+    for name in _TENSORS:
         array = np.ascontiguousarray(getattr(segment, name))
         dtype = _NAMES.get(array.dtype.newbyteorder("<"))
         if dtype is None:
