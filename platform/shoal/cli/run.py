@@ -6,6 +6,7 @@ It owns the processes that it starts and ends them all, however it ends itself; 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ from shoal.home import access_token, home
 from shoal.runs import Run
 
 REFRESH_S = 0.25
+# What Ray and Serve say in a job's log about themselves.
+_RAYS_OWN = re.compile(r" job_manager\.py:|^Running entrypoint for job|^INFO .* serve \d+ -- |\(raylet\)")
 PLAIN_S = 2.0
 ACTORS_END_S = 10.0
 
@@ -97,6 +100,7 @@ class _Session:
         self._record: Run | None = None
         self._job: ray_jobs.Job | None = None
         self._printed = ("", 0.0)
+        self._num_words = 0
 
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
         """Start everything, show it, and say how it ended. Raises RunError when the job failed."""
@@ -143,7 +147,17 @@ class _Session:
         assert self._job is not None
         time.sleep(REFRESH_S)
         self._read_record()
+        if self._view is None or not self._view.metrics:
+            self._print_new_words()
         return self._job.status().is_over
+
+    def _print_new_words(self) -> None:
+        """What the job says, as long as its record has nothing to show: not every job measures something."""
+        assert self._job is not None
+        lines = [line for line in self._job.logs().splitlines() if not _RAYS_OWN.search(line)]
+        for line in lines[self._num_words :]:
+            self._console.print(line, markup=False)
+        self._num_words = max(self._num_words, len(lines))
 
     def _read_record(self) -> None:
         try:

@@ -52,6 +52,11 @@ def job_main(
         sys.exit(130)
 
 
+def expected_run_id() -> str | None:
+    """The run id that whoever submitted this job looks for ($SHOAL_RUN_ID); None when any will do."""
+    return os.environ.get("SHOAL_RUN_ID")
+
+
 def connect() -> None:
     """Connect this process to the cluster of $RAY_ADDRESS. Raises ClusterError."""
     if not os.environ.get("RAY_ADDRESS"):

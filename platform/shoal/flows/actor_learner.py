@@ -25,6 +25,7 @@ import zmq
 from pydantic import Field, SecretStr
 
 import shoal.runs
+from shoal.cluster.driver import expected_run_id
 from shoal.errors import RunError
 from shoal.flows.evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
 from shoal.home import access_token
@@ -42,7 +43,6 @@ PRINT_S = 2.0
 UPDATES_BETWEEN_TRIALS = 50
 TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial chooses; the evaluation must not know its episodes
 MAX_LAG_METRICS = 16  # actors whose lag is recorded one by one
-ENV_RUN_ID = "SHOAL_RUN_ID"  # lets whoever submits a job know its run beforehand
 
 
 class ActorLearnerSpec(RLSpec):
@@ -76,7 +76,7 @@ def _record(spec: ActorLearnerSpec, job: str) -> Iterator[RunRecorder]:
     if spec.resume:
         recorder = shoal.runs.reopen(spec.resume)
     else:
-        recorder = shoal.runs.create(job, spec.to_yaml(), os.environ.get(ENV_RUN_ID))
+        recorder = shoal.runs.create(job, spec.to_yaml(), expected_run_id())
     with recorder:
         yield recorder
 
