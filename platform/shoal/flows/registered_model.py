@@ -15,6 +15,7 @@ from shoal.cluster.driver import expected_run_id
 from shoal.config import Spec
 from shoal.home import access_token
 from shoal.registry import Registry, RegistrySource
+from shoal.rl.ray_rl import require_room
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.ray_serve import deploy
 
@@ -29,6 +30,7 @@ class RegisteredModelSpec(Spec):
 def serve_registered_model(spec: RegisteredModelSpec, job: str) -> None:
     """Serve until interrupted. Raises RegistryError when there is no such model, ClusterError, ConfigError."""
     version = Registry().get(spec.model)
+    require_room(spec.endpoint.num_replicas * spec.endpoint.num_cpus)
     endpoint_spec = spec.endpoint.model_copy(update={"name": version.name, "token": SecretStr(access_token())})
     with shoal.runs.create(job, spec.to_yaml(), expected_run_id()) as recorder:
         source = RegistrySource(Registry(), spec.model)
