@@ -8,7 +8,7 @@
 """
 
 from shoal.cluster.driver import job_main
-from shoal.flows.actor_learner import ActorLearnerSpec, run_actor_learner
+from shoal.flows.actor_learner import ActorLearnerSpec, look_at_environment, run_actor_learner
 
 
 def spec() -> ActorLearnerSpec:
@@ -17,4 +17,4 @@ def spec() -> ActorLearnerSpec:
 
 
 if __name__ == "__main__":
-    job_main(spec(), run_actor_learner, job="actor_learner")
+    job_main(spec(), run_actor_learner, job="actor_learner", check=look_at_environment)

@@ -70,7 +70,7 @@ class RayEngine:
         closing.callback(ray.shutdown)
         folder = Path(setting["folder"])
         run = RunSetting(folder.name, folder, os.environ["SHOAL_TOKEN"], setting["target_return"], None)
-        self._workers = ActorLearnerWorkers(spec, experience, run, 0)
+        self._workers = ActorLearnerWorkers(spec, experience, run)
         closing.callback(self._workers.close)
         closing.callback(self._workers.close_gateway, finished=True)
         self.address = self._workers.gateway_address()

@@ -58,9 +58,25 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(f"step {step} could not be saved in {folder}: {error}") from error
-    for old in _checkpoints(folder)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
+    _tidy(folder, target, keep)
     return target
+
+
+def _tidy(folder: Path, newest: Path, keep: int) -> None:
+    """Keep `newest` and those before it, `keep` in all. Later steps are of a timeline that was given up: they were
+    damaged, or the run would have gone on from them. Drafts are of processes that died."""
+    earlier = [path for path in _checkpoints(folder) if path.name < newest.name]
+    later = [path for path in _checkpoints(folder) if path.name > newest.name]
+    for old in [*later, *earlier[keep - 1 :], *folder.glob(".draft-*")]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def write_synced(path: Path, payload: bytes) -> None:
+    """Replace a small file, whole or not at all."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    _write(draft, payload)
+    draft.replace(path)
 
 
 def load_latest(folder: Path) -> Loaded | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 def home() -> Path:
     """The folder of everything durable; created, private to the user, when it does not exist."""
-    folder = Path(os.environ.get("SHOAL_HOME") or Path.home() / ".shoal").expanduser().resolve()
+    folder = _folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
@@ -26,10 +26,23 @@ def access_token() -> str:
     return os.environ.get("SHOAL_TOKEN") or _token_file("token")
 
 
+def existing_token() -> str:
+    """Like `access_token`, for actors, who must have been told: makes nothing, and is "" when there is none."""
+    token = os.environ.get("SHOAL_TOKEN")
+    try:
+        return token or (_folder() / "token").read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
 def ray_token_path() -> Path:
     """The file with the token of the embedded Ray; made when absent."""
     _token_file("ray-token")
     return home() / "ray-token"
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("SHOAL_HOME") or Path.home() / ".shoal").expanduser().resolve()
 
 
 def _token_file(name: str) -> str:

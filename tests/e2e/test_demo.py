@@ -13,12 +13,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
 import shoal.runs
 from shoal.cluster.processes import members
+from shoal.flows.actor_learner import served_model
+from shoal.flows.evaluation import InferenceConnection, wait_for_version
+from shoal.models.actor_critic import ActorCritic, policy_spec
 from shoal.registry import Registry
+from shoal.rl.learner import model_arrays
+from shoal.rl.spec import RLSpec
+from shoal.weights import WeightSnapshot
+from shoal.wire import ExperienceSpec, TensorSpec
 from waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +191,8 @@ def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(home: Pat
     run = shoal.runs.load("latest")
     assert run.status is shoal.runs.Status.FAILED
     assert f"resume={run.id}" in output
-    before = run.versions()["version"].max()
+    recorded = run.versions()
+    before = recorded["version"].max()
     received = _accounting(run)["received"]
 
     status, output = shoal_command(*DEMO, f"resume={run.id}", "target_return=60")
@@ -190,19 +200,54 @@ def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(home: Pat
     again = shoal.runs.load("latest")
     assert again.id == run.id
     assert again.status is shoal.runs.Status.FINISHED
-    versions = again.versions()["version"]
-    assert versions.is_unique
-    assert versions.max() > before
+    versions = again.versions()
+    kept = versions[versions["version"] <= before].reset_index(drop=True)
+    assert kept.equals(recorded)  # not one of the old versions was published again as something else
+    assert versions["version"].max() > before
     assert _accounting(again)["balanced"]
     assert _accounting(again)["received"] > received
 
 
-def test_a_job_that_fails_says_what_and_why(home: Path, nothing_stays: None) -> None:
+def test_an_environment_that_does_not_fit_is_refused_before_anything_starts(home: Path, nothing_stays: None) -> None:
     status, output = shoal_command("run", "actor_learner", "env=Pendulum-v1")
     assert status == 1
+    assert "starting a Ray cluster" not in output  # it is looked at before anything starts
     assert "error: env = 'Pendulum-v1'" in output
     assert "Discrete" in output
     assert "Traceback" not in output
+
+
+def test_the_champion_is_served_until_ctrl_c_and_follows_its_alias(home: Path, nothing_stays: None) -> None:
+    registry = Registry()
+    for bias in (1.0, 2.0):
+        _register_constant(registry, bias)
+    registry.promote("constant@1")
+    program = shoal_program("run", str(ROOT / "serve_apps" / "registered_model.py"), "model=constant@champion")
+    said = _read_until(program, "serving constant@champion")
+    found = re.search(r"\(now constant@1\) at (\S+)/v2/models/constant", said)
+    assert found is not None, said
+    connection = InferenceConnection(found[1], "constant", (home / "token").read_text())
+    question = np.zeros((1, 4), np.float32)
+    wait_for_version(connection, question[0], 1, timeout_s=10)
+    assert connection.infer(question).version == 1
+    registry.promote("constant@2")
+    wait_for(lambda: connection.infer(question).version == 2, 10, "the flip to constant@2")
+    registry.rollback("constant")
+    wait_for(lambda: connection.infer(question).version == 1, 10, "the flip back to constant@1")
+    connection.close()
+    program.send_signal(signal.SIGINT)
+    rest, _ = program.communicate(timeout=60)
+    assert program.returncode == 130, said + rest
+    assert "Traceback" not in said + rest
+
+
+def _register_constant(registry: Registry, value: float) -> None:
+    model = ActorCritic(4, 2, (4,))
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, value)
+    experience = ExperienceSpec(TensorSpec("float32", (4,)), TensorSpec("int64", (), 0, 1), 16, policy_spec((4,)))
+    factory, signature = served_model(RLSpec(hidden=(4,)), experience)
+    registry.register("constant", WeightSnapshot.of(1, model_arrays(model)), model=factory, signature=signature)
 
 
 def test_a_wrong_word_is_refused_before_anything_starts(home: Path) -> None:

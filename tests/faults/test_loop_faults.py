@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shoal.rl.ray_rl import ActorLearnerWorkers
 
 TOKEN = "a token of the tests"
+ORDINARY = ("shutdown", "stale_admission", "stale_consumption")  # drops that need no fault
 
 
 class Loop:
@@ -42,7 +43,7 @@ class Loop:
         environment = gymnasium.make(spec.env)
         experience = experience_spec(environment.observation_space, environment.action_space, spec)
         setting = RunSetting(run_id, folder, TOKEN, None, None)
-        self.workers: ActorLearnerWorkers = ActorLearnerWorkers(spec, experience, setting, 0)
+        self.workers: ActorLearnerWorkers = ActorLearnerWorkers(spec, experience, setting)
         self.address = self.workers.gateway_address()
         self.actors: list[subprocess.Popen[bytes]] = []
 
@@ -108,7 +109,7 @@ def test_a_killed_gateway_comes_back_where_it_was_and_the_actors_resend(loop: Lo
     segments = loop.close()
     assert_balanced(segments)
     assert segments["queued"] == 0
-    assert set(segments["dropped"]) <= {"gateway_crash", "shutdown", "stale_admission", "stale_consumption"}
+    assert set(segments["dropped"]) <= {*ORDINARY, "gateway_crash", "lease_lost"}
     assert [actor.wait(20) for actor in loop.actors] == [0, 0]
 
 
@@ -126,7 +127,7 @@ def test_a_killed_learner_resumes_from_its_checkpoint_and_what_it_held_is_counte
     segments = loop.close()
     assert_balanced(segments)
     assert segments["queued"] == 0
-    assert set(segments["dropped"]) <= {"learner_crash", "shutdown", "stale_admission", "stale_consumption"}
+    assert set(segments["dropped"]) <= {*ORDINARY, "learner_crash"}
 
 
 def test_an_actor_that_is_killed_returns_as_a_new_incarnation(loop: Loop) -> None:

@@ -73,3 +73,15 @@ def test_an_unfinished_draft_is_invisible(tmp_path: Path) -> None:
     loaded = checkpoint.load_latest(tmp_path)
     assert loaded is not None
     assert loaded.step == 1
+
+
+def test_after_going_back_past_a_damaged_checkpoint_the_good_ones_are_kept(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 90, state(90))
+    (checkpoint.save(tmp_path, 100, state(100)) / "state.pt").write_bytes(b"")
+    dead = tmp_path / ".draft-000000101-1"
+    dead.mkdir()
+    checkpoint.save(tmp_path, 95, state(95), keep=1)
+    loaded = checkpoint.load_latest(tmp_path)
+    assert loaded is not None
+    assert (loaded.step, loaded.damaged) == (95, [])
+    assert not dead.exists()

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from shoal import runs
 from shoal.cli.models import models
+from shoal.cli.run import Typed
+from shoal.cli.run import _Session as Session
 from shoal.cli.runs import report
 from shoal.cli.runs import runs as runs_command
+from shoal.cluster.handle import ClusterHandle
 from shoal.errors import RegistryError, RunError
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
@@ -32,7 +39,7 @@ def typed(command: click.Command, *words: str) -> str:
 
 
 def record(run_id: str, status: str = "finished") -> None:
-    with runs.create("cartpole", "a: 1\n", run_id, command="shoal run cartpole a=1") as run:
+    with runs.create("cartpole", "a: 1\n", run_id, command="shoal run cartpole a=1 --actors 4") as run:
         run.log(10, {"return/mean_100": 480.0, "learner/loss": 0.5})
         run.endpoint("gateway", "gateway", "tcp://127.0.0.1:5600", "closed")
         run.model_registered("cartpole", 2, ("champion",))
@@ -82,11 +89,90 @@ def test_one_run_is_shown_with_what_to_type_next() -> None:
     for told in (
         *("failed", "ValueError: [/red]", "return/mean_100", "480", "tcp://127.0.0.1:5600", "cartpole@2", "champion"),
         *("actor.joined", "[bold]a-1[/nonsense]", "  shoal report one\n", "  shoal models show cartpole@2\n"),
-        *("  tensorboard --logdir ", "  shoal run cartpole a=1\n"),
+        *("  tensorboard --logdir ", "  shoal run cartpole --actors 4 resume=one\n"),
     ):
         assert told in shown, told
     told = json.loads(typed(runs_command, "latest", "--json"))
     assert (told["id"], told["status"], told["latest"]["learner/loss"]) == ("one", "failed", 0.5)
+
+
+def test_a_run_that_ended_before_its_time_can_be_gone_on_with(home: Path) -> None:
+    record("one")
+    assert "resume=" not in typed(runs_command, "one")
+    with runs.create("odd job", "", "two", command="python jobs/odd.py") as run:
+        assert "resume=" not in typed(runs_command, "two")
+        with closing(sqlite3.connect(home / "runs.sqlite")) as connection, connection:
+            connection.execute("UPDATE runs SET heartbeat_at = 0")
+        assert "lost" in typed(runs_command, "two")
+        assert "  shoal report two\n  shoal run 'odd job' resume=two\n" in typed(runs_command, "two")
+        run.finish("stopped")
+    assert "  shoal report two\n  shoal run 'odd job' resume=two\n" in typed(runs_command, "two")
+
+
+@pytest.mark.parametrize(
+    ("typed_words", "command"),
+    [
+        (Typed("x", (), 0), "shoal run x"),
+        (Typed("x", ("a=b c", "endpoint.token=hush"), 4), "shoal run x --actors 4 'a=b c' 'endpoint.token=***'"),
+        (Typed("j/x.py", ("a=1",), 0, "local"), "shoal run j/x.py --address local a=1"),
+    ],
+)
+def test_the_command_of_a_run_can_be_pasted(typed_words: Typed, command: str) -> None:
+    assert typed_words.command() == command
+
+
+def a_session(*words: str) -> Session:
+    return Session(Typed("x", words, 2), Path("x.py"), Console(quiet=True), plain=True)
+
+
+def test_a_resumed_run_is_not_shown_with_what_its_earlier_life_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    connected: list[str] = []
+
+    def start(words: list[str], **_: object) -> SimpleNamespace:
+        connected.append(words[words.index("--connect") + 1])
+        return SimpleNamespace(poll=lambda: None)
+
+    with runs.create("x", "", "one") as run:
+        run.endpoint("gateway", "gateway", "tcp://old", "ready")
+        run.event("gateway_ready", address="tcp://old", env="E", server_key="")
+        run.event("solved", seconds=1.0, steps=2)
+        run.log(1, {"return/mean_100": 480.0})
+    monkeypatch.setattr("subprocess.Popen", start)
+    session = a_session("resume=on")
+    assert session.run_id == "one"
+    session._read_record()
+    assert session._view is None  # the job has not begun its new life
+    with runs.reopen("one") as again:
+        session._read_record()
+        assert session._view is not None
+        assert (session._view.phase, session._view.metrics, connected) == ("starting the endpoint", {}, [])
+        again.event("gateway_ready", address="tcp://new", env="E", server_key="")
+        again.endpoint("gateway", "gateway", "tcp://new", "ready")
+        session._read_record()
+        assert (session._view.phase, connected) == ("waiting for actors", ["tcp://new"] * 2)
+        again.log(2, {"return/mean_100": 100.0})
+        again.flush()
+        session._read_record()
+        assert session._view.phase == "learning"
+        again.event("solved", seconds=1.0, steps=2)
+        session._read_record()
+        assert session._view.phase == "solved; playing through the endpoint"
+    assert session.how_to_resume() == "Go on with: shoal run x --actors 2 resume=one"
+
+
+def test_the_job_is_told_what_the_user_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def submit(cluster: object, entrypoint: object, *, env: dict[str, str]) -> None:
+        told.append(env["SHOAL_COMMAND"])
+        raise RunError("enough")
+
+    monkeypatch.setattr("shoal.cli.run._check_words", lambda path, words: None)
+    monkeypatch.setattr("shoal.cli.run.ray_jobs.submit", submit)
+    cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
+    with ExitStack() as stack, pytest.raises(RunError, match="enough"):
+        a_session("a=b c", "endpoint.token=hush").run(cluster, stack)
+    assert told == ["shoal run x --actors 2 'a=b c' 'endpoint.token=***'"]
 
 
 def test_an_unknown_run_is_a_run_error() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -14,7 +17,16 @@ import zmq
 from rl_setting import TOKEN, Parts, segment, serving
 from shoal.actor import ActorClient, play
 from shoal.actor.outbox import Outbox
-from shoal.errors import Closed, ConfigError, ConnectionLost, InvalidSegment, RunChanged
+from shoal.errors import (
+    Closed,
+    ConfigError,
+    ConnectionLost,
+    InvalidSegment,
+    ProtocolViolation,
+    RunChanged,
+    ShoalError,
+    WeightsError,
+)
 from shoal.rl.queue import BatchRequest
 from shoal.wire import decode, encode
 from shoal.wire.messages import Bye, Hello, Limits, Ping
@@ -192,6 +204,116 @@ def test_what_cannot_be_an_address_is_refused_and_an_empty_one_is_given_up() -> 
     actor.close()
     with pytest.raises(Closed):
         actor.send(segment())
+
+
+@pytest.mark.parametrize(
+    ("address", "server_key", "field"),
+    [
+        ("tcp://127.0.0.1", "", "connect"),
+        ("tcp://127.0.0.1:port", "", "connect"),
+        ("tcp://127.0.0.1:5", "short", "server-key"),
+        ("tcp://127.0.0.1:5", "x" * 32, "server-key"),  # a key in binary, for ZeroMQ
+        ("tcp://127.0.0.1:5", " " * 40, "server-key"),
+    ],
+)
+def test_an_address_or_a_key_that_is_none_is_named(address: str, server_key: str, field: str) -> None:
+    with (
+        pytest.raises(ConfigError, match="as the job prints it") as raised,
+        ActorClient(address, TOKEN, server_key=server_key, timeout_s=5),
+    ):
+        pass
+    assert raised.value.field == field
+
+
+# -- deadlines, with nobody there: far below the 60 s for which the client itself would go on trying ------------------
+
+SOON_S = 10.0
+
+
+@contextmanager
+def deserted(folder: Path | None = None) -> Iterator[tuple[ActorClient, int]]:
+    """A client with an unacknowledged segment whose gateway has gone, and the gateway's port."""
+    with serving(folder) as parts:
+        actor = ActorClient(parts.address, TOKEN, "one", timeout_s=60)
+        actor.connect()
+        actor.wait_for_weights()
+        port = parts.gateway.port
+    actor._outbox.add(segment())
+    began = time.monotonic()
+    try:
+        yield actor, port
+        assert time.monotonic() - began < SOON_S
+    finally:
+        actor.close(0.1)
+
+
+def test_close_does_not_look_for_a_gateway_that_is_gone() -> None:
+    with deserted() as (actor, _):
+        actor.close(0.2)
+        assert actor.num_unacknowledged == 1
+        assert actor.reconnects == 0
+
+
+def test_close_does_not_look_for_a_gateway_that_fell_silent() -> None:
+    with deserted() as (actor, _):
+        actor._lost = False
+        actor._heard_at -= 1000
+        actor.close(0.2)
+        assert actor.num_unacknowledged == 1
+
+
+def test_close_ends_the_search_of_another_thread() -> None:
+    with deserted() as (actor, _):
+        ended: list[ShoalError] = []
+
+        def look() -> None:
+            try:
+                actor.newer_weights(0)
+            except ShoalError as error:
+                ended.append(error)
+
+        with actor._lock:
+            thread = threading.Thread(target=look)
+            thread.start()
+        wait_for(lambda: actor._lost)
+        actor.close(0.2)
+        thread.join(SOON_S)
+        assert isinstance(ended[0], Closed)
+
+
+@pytest.mark.parametrize("error", [WeightsError("damaged"), ProtocolViolation("malformed", "?"), RunChanged("other")])
+def test_close_survives_what_the_last_messages_say(error: ShoalError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(frames: list[bytes]) -> None:
+        raise error
+
+    with serving() as parts:
+        actor = ActorClient(parts.address, TOKEN, "one", timeout_s=10)
+        actor.connect()
+        actor.send(segment())
+        monkeypatch.setattr(actor, "_handle", fail)
+        actor.close()
+        assert actor._context is not None
+        assert actor._context.closed
+
+
+def test_a_callers_deadline_holds_while_nobody_answers() -> None:
+    with deserted() as (actor, _):
+        assert not actor.drain(0.2)
+        with pytest.raises(ConnectionLost):
+            actor.wait_for_weights(10**9, timeout_s=0.2)
+        with pytest.raises(ConnectionLost):
+            actor.send(segment(), timeout_s=0.2)
+
+
+def test_short_calls_in_a_row_find_the_gateway_when_it_is_back(tmp_path: Path) -> None:
+    with deserted(tmp_path) as (actor, port):
+        for _ in range(5):
+            assert not actor.drain(0.05)
+        with serving(tmp_path) as again:
+            assert again.gateway.port == port
+            wait_for(lambda: actor.drain(0.1), SOON_S)
+            assert actor.acknowledged["accepted"] == 1
+            actor.close()
 
 
 # -- and the gateway against what an actor may do to it ------------------------------------------------------------

@@ -14,6 +14,7 @@ from shoal.errors import Closed
 from shoal.rl.credit import share_credit
 from shoal.rl.ledger import Ledger
 from shoal.rl.queue import BatchRequest, ExperienceBatch, ExperienceQueue
+from waiting import wait_for
 
 A = ("a", 1)
 
@@ -69,6 +70,27 @@ def test_take_waits_for_put() -> None:
     thread.join(10)
     assert taken[0] is not None
     assert taken[0].num_steps == 8
+
+
+def test_a_request_that_was_given_up_takes_nothing_when_a_newer_one_waits() -> None:
+    queue = filled(10)
+    taken: dict[int, ExperienceBatch | None] = {}
+
+    def take(number: int) -> None:
+        taken[number] = queue.take("learner", BatchRequest(4, 4, 10, 10, number))
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in (1, 2)]
+    threads[0].start()
+    wait_for(lambda: queue._newest_take == ("learner", 1))
+    threads[1].start()
+    wait_for(lambda: queue._newest_take == ("learner", 2))
+    for seq in range(2):  # `put` wakes one waiter: whichever it is, the older one must take nothing
+        queue.put(A, seq, segment(4))
+    for thread in threads:
+        thread.join(15)
+    assert taken[1] is None
+    assert taken[2] is not None
+    assert queue.ledger.account(A).queued == 2
 
 
 def test_close_wakes_take_drops_the_rest_with_a_reason_and_refuses_more() -> None:

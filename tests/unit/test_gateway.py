@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket as network
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 import zmq
@@ -14,8 +17,10 @@ from rl_setting import EXPERIENCE, TOKEN, Parts, segment, serving, weights
 from shoal.actor import ActorClient
 from shoal.errors import ConfigError, ConnectionLost, Refused
 from shoal.rl.gateway import Gateway
+from shoal.rl.listener import UNREAD_MESSAGES, listen
+from shoal.rl.progress import MAX_GONE_ACTORS, REFUSALS_INTERVAL_S, Progress, Roster
 from shoal.rl.queue import BatchRequest
-from shoal.rl.spec import GatewaySpec
+from shoal.rl.spec import GatewaySpec, RLSpec, experience_spec
 from shoal.wire import DropReason, Limits, Segment, decode, encode, pack_segment
 from shoal.wire.messages import Ack, Error, Hello, Message, Ping, Pong, SegmentMessage, Welcome
 from waiting import wait_for
@@ -84,6 +89,36 @@ def test_a_wrong_token_is_refused_and_counted() -> None:
             pass
         assert parts.gateway.stats()["protocol_errors"] == {"bad_token": 1}
         assert parts.gateway.stats()["actors"] == []
+
+
+def test_a_flood_of_wrong_tokens_is_counted_and_leaves_the_other_events_alone() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        raw.enter("honest")
+        for number in range(1500):
+            raw.say(Hello(1, "guess", f"guest {number}", 1))
+        wait_for(lambda: parts.gateway.stats()["protocol_errors"].get("bad_token") == 1500)
+        events = [(kind, details["actor_id"]) for _, kind, details in parts.gateway.take_events()]
+        assert events == [("actor_joined", "honest"), ("actor_refused", "guest 0")]
+
+
+def test_the_next_word_on_refusals_says_how_many_there_were() -> None:
+    progress = Progress()
+    for number in range(1, 8):
+        progress.protocol_errors["bad_token"] = number
+        progress.refused("guest")
+    progress._refusals_told_at -= REFUSALS_INTERVAL_S
+    progress.refused("guest")
+    assert [details["count"] for _, _, details in progress.events] == [1, 7]
+
+
+def test_a_connection_may_have_only_a_few_messages_waiting() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket, _ = listen(context, GatewaySpec())
+    try:
+        assert socket.getsockopt(zmq.RCVHWM) == UNREAD_MESSAGES <= 16
+    finally:
+        socket.close()
+        context.term()
 
 
 def test_a_wrong_protocol_version_is_refused() -> None:
@@ -169,6 +204,13 @@ def test_a_gateway_without_a_token_does_not_start() -> None:
     parts = Parts()
     with pytest.raises(ConfigError, match="token"):
         Gateway(parts.spec, EXPERIENCE, parts.queue, parts.store, "")
+
+
+def test_actions_that_do_not_count_from_zero_are_refused() -> None:
+    box, spec = gymnasium.spaces.Box(-1, 1, (4,)), RLSpec()
+    assert experience_spec(box, gymnasium.spaces.Discrete(3), spec).action.high == 2
+    with pytest.raises(ConfigError, match="starts at 1"):
+        experience_spec(box, gymnasium.spaces.Discrete(3, start=1), spec)
 
 
 # -- what is accepted ---------------------------------------------------------------------------------------------
@@ -337,6 +379,35 @@ def test_actors_that_leave_say_so() -> None:
         assert [kind for _, kind, _ in parts.gateway.take_events()] == ["actor_joined", "actor_left"]
 
 
+def test_an_actor_that_left_does_not_lag() -> None:
+    with serving() as parts:
+        with client(parts, "gone") as actor:
+            actor.send(segment())
+            assert actor.drain(5)
+        wait_for(lambda: not _connected(parts))
+        with client(parts, "here"):
+            parts.store.publish(weights(7))
+            wait_for(lambda: parts.gateway.stats()["weights_version"] == 7)
+            lags = {actor["actor_id"]: actor["lag"] for actor in parts.gateway.stats()["actors"]}
+        assert lags == {"gone": 0, "here": 7}
+
+
+def test_of_the_actors_that_left_only_the_last_ones_are_remembered() -> None:
+    roster = Roster()
+    here, back = ("here", 1), ("back", 1)
+    roster.join(here)
+    roster.join(back).steps = 5
+    roster.leave(back)
+    assert roster.join(back).steps == 5
+    for number in range(MAX_GONE_ACTORS + 50):
+        roster.join((f"guest {number}", 1))
+        roster.leave((f"guest {number}", 1))
+    names = [actor.actor_id for actor in roster]
+    assert names == ["here", "back", *(f"guest {number}" for number in range(50, MAX_GONE_ACTORS + 50))]
+    assert [actor.actor_id for actor in roster.forget_older(("guest 60", 2))] == ["guest 60"]
+    assert roster.forget_older(("guest 0", 2)) == []
+
+
 def test_closing_as_finished_tells_the_actors_that_the_run_is_over() -> None:
     with serving() as parts:
         actor = client(parts)
@@ -376,6 +447,32 @@ def test_a_gateway_that_died_is_found_where_it_was_and_gets_what_it_did_not_ackn
             actor.close()
 
 
+@contextmanager
+def taken(port: int = 0) -> Iterator[int]:
+    """A port on which something else listens."""
+    with network.create_server(("127.0.0.1", port)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_port_of_before_that_another_process_has_taken_is_given_up_for_a_free_one(tmp_path: Path) -> None:
+    with serving(tmp_path) as first:
+        before = first.gateway.port
+    with taken(before), serving(tmp_path) as second, client(second):
+        assert second.gateway.port != before
+        moved = second.gateway.port
+    with serving(tmp_path) as third:
+        assert third.gateway.port == moved
+
+
+def test_a_port_that_was_asked_for_and_is_taken_is_named_with_what_to_do() -> None:
+    with taken() as port:
+        parts = Parts(port=port)
+        with pytest.raises(ConfigError, match=r"end the process .*, choose another port, or 0"):
+            parts.gateway.start()
+        parts.gateway.close()
+        parts.ledger.close()
+
+
 def test_progress_is_solved_when_a_hundred_episodes_reach_the_target() -> None:
     with serving(queue_capacity=200) as parts, client(parts) as actor:
         for _ in range(99):
@@ -388,3 +485,14 @@ def test_progress_is_solved_when_a_hundred_episodes_reach_the_target() -> None:
         assert stats["solved_s"] is not None
         assert (stats["episodes"], stats["steps"], stats["solved_steps"]) == (100, 200, 200)
         assert stats["mean_return"] == pytest.approx(499.8)
+
+
+def test_a_gateways_next_life_goes_on_counting(tmp_path: Path) -> None:
+    with serving(tmp_path) as first, client(first) as actor:
+        actor.send(segment(2, terminated=True, episode_return=7.0, episode_length=2))
+        assert actor.drain(5)
+    with serving(tmp_path) as second, client(second, "two") as actor:
+        actor.send(segment(3, terminated=True, episode_return=9.0, episode_length=3))
+        assert actor.drain(5)
+        stats = second.gateway.stats()
+        assert (stats["steps"], stats["episodes"], stats["mean_return"]) == (5, 2, 8.0)

@@ -11,7 +11,7 @@ import torch
 
 from rl_setting import EXPERIENCE, segment
 from shoal.algorithms.impala import NonFiniteLoss
-from shoal.errors import SpecMismatch
+from shoal.errors import Closed, SpecMismatch
 from shoal.rl.learner import Learner
 from shoal.rl.ledger import Ledger
 from shoal.rl.queue import ExperienceQueue
@@ -124,15 +124,27 @@ def test_resuming_goes_on_exactly_where_the_checkpoint_was(tmp_path: Path) -> No
         assert torch.equal(value, second.learner.model.state_dict()[name]), name
 
 
-def test_a_version_is_never_used_twice(tmp_path: Path) -> None:
+def test_a_version_is_never_used_twice_even_when_nobody_knows_how_far_it_came(tmp_path: Path) -> None:
     first = Bench(tmp_path)
     first.learner.save()
     for _ in range(4):
         first.put(segment(16))
         first.learner.step()
-    assert first.store.version == 5
-    second = Bench(tmp_path, used_version=first.store.version)  # the checkpoint knows of version 1 only
-    assert second.store.version == 6
+    assert first.store.version == 5  # the checkpoint knows of version 1 only
+    known = Bench(tmp_path, used_version=first.store.version)
+    assert known.store.version == 6
+    unknown = Bench(tmp_path)  # the store died too
+    assert unknown.store.version > 6
+
+
+def test_what_was_learnt_last_is_published_when_experience_stops(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "learner.publish_interval_s=0.1")
+    bench.put(segment(16))
+    assert bench.learner.step()
+    wait_for(lambda: bench.learner.step() or bench.store.version == 2)
+    latest = bench.store.latest()
+    assert latest is not None
+    assert latest.payload == bench.learner.snapshot().payload
 
 
 def test_another_model_than_the_checkpoints_is_refused_by_name(tmp_path: Path) -> None:
@@ -141,9 +153,22 @@ def test_another_model_than_the_checkpoints_is_refused_by_name(tmp_path: Path) -
         Bench(tmp_path, "hidden=[16]")
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_the_last_good_state_saved(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "impala.value_cost=1e30")
+def test_one_batch_of_nonsense_is_dropped_with_a_reason_and_learning_goes_on(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    before = bench.learner.snapshot().payload
     bench.put(segment(16, rewards=np.full(16, 1e38, np.float32)))
+    assert bench.learner.step()
+    assert bench.learner.snapshot().payload == before
+    assert bench.queue.ledger.account(A).dropped == {"non_finite": 1}
+    bench.put(segment(16, rewards=np.zeros(16, np.float32)))
+    assert bench.learner.step()
+    assert bench.learner.updates == 1
+
+
+def test_a_loss_that_stays_not_finite_ends_the_run_with_the_last_good_state_saved(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "impala.value_cost=1e30")
+    for _ in range(3):
+        bench.put(segment(16, rewards=np.full(16, 1e38, np.float32)))
     before = bench.learner.snapshot().payload
     with pytest.raises(NonFiniteLoss):
         bench.learner.run()
@@ -154,7 +179,7 @@ def test_stop_publishes_and_saves_what_was_learnt_last(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "learner.publish_interval_s=1000")
     bench.put(segment(16))
     original = bench.queue.settle
-    bench.queue.settle = lambda lease, stale: (bench.learner.stop(), original(lease, stale))[1]  # type: ignore[method-assign]
+    bench.queue.settle = lambda *words: (bench.learner.stop(), original(*words))[1]  # type: ignore[method-assign]
     bench.learner.run()
     assert bench.store.version == 2
     latest = bench.store.latest()
@@ -170,11 +195,12 @@ def test_a_learner_whose_lease_was_revoked_stops(tmp_path: Path) -> None:
 
     def taken_over(*arguments: object) -> object:
         batch = original(*arguments)  # type: ignore[arg-type]
-        bench.queue.ledger.revoke_leases_except("another learner")
+        bench.queue.ledger.end_open_leases("another learner")
         return batch
 
     bench.queue.take = taken_over  # type: ignore[method-assign, assignment]
-    bench.learner.run()
+    with pytest.raises(Closed, match="another life"):
+        bench.learner.run()
     assert bench.queue.ledger.account(A).dropped == {"learner_crash": 1}
 
 

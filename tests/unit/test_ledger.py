@@ -14,6 +14,7 @@ from shoal.rl.ledger import Ledger
 from shoal.wire import DropReason
 
 A, B = ("a", 1), ("b", 7)
+STALE = DropReason.STALE_CONSUMPTION
 
 
 def test_a_segment_moves_from_received_to_queued_to_consumed() -> None:
@@ -23,7 +24,7 @@ def test_a_segment_moves_from_received_to_queued_to_consumed() -> None:
     ledger.admit(B, 0, DropReason.NON_FINITE)
     lease = ledger.lease("learner", [A, A])
     assert ledger.account(A).queued == 3  # a leased segment has not left the books
-    assert ledger.settle(lease, [False, True])
+    assert ledger.settle(lease, [False, True], STALE)
     assert (ledger.account(A).consumed, ledger.account(A).queued) == (1, 1)
     assert ledger.totals().to_dict() == {
         "received": 4,
@@ -35,25 +36,43 @@ def test_a_segment_moves_from_received_to_queued_to_consumed() -> None:
     }
 
 
-def test_a_lease_is_settled_once() -> None:
-    ledger = Ledger()
+def test_a_lease_is_settled_once_and_saying_it_again_is_no_mistake(tmp_path: Path) -> None:
+    """The answer to a settlement may be lost with the gateway that gave it: the learner then asks again."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.admit(A, 0)
     lease = ledger.lease("learner", [A])
-    assert ledger.settle(lease, [False])
-    assert not ledger.settle(lease, [False])
+    assert ledger.settle(lease, [False], STALE)
+    assert ledger.settle(lease, [False], STALE)
+    assert Ledger(tmp_path / "ledger.sqlite").settle(lease, [False], STALE)
     assert ledger.account(A).consumed == 1
+    assert not ledger.settle(lease + 1, [False], STALE)
 
 
 def test_the_leases_of_an_earlier_learner_are_dropped_with_a_reason_and_cannot_be_settled() -> None:
     ledger = Ledger()
     ledger.admit(A, 0)
-    ledger.admit(A, 1)
     dead = ledger.lease("learner 1", [A])
-    alive = ledger.lease("learner 2", [A])
-    assert ledger.revoke_leases_except("learner 2") == 1
+    assert ledger.end_open_leases("learner 2") == 1
     assert ledger.account(A).dropped == {"learner_crash": 1}
-    assert not ledger.settle(dead, [False])
-    assert ledger.settle(alive, [False])
+    assert not ledger.settle(dead, [False], STALE)
+
+
+def test_a_lease_whose_answer_was_lost_is_counted_when_the_learner_asks_again() -> None:
+    ledger = Ledger()
+    ledger.admit(A, 0)
+    ledger.lease("learner", [A])
+    assert ledger.end_open_leases("learner") == 1
+    assert ledger.account(A).dropped == {"lease_lost": 1}
+    assert ledger.account(A).queued == 0
+
+
+def test_a_lease_number_is_never_used_twice(tmp_path: Path) -> None:
+    before = Ledger(tmp_path / "ledger.sqlite")
+    before.admit(A, 0)
+    lease = before.lease("learner 1", [A])
+    before.end_open_leases("learner 2")
+    before.commit()
+    assert Ledger(tmp_path / "ledger.sqlite").lease("learner 2", []) > lease
 
 
 def test_what_was_queued_in_a_gateway_that_died_is_dropped_and_what_was_leased_can_be_settled(tmp_path: Path) -> None:
@@ -66,7 +85,7 @@ def test_what_was_queued_in_a_gateway_that_died_is_dropped_and_what_was_leased_c
     assert after.account(A).next_seq == 5
     assert after.account(A).dropped == {"gateway_crash": 3}
     assert after.account(A).queued == 2
-    assert after.settle(lease, [False, True])
+    assert after.settle(lease, [False, True], STALE)
     assert after.totals().to_dict()["dropped"] == {"gateway_crash": 3, "stale_consumption": 1}
     assert after.totals().balanced
     assert after.lease("learner", [A]) > lease
@@ -84,6 +103,8 @@ def test_what_was_not_committed_was_not_acknowledged_and_is_not_counted(tmp_path
 def test_facts_outlive_the_process(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.set_fact("port", "4711")
+    assert ledger.fact("port") == "4711"
+    ledger.commit()
     assert Ledger(tmp_path / "ledger.sqlite").fact("port") == "4711"
     assert ledger.fact("nothing") is None
 
@@ -136,11 +157,11 @@ class Books(RuleBasedStateMachine):
         if self.leases:
             lease, count = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
             stale = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
-            assert self.ledger.settle(lease, stale)
+            assert self.ledger.settle(lease, stale, STALE)
 
     @rule()
     def another_learner(self) -> None:
-        self.ledger.revoke_leases_except("another")
+        self.ledger.end_open_leases("another")
         self.leases = []
 
     @rule(commit=st.booleans())

@@ -178,6 +178,28 @@ def test_a_resumed_run_is_marked() -> None:
     assert page.source.count(">resumed</text>") == 1
 
 
+def test_the_learning_curve_is_of_the_mean_return() -> None:
+    with runs.create("cartpole", "", "one") as run:
+        learn(run, 5)
+        run.log(6, {"evaluation/return": 900.0})
+    page = write(runs.load("one"))
+    assert "Learning curve return/mean_100" in page.text
+    assert "50 best mean return" in page.text
+    assert "900 best" not in page.text
+
+
+def test_the_newest_numbers_are_the_newest_by_time() -> None:
+    parts = [f"segments/{part}" for part in ("received", "consumed", "queued", "dropped")]
+    with runs.create("cartpole", "", "one") as run:
+        run.log(900, {**dict(zip(parts, (300, 240, 30, 30), strict=True)), "odd": 1.0})
+        run.flush()
+    with runs.reopen("one") as run:  # it went on from an earlier step
+        run.log(500, {**dict(zip(parts, (400, 350, 20, 30), strict=True)), "odd": 2.0})
+    seen = runs.load("one")
+    assert report.accounting(seen.metrics()) == report.Accounting(400, 350, 20, 30)
+    assert "odd 2 1 2" in write(seen).text
+
+
 def test_a_thinned_curve_keeps_its_spikes_and_its_order() -> None:
     x = np.arange(100_000.0)
     y = np.sin(x / 1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sqlite3
 import subprocess
 import time
@@ -15,7 +16,7 @@ import pytest
 
 from shoal import runs
 from shoal.errors import Closed, ConfigError, RunError
-from shoal.runs import RunRecorder, Status, recorder, transition
+from shoal.runs import RunRecorder, Status, origin, recorder, transition
 
 DEADLINE_S = 15.0
 SPEC = "environment: CartPole-v1\nlearner:\n  lr: 0.001\n"
@@ -309,6 +310,99 @@ def test_resuming_goes_on_where_the_run_was(run: RunRecorder) -> None:
     [event] = seen.events().to_dict("records")
     assert (event["kind"], event["details"]["after"]) == ("resumed", "failed")
     assert len(list((run.folder / "tensorboard").iterdir())) == 2
+
+
+def test_resuming_replaces_the_spec_only_when_one_is_given(run: RunRecorder) -> None:
+    run.close()
+    runs.reopen("one").close()
+    assert runs.load("one").spec == (run.folder / "spec.yaml").read_text() == SPEC
+    runs.reopen("one", spec="a: 2\n").close()
+    assert runs.load("one").spec == (run.folder / "spec.yaml").read_text() == "a: 2\n"
+
+
+def test_a_spec_is_not_replaced_when_the_run_cannot_be_resumed(run: RunRecorder) -> None:
+    with pytest.raises(RunError, match="still running"):
+        runs.reopen("one", spec="a: 2\n")
+    assert runs.load("one").spec == (run.folder / "spec.yaml").read_text() == SPEC
+
+
+def test_resuming_closes_the_endpoints_of_the_earlier_life(run: RunRecorder) -> None:
+    run.endpoint("gateway", "gateway", "tcp://h:1", "ready")
+    run.endpoint("policy", "inference", "http://h:2", "ready")
+    with runs.create("other", "", "two") as other:
+        other.endpoint("gateway", "gateway", "tcp://h:3", "ready")
+        run.close()
+        with runs.reopen("one") as again:
+            assert [point.state for point in runs.load("one").endpoints()] == ["closed", "closed"]
+            again.endpoint("gateway", "gateway", "tcp://h:4", "ready")
+            assert [point.state for point in runs.load("one").endpoints()] == ["ready", "closed"]
+        assert [point.state for point in runs.load("two").endpoints()] == ["ready"]
+
+
+def test_what_a_new_life_said_is_told_apart_from_the_old(run: RunRecorder) -> None:
+    run.event("solved", steps=1)
+    run.event("gateway_ready", address="old")
+    run.event("gateway_ready", address="newer")
+    run.log(1, {"old": 1.0, "both": 1.0})
+    run.flush()
+    old = {"solved": {"steps": 1}, "gateway_ready": {"address": "newer"}}
+    first = runs.load("one")
+    assert first.last_events() == first.last_events(since_resumed=True) == old
+    assert first.latest() == first.latest(since_resumed=True) == {"old": 1.0, "both": 1.0}
+    run.close()
+    for _ in range(2):
+        with runs.reopen("one") as again:
+            seen = runs.load("one")
+            assert (seen.last_events(since_resumed=True), seen.latest(since_resumed=True)) == ({}, {})
+            assert {"solved", "resumed"} <= set(seen.last_events())
+            again.event("gateway_ready", address="newest")
+            again.log(1, {"both": 2.0})
+            again.flush()
+            assert seen.last_events(since_resumed=True) == {"gateway_ready": {"address": "newest"}}
+            assert seen.latest(since_resumed=True) == {"both": 2.0}
+            assert seen.latest() == {"old": 1.0, "both": 2.0}
+    assert (first.incarnation, runs.load("one").incarnation) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "best"),
+    [
+        ({"evaluation/return": 900.0, "return/mean_100": 5.0}, ("return/mean_100", 5.0)),
+        ({"a/return": 900.0, "return/mean_100": math.nan}, None),
+        ({"a/return": 900.0, "loss": 1.0}, ("a/return", 900.0)),
+    ],
+)
+def test_a_run_is_judged_by_its_mean_return_when_there_is_one(
+    run: RunRecorder, values: dict[str, float], best: tuple[str, float] | None
+) -> None:
+    run.log(1, values)
+    run.flush()
+    assert runs.load("one").best() == best
+
+
+# --- the command ---
+
+
+def test_the_command_is_what_the_user_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["jobs/x.py"])
+    monkeypatch.setattr("sys.orig_argv", ["python3", "jobs/x.py", "a=b c"])
+    monkeypatch.delenv("SHOAL_COMMAND", raising=False)
+    assert origin.command_line() == "python jobs/x.py 'a=b c'"
+    monkeypatch.setenv("SHOAL_COMMAND", "shoal run x --actors 4")
+    runs.create("job", "", "one").close()
+    assert runs.load("one").command == "shoal run x --actors 4"
+
+
+@pytest.mark.parametrize(
+    "word", ["endpoint.token=hush", "endpoint.token=a=hush", "token=hush", "--token=hush", "endpoint={token: hush}"]
+)
+def test_a_token_is_not_recorded(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHOAL_COMMAND", raising=False)
+    monkeypatch.setattr("sys.argv", ["/bin/shoal", "run", "x", word, "num_tokens=7"])
+    runs.create("job", "", "one").close()
+    command = runs.load("one").command
+    assert "hush" not in command
+    assert shlex.split(command) == ["shoal", "run", "x", f"{word.partition('=')[0]}=***", "num_tokens=7"]
 
 
 def test_a_living_run_cannot_be_resumed_by_another(run: RunRecorder) -> None:

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from shoal.actor.client import ActorClient
 from shoal.actor.loop import play
 from shoal.errors import ConfigError, ShoalError
-from shoal.home import access_token
+from shoal.home import existing_token
 
 _EXAMPLES = """examples:
   python -m shoal.actor --connect tcp://127.0.0.1:5555 --env CartPole-v1
   SHOAL_TOKEN=... python -m shoal.actor --connect tcp://10.0.0.7:5555 --server-key KEY --env CartPole-v1
 
-The token is $SHOAL_TOKEN, or the file `token` in $SHOAL_HOME (default ~/.shoal).
+The token is $SHOAL_TOKEN, or the file `token` in $SHOAL_HOME (default ~/.shoal). On another machine than the job's, set
+SHOAL_TOKEN to what that file holds there.
 """
 
 
@@ -44,6 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    token = existing_token()
+    if not token:
+        remedy = "set SHOAL_TOKEN to the content of $SHOAL_HOME/token on the host where the job runs"
+        raise ConfigError("token", token, "neither $SHOAL_TOKEN nor the file $SHOAL_HOME/token has one", remedy)
     try:
         import gymnasium
     except ImportError:
@@ -53,7 +58,7 @@ def _run(options: argparse.Namespace) -> int:
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         raise ConfigError("env", options.env, f"cannot be made: {error}") from None
     client = ActorClient(
-        options.connect, access_token(), options.actor_id, server_key=options.server_key, timeout_s=options.timeout_s
+        options.connect, token, options.actor_id, server_key=options.server_key, timeout_s=options.timeout_s
     )
     try:
         client.connect()

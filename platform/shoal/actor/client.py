@@ -15,14 +15,24 @@ import socket as network
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 import zmq
 
+from shoal.actor.connection import check_address, connect
 from shoal.actor.outbox import Outbox
-from shoal.errors import Closed, ConfigError, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged
+from shoal.errors import (
+    Closed,
+    ConnectionLost,
+    InvalidSegment,
+    ProtocolViolation,
+    Refused,
+    RunChanged,
+    ShoalError,
+)
 from shoal.weights import decode_tensors
 from shoal.wire import ExperienceSpec, Limits, Segment, decode, encode, pack_segment
 from shoal.wire.messages import (
@@ -69,14 +79,14 @@ class ActorClient:
         timeout_s: float = 60.0,
         max_weights_bytes: int = 2**30,
     ) -> None:
-        if not address.startswith("tcp://"):
-            raise ConfigError("connect", address, "is not an address", "give tcp://host:port, as the job prints it")
+        check_address(address, server_key)
         self.actor_id = actor_id or f"{network.gethostname()[:40]}-{os.getpid()}"
         self.incarnation = time.time_ns() if incarnation is None else incarnation
         self._address, self._token, self._server_key, self._timeout_s = address, token, server_key, timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._lock = threading.RLock()  # whoever holds it owns the socket
+        self._closing = threading.Event()  # no new session any more
         self._closed = threading.Event()
         self._keeper: threading.Thread | None = None
         self._limits = Limits(max_message_bytes=max_weights_bytes)
@@ -84,13 +94,14 @@ class ActorClient:
         self._outbox = Outbox()
         self._lost = False  # the session is over: say hello again
         self._attempts = 0  # to connect, since the last acknowledgement
+        self._next_attempt_at = 0.0
         self._latest: tuple[int, dict[str, np.ndarray]] | None = None
         self._heard_at = time.monotonic()
         self._used_at = time.monotonic()
         self._pinged_beats = 0
         self.published_version = 0  # the newest version that the gateway has told of
         self.finished = False  # the gateway said that the run is over
-        self.reconnects = 0
+        self.reconnects = 0  # sessions after the first one
         self.acknowledged: dict[str, int] = {"accepted": 0, "dropped": 0, "duplicate": 0}
         self.drops: dict[str, int] = {}  # dropped segments by reason
         self.last_drop = ""  # reason and detail of the newest of them
@@ -104,7 +115,7 @@ class ActorClient:
         """
         with self._lock:
             self._context = self._context or zmq.Context()
-            self._reconnect()
+            self._reconnect(time.monotonic() + self._timeout_s)
             if self._keeper is None:
                 self._keeper = threading.Thread(target=self._keep_alive, name="actor-keeper", daemon=True)
                 self._keeper.start()
@@ -121,14 +132,15 @@ class ActorClient:
         return self._welcome.run_id if self._welcome else ""
 
     def close(self, drain_timeout_s: float = 2.0) -> None:
-        """Wait for open acknowledgements, say bye and disconnect. Idempotent."""
+        """Wait for open acknowledgements, say bye and disconnect; never reconnects to do so. Idempotent."""
         if self._closed.is_set():
             return
+        self._closing.set()
         try:
             if self._welcome and not self.finished:
                 self.drain(drain_timeout_s)
-        except (ConnectionLost, Refused):
-            pass  # nobody is left to say bye to
+        except ShoalError as error:
+            _log.debug("closing without the open acknowledgements: %s", error)
         finally:
             self._closed.set()
             with self._lock:
@@ -158,16 +170,19 @@ class ActorClient:
 
     def newer_weights(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
         """(version, arrays by name) if something newer than `than` has arrived. Costs microseconds; waits only to
-        reconnect. Raises RunChanged when another run has taken the address: the client has joined that one, with a
-        spec and weights of its own, and what was meant for the old run is forgotten.
+        reconnect, and raises ConnectionLost when that takes the client's `timeout_s`. Raises RunChanged when another
+        run has taken the address: the client has joined that one, with a spec and weights of its own, and what was
+        meant for the old run is forgotten.
         """
         with self._lock:
-            self._pump()
+            self._pump(time.monotonic() + self._timeout_s)
             latest = self._latest
         return latest if latest is not None and latest[0] > than else None
 
     def wait_for_weights(self, than: int = 0, timeout_s: float = 30.0) -> tuple[int, dict[str, np.ndarray]]:
-        """Like `newer_weights`, waiting. Raises ConnectionLost after `timeout_s`."""
+        """Like `newer_weights`, waiting. Raises ConnectionLost after `timeout_s` or the client's, if a reconnect takes
+        that long.
+        """
         self._wait(lambda: self._latest is not None and self._latest[0] > than, timeout_s, "weights")
         assert self._latest is not None
         return self._latest
@@ -175,10 +190,11 @@ class ActorClient:
     def send(self, segment: Segment, timeout_s: float = 600.0) -> int:
         """Send a segment and return its sequence number; waits while the gateway gives no credit.
 
-        Raises ConnectionLost when no credit came within `timeout_s`, InvalidSegment when it is too large for the
-        gateway, Refused when the gateway refuses this actor, RunChanged as `newer_weights` does.
+        Raises ConnectionLost when no credit came within `timeout_s` or no gateway within the client's, InvalidSegment
+        when it is too large for the gateway, Refused when the gateway refuses this actor, RunChanged as
+        `newer_weights` does.
         """
-        if self._closed.is_set():
+        if self._closing.is_set():
             raise Closed("the client is closed")
         self._wait(lambda: self._outbox.has_credit or self.finished, timeout_s, "credit")
         with self._lock:
@@ -191,11 +207,11 @@ class ActorClient:
             return seq
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every segment is acknowledged; False when that took longer than `timeout_s`."""
-        try:
+        """Wait until every segment is acknowledged; False when that took longer than `timeout_s` (or than the client's
+        own, while no gateway answers).
+        """
+        with suppress(ConnectionLost):
             self._wait(lambda: not self._outbox or self.finished, timeout_s, "acknowledgements")
-        except ConnectionLost:
-            return False
         return not self._outbox
 
     @property
@@ -208,15 +224,16 @@ class ActorClient:
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:
-                self._pump()
+                self._pump(deadline)
                 if ready():
                     return
-                if time.monotonic() >= deadline:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
                     raise ConnectionLost(f"no {what} from {self._address} within {timeout_s} s")
                 assert self._socket is not None
-                self._socket.poll(50)
+                self._socket.poll(int(min(remaining_s, 0.05) * 1000) + 1)
 
-    def _pump(self) -> None:
+    def _pump(self, deadline: float) -> None:
         """Handle whatever has arrived, and reconnect when the session is over or the gateway silent for too long."""
         if self._closed.is_set() or self._socket is None or self._welcome is None:
             raise Closed("the client is not connected")
@@ -232,7 +249,7 @@ class ActorClient:
             return
         silent_s = self._used_at - self._heard_at
         if self._lost or silent_s > self._welcome.timeout_s:
-            self._reconnect()
+            self._reconnect(deadline)
         elif silent_s > self._welcome.heartbeat_s:
             self._ping_once_a_beat(silent_s)
 
@@ -266,7 +283,7 @@ class ActorClient:
             self._on_error(message)
 
     def _on_ack(self, ack: Ack) -> None:
-        self._attempts = 0
+        self._attempts, self._next_attempt_at = 0, 0.0
         self.acknowledged[ack.status] = self.acknowledged.get(ack.status, 0) + 1
         if ack.status == "dropped":
             self._on_drop(ack)
@@ -297,45 +314,40 @@ class ActorClient:
         else:
             _log.warning("the gateway answered with an error (%s: %s)", error.code, error.message)
 
-    def _reconnect(self) -> None:
+    def _reconnect(self, deadline: float) -> None:
         """A fresh socket, hello, and again everything that was not acknowledged.
 
-        Raises ConnectionLost after `timeout_s`, Refused, or RunChanged when another run has answered.
+        Raises ConnectionLost at the deadline or after `timeout_s`, whichever is earlier, Refused, RunChanged when
+        another run has answered, or Closed when the client is closed meanwhile.
         """
-        deadline = time.monotonic() + self._timeout_s
-        if self._welcome is not None:
-            self.reconnects += 1
-        while not self._closed.is_set():
-            if self._attempts:
-                self._closed.wait(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._attempts - 1)))
-            self._attempts += 1
-            self._open_socket()
-            self._post(Hello(PROTOCOL_VERSION, self._token, self.actor_id, self.incarnation, "shoal-python"))
-            welcome = self._await_welcome(min(deadline, time.monotonic() + _HELLO_TIMEOUT_S))
+        began = time.monotonic()
+        deadline = min(deadline, began + self._timeout_s)
+        self._lost = True  # until a welcome, whatever ends this call
+        while not self._closing.is_set():
+            self._closing.wait(max(0.0, min(self._next_attempt_at, deadline) - time.monotonic()))
+            if time.monotonic() >= deadline:
+                raise ConnectionLost(f"no gateway answers at {self._address} (tried for {deadline - began:.1f} s)")
+            welcome = self._say_hello(min(deadline, time.monotonic() + _HELLO_TIMEOUT_S))
+            # Counted from here on, not from the next call: short calls in a row must get to an attempt, too.
+            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._attempts, 10))
+            self._attempts, self._next_attempt_at = self._attempts + 1, time.monotonic() + pause_s
             if welcome is not None:
                 self._begin_session(welcome)
                 return
-            if time.monotonic() >= deadline:
-                raise ConnectionLost(f"no gateway answers at {self._address} (tried for {self._timeout_s} s)")
+        raise Closed("the client is closed")
 
-    def _open_socket(self) -> None:
+    def _say_hello(self, deadline: float) -> Welcome | None:
         assert self._context is not None
         if self._socket is not None:
             self._socket.close(linger=0)
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, self._limits.max_message_bytes)
-        if self._server_key:
-            self._socket.curve_serverkey = self._server_key.encode()
-            self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
-        self._socket.connect(self._address)
+        self._socket = connect(self._context, self._address, self._server_key, self._limits.max_message_bytes)
+        self._post(Hello(PROTOCOL_VERSION, self._token, self.actor_id, self.incarnation, "shoal-python"))
+        return self._await_welcome(deadline)
 
     def _await_welcome(self, deadline: float) -> Welcome | None:
         assert self._socket is not None
-        while (remaining_s := deadline - time.monotonic()) > 0 and not self._closed.is_set():
-            if not self._socket.poll(int(min(remaining_s, 0.5) * 1000) + 1):
+        while (remaining_s := deadline - time.monotonic()) > 0 and not self._closing.is_set():
+            if not self._socket.poll(int(min(remaining_s, 0.1) * 1000) + 1):
                 continue
             message = decode(self._socket.recv_multipart(), self._limits)
             if isinstance(message, Welcome):
@@ -346,6 +358,8 @@ class ActorClient:
 
     def _begin_session(self, welcome: Welcome) -> None:
         before = self._welcome
+        if before is not None:
+            self.reconnects += 1
         self._heard_at = self._used_at = time.monotonic()
         self._pinged_beats, self._lost, self._welcome = 0, False, welcome
         changed = before is not None and before.run_id != welcome.run_id

@@ -19,12 +19,18 @@ from rich.text import Text
 
 from shoal.runs import Run
 
+MAX_HISTORY = 120
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
 class RunView:
-    """One moment of a run. `metrics` are the newest values; `history` the mean returns seen so far."""
+    """One moment of a run.
+
+    metrics: the newest values of this life of the run
+    history: the newest mean returns, oldest first, all finite
+    lowest:  the lowest mean return of all that were seen
+    """
 
     run_id: str
     phase: str
@@ -32,6 +38,7 @@ class RunView:
     target_return: float | None
     metrics: dict[str, float] = field(default_factory=dict)
     history: tuple[float, ...] = ()
+    lowest: float = math.inf
     endpoint: str = ""
     gateway: str = ""
     notes: tuple[str, ...] = ()
@@ -46,11 +53,11 @@ class RunView:
 
 def view_of(run: Run, phase: str, target_return: float | None, before: RunView | None, notes: Sequence[str]) -> RunView:
     """The run as it is now; `before` carries the history on."""
-    metrics = run.latest()
-    history = before.history if before else ()
+    metrics = run.latest(since_resumed=True)
+    history, lowest = (before.history, before.lowest) if before else ((), math.inf)
     mean = metrics.get("return/mean_100", math.nan)
     if math.isfinite(mean) and (not history or history[-1] != mean):
-        history = (*history, mean)[-120:]
+        history, lowest = (*history, mean)[-MAX_HISTORY:], min(lowest, mean)
     addresses = {endpoint.kind: endpoint.address for endpoint in run.endpoints() if endpoint.state == "ready"}
     return RunView(
         run.id,
@@ -59,6 +66,7 @@ def view_of(run: Run, phase: str, target_return: float | None, before: RunView |
         target_return,
         metrics,
         history,
+        lowest,
         addresses.get("inference", ""),
         addresses.get("gateway", ""),
         tuple(notes),
@@ -99,12 +107,16 @@ def plain_line(view: RunView) -> str:
     return f"[{view.elapsed_s:5.1f} s] {view.phase}: " + ", ".join(f"{k} {v}" for k, v in numbers.items())
 
 
-def sparkline(values: Sequence[float], width: int, low: float = 0.0, high: float | None = None) -> str:
-    """`values`, oldest first, as bars between `low` and `high` (the highest value when None)."""
+def sparkline(values: Sequence[float], width: int, low: float | None = None, high: float | None = None) -> str:
+    """Finite `values`, oldest first, as bars between `low` and `high`.
+
+    When None, `low` is the lowest value, or 0 when there is none below; `high` is the highest value.
+    """
     if not values:
         return ""
     step = max(1, math.ceil(len(values) / width))
     shown = [max(values[start : start + step]) for start in range(0, len(values), step)]
+    low = min(0.0, *values) if low is None else low
     top = max(high if high is not None else max(shown), low + 1e-9)
     return "".join(_BARS[round(min(1.0, max(0.0, (v - low) / (top - low))) * (len(_BARS) - 1))] for v in shown)
 
@@ -114,12 +126,26 @@ def _return_line(view: RunView) -> RenderableType:
     label = Text.assemble(("return    ", "dim"), (f"{_number(mean, '.1f'):>6}", "bold green"))
     line = Table.grid(padding=(0, 1))
     cells: list[RenderableType] = [label]
-    if target:
-        completed = max(0.0, mean) if math.isfinite(mean) else 0.0
-        cells += [ProgressBar(total=target, completed=min(completed, target), width=24), Text(f"{target:g}", "dim")]
-    cells.append(Text(sparkline(view.history, 40, high=target), "green"))
+    low = _lowest_return(view)
+    if target is not None:
+        cells += [ProgressBar(total=1.0, completed=_progress(mean, low, target), width=24), Text(f"{target:g}", "dim")]
+    cells.append(Text(sparkline(view.history, 40, low, target), "green"))
     line.add_row(*cells)
     return line
+
+
+def _lowest_return(view: RunView) -> float:
+    """Where the scale begins: at 0 when the target lies above, or at the lowest return seen, where that is lower."""
+    is_from_zero = view.target_return is None or view.target_return > 0
+    lowest = min((view.lowest, *view.history, *((0.0,) if is_from_zero else ())))
+    return lowest if math.isfinite(lowest) else 0.0
+
+
+def _progress(mean: float, low: float, target: float) -> float:
+    """How much of the way from `low` to `target` is done, from 0 to 1."""
+    if not math.isfinite(mean) or mean >= target:
+        return 1.0 if mean >= target else 0.0
+    return min(1.0, max(0.0, (mean - low) / (target - low))) if target > low else 0.0
 
 
 def _numbers(view: RunView) -> RenderableType:

@@ -6,14 +6,15 @@ It owns the processes that it starts and ends them all, however it ends itself; 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import click
 import yaml
@@ -29,8 +30,11 @@ from shoal.cluster.handle import ClusterHandle
 from shoal.errors import ConfigError, RunError
 from shoal.home import access_token, home
 from shoal.runs import Run
+from shoal.runs.origin import COMMAND_VARIABLE, as_typed
 
 REFRESH_S = 0.25
+# What Ray and Serve say in a job's log about themselves.
+_RAYS_OWN = re.compile(r" job_manager\.py:|^Running entrypoint for job|^INFO .* serve \d+ -- |\(raylet\)")
 PLAIN_S = 2.0
 ACTORS_END_S = 10.0
 
@@ -56,13 +60,14 @@ def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plai
     signal.signal(signal.SIGTERM, _interrupt)
     console = Console(highlight=False, soft_wrap=True)
     path = find_job(job)
+    typed = Typed(job, words, actors, address)
     found = find_cluster(address)
     if found is not None and not found.is_local:
-        _run_remote(found, path, words, actors, console)
+        _run_remote(found, typed, path, console)
         return
     with ExitStack() as stack:
         try:
-            session = _Session(path, words, actors, console, plain or not console.is_terminal)
+            session = _Session(typed, path, console, plain or not console.is_terminal)
             session.run(found, stack)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows takes seconds, and leaves nothing behind
@@ -82,25 +87,44 @@ def find_job(job: str) -> Path:
     raise ConfigError("job", job, "is neither a file nor in ./jobs", f"jobs: {known}")
 
 
+@dataclass(frozen=True)
+class Typed:
+    """What the user typed, as far as it says what to run."""
+
+    job: str
+    words: tuple[str, ...]
+    num_actors: int
+    address: str | None = None
+
+    def command(self) -> str:
+        """The line that starts the same again, without secrets."""
+        actors = ["--actors", str(self.num_actors)] if self.num_actors else []
+        address = ["--address", self.address] if self.address else []
+        return as_typed(["shoal", "run", self.job, *actors, *address, *self.words])
+
+
 class _Session:
     """One `shoal run` on a cluster of this machine: what was started, and what is shown."""
 
-    def __init__(self, path: Path, words: Sequence[str], num_actors: int, console: Console, plain: bool) -> None:
-        self._path, self._words, self._num_actors = path, list(words), num_actors
+    def __init__(self, typed: Typed, path: Path, console: Console, plain: bool) -> None:
+        self._typed, self._path, self._words, self._num_actors = typed, path, typed.words, typed.num_actors
         self._console, self._plain = console, plain
-        resumed = [word.partition("=")[2] for word in words if word.startswith("resume=")]
-        self.run_id = shoal.runs.load(resumed[-1]).id if resumed and resumed[-1] else _new_run_id()
-        self._resumed = bool(resumed)
+        resumed = [word.partition("=")[2] for word in self._words if word.startswith("resume=")]
+        before = shoal.runs.load(resumed[-1]) if resumed and resumed[-1] else None
+        self.run_id = before.id if before else _new_run_id()
+        self._incarnation_before = before.incarnation if before else 0
+        self._resumed = before is not None
         self._actors: list[subprocess.Popen[bytes]] = []
         self._notes: list[str] = []
         self._view: RunView | None = None
         self._record: Run | None = None
         self._job: ray_jobs.Job | None = None
         self._printed = ("", 0.0)
+        self._num_words = 0
 
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
         """Start everything, show it, and say how it ended. Raises RunError when the job failed."""
-        self._console.print(f"run {self.run_id}: {self._path.stem} {' '.join(self._words)}".rstrip())
+        self._console.print(f"run {self.run_id}: {self._path.stem} {as_typed(self._words)}".rstrip(), markup=False)
         _check_words(self._path, self._words)
         if cluster is None:
             self._console.print("starting a Ray cluster for this run ...")
@@ -108,6 +132,7 @@ class _Session:
             stack.callback(embedded.stop)
             cluster = embedded
         env = {"SHOAL_RUN_ID": self.run_id, "SHOAL_HOME": str(home()), "SHOAL_TOKEN": access_token()}
+        env[COMMAND_VARIABLE] = self._typed.command()
         words = [word for word in self._words if not word.startswith("resume=")]
         words += [f"resume={self.run_id}"] if self._resumed else []
         self._job = ray_jobs.submit(cluster, [sys.executable, str(self._path), *words], env=env)
@@ -121,9 +146,9 @@ class _Session:
 
     def how_to_resume(self) -> str:
         """What to type to go on, when there is a record."""
-        if self._record is None:
+        if self._record is None and not self._resumed:
             return ""
-        return f"Go on with: shoal run {self._path.stem} --actors {self._num_actors} resume={self.run_id}"
+        return f"Go on with: {replace(self._typed, words=(f'resume={self.run_id}',)).command()}"
 
     # -- while it runs --------------------------------------------------------------------------------------------
 
@@ -143,27 +168,40 @@ class _Session:
         assert self._job is not None
         time.sleep(REFRESH_S)
         self._read_record()
+        if self._view is None or not self._view.metrics:
+            self._print_new_words()
         return self._job.status().is_over
+
+    def _print_new_words(self) -> None:
+        """What the job says, as long as its record has nothing to show: not every job measures something."""
+        assert self._job is not None
+        lines = [line for line in self._job.logs().splitlines() if not _RAYS_OWN.search(line)]
+        for line in lines[self._num_words :]:
+            self._console.print(line, markup=False)
+        self._num_words = max(self._num_words, len(lines))
 
     def _read_record(self) -> None:
         try:
-            self._record = shoal.runs.load(self.run_id)
+            record = shoal.runs.load(self.run_id)
         except RunError:
             return  # the job has not begun to record yet
+        if record.incarnation <= self._incarnation_before:
+            return  # it is still the earlier life of a run that is being resumed
+        self._record = record
         addresses = {point.kind: point.address for point in self._record.endpoints() if point.state == "ready"}
         if "gateway" in addresses and not self._actors and self._num_actors:
             self._start_actors(self._record)
         phase = self._phase(self._record, addresses)
-        target = yaml.safe_load(self._record.spec).get("target_return")
+        target = (yaml.safe_load(self._record.spec) or {}).get("target_return")
         self._view = view_of(self._record, phase, target, self._view, self._notes + self._dead_actors())
 
     def _phase(self, record: Run, addresses: dict[str, str]) -> str:
-        seen = last_details(record)
+        seen = record.last_events(since_resumed=True)
         if "evaluated" in seen:
             return "writing the report"
         if "solved" in seen:
             return "solved; playing through the endpoint"
-        if record.latest():
+        if record.latest(since_resumed=True):
             return "learning"
         if "gateway" in addresses:
             return "waiting for actors"
@@ -180,7 +218,7 @@ class _Session:
     # -- actors ---------------------------------------------------------------------------------------------------
 
     def _start_actors(self, record: Run) -> None:
-        details = last_details(record)["gateway_ready"]
+        details = record.last_events(since_resumed=True)["gateway_ready"]
         words = [sys.executable, "-m", "shoal.actor", "--connect", details["address"], "--env", details["env"]]
         if details["server_key"]:
             words += ["--server-key", details["server_key"]]
@@ -241,7 +279,7 @@ class _Session:
 
     def _summary(self) -> None:
         record = shoal.runs.load(self.run_id)
-        events, models = last_details(record), record.models().to_dict("records")
+        events, models = record.last_events(since_resumed=True), record.models().to_dict("records")
         say = self._console.print
         if "solved" in events:
             seconds, steps = events["solved"]["seconds"], events["solved"]["steps"]
@@ -265,16 +303,16 @@ class _Session:
             say(f"  shoal models show {model['name']}@{model['version']}")
 
 
-def _run_remote(cluster: ClusterHandle, path: Path, words: Sequence[str], actors: int, console: Console) -> None:
+def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Console) -> None:
     """Submit to a cluster elsewhere and follow its words; the record lives there."""
-    if actors:
+    if typed.num_actors:
         remedy = "start actors by hand, with the command that the job prints"
-        raise ConfigError("actors", actors, "cannot be started for a cluster on another machine", remedy)
+        raise ConfigError("actors", typed.num_actors, "cannot be started for a cluster on another machine", remedy)
     folder = Path.cwd().resolve()
     if not path.is_relative_to(folder):
         raise ConfigError("job", str(path), f"lies outside {folder}", "run from the folder that holds the job")
-    entrypoint = ["python", str(path.relative_to(folder)), *words]
-    job = ray_jobs.submit(cluster, entrypoint, working_dir=folder)
+    entrypoint = ["python", str(path.relative_to(folder)), *typed.words]
+    job = ray_jobs.submit(cluster, entrypoint, env={COMMAND_VARIABLE: typed.command()}, working_dir=folder)
     console.print(f"job {job.submission_id} on {cluster.dashboard_url}")
     try:
         for line in job.follow(timeout_s=7 * 24 * 3600.0):
@@ -295,11 +333,6 @@ def _check_words(path: Path, words: Sequence[str]) -> None:
     if checked.returncode:
         lines = checked.stderr.strip().splitlines() or ["it said nothing"]
         raise RunError(lines[-1].removeprefix("error: "))
-
-
-def last_details(record: Run) -> dict[str, dict[str, Any]]:
-    """The details of the newest event of each kind."""
-    return {event["kind"]: event["details"] for event in record.events().to_dict("records")}
 
 
 def _new_run_id() -> str:

@@ -6,6 +6,7 @@ Parse, call, print: everything is asked of `shoal.runs`, and nothing is changed 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 
@@ -176,6 +177,12 @@ def _show_events(console: Console, run: Run) -> None:
     _section(console, "Last events", table)
 
 
+def resume_command(run: Run) -> str:
+    """What to type to go on with a run, with as many actors as it was started with."""
+    actors = re.search(r" --actors[ =](\d+)", run.command)
+    return shlex.join(["shoal", "run", run.job, *(["--actors", actors[1]] if actors else []), f"resume={run.id}"])
+
+
 def _show_next(console: Console, run: Run) -> None:
     console.print(Text("\nWhat to type next", style="bold"))
     words = [f"shoal report {run.id}"]
@@ -183,6 +190,6 @@ def _show_next(console: Console, run: Run) -> None:
         words.append(f"tensorboard --logdir {shlex.quote(str(run.folder / 'tensorboard'))}")
     words += [f"shoal models show {row['name']}@{row['version']}" for row in run.models().tail(1).to_dict("records")]
     if run.status in (Status.FAILED, Status.LOST, Status.STOPPED):
-        words.append(run.command)
+        words.append(resume_command(run))
     for word in words:
         click.echo(f"  {word}")

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import ray
 
+import shoal.runs
 from shoal.config import Spec
 from shoal.errors import ClusterError, ShoalError
 
@@ -23,18 +24,24 @@ CHECK = "--check"
 
 
 def job_main(
-    spec: SpecT, run: Callable[[SpecT, str], object], job: str, arguments: Sequence[str] | None = None
+    spec: SpecT,
+    run: Callable[[SpecT, str], object],
+    job: str,
+    check: Callable[[SpecT], object] = lambda spec: None,
+    arguments: Sequence[str] | None = None,
 ) -> None:
     """Run `run(spec with the words applied, job)` on the cluster of $RAY_ADDRESS; exits 1 on a ShoalError.
 
-    Among the words, `--help` prints the fields, and `--check` ends after the words have been found good.
+    Among the words, `--help` prints the fields, and `--check` ends after the words, and what `check` looks at, have
+    been found good. With the word `resume=RUN`, what is not said again is as that run's record has it.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "-h" in words or "--help" in words:
         print(f"usage: python jobs/{job}.py [field=value ...]\n\nfields and their defaults:\n\n{spec.to_yaml()}")
         return
     try:
-        chosen = spec.override([word for word in words if word != CHECK])
+        chosen = _as_recorded(spec, words).override([word for word in words if word != CHECK])
+        check(chosen)
         if CHECK in words:
             return
         signal.signal(signal.SIGTERM, _interrupt)
@@ -50,6 +57,19 @@ def job_main(
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr, flush=True)
         sys.exit(130)
+
+
+def _as_recorded(spec: SpecT, words: Sequence[str]) -> SpecT:
+    """The spec of the run that is resumed; `spec` when none is."""
+    resumed = [word.removeprefix("resume=") for word in words if word.startswith("resume=")]
+    if not resumed or not resumed[-1]:
+        return spec
+    return type(spec).from_yaml(shoal.runs.load(resumed[-1]).spec)
+
+
+def expected_run_id() -> str | None:
+    """The run id that whoever submitted this job looks for ($SHOAL_RUN_ID); None when any will do."""
+    return os.environ.get("SHOAL_RUN_ID")
 
 
 def connect() -> None:

@@ -12,8 +12,8 @@ run record; the work is done by the gateway, the learner and the replicas.
 from __future__ import annotations
 
 import json
-import math
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,15 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import zmq
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 
 import shoal.runs
-from shoal.errors import RunError
+from shoal.cluster.driver import expected_run_id
+from shoal.errors import ClusterError, ConfigError, RunError
 from shoal.flows.evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
 from shoal.home import access_token
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
-from shoal.rl.ray_rl import ActorLearnerWorkers, RunSetting
+from shoal.rl.ray_rl import ActorLearnerWorkers, RunSetting, require_room
 from shoal.rl.spec import RLSpec, experience_spec
 from shoal.runs import RunRecorder
 from shoal.serve.endpoint import EndpointSpec
@@ -38,11 +40,12 @@ from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
 
 POLL_S = 0.5
+NAMED_BY_ENV = "named-by-env"
+FINISH_S = 5.0  # for the learner to save what it has, when the run is stopped
 PRINT_S = 2.0
 UPDATES_BETWEEN_TRIALS = 50
 TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial chooses; the evaluation must not know its episodes
 MAX_LAG_METRICS = 16  # actors whose lag is recorded one by one
-ENV_RUN_ID = "SHOAL_RUN_ID"  # lets whoever submits a job know its run beforehand
 
 
 class ActorLearnerSpec(RLSpec):
@@ -51,9 +54,23 @@ class ActorLearnerSpec(RLSpec):
     target_return: float | None = Field(default=475.0, description="mean of 100 episodes at which to stop")
     max_wall_s: float = Field(default=600.0, gt=0, description="from the first segment; then the run has failed")
     eval_episodes: int = Field(default=20, ge=1)
-    endpoint: EndpointSpec = EndpointSpec(name="cartpole", num_cpus=0.5)
+    endpoint: EndpointSpec = EndpointSpec(name=NAMED_BY_ENV, num_cpus=0.5)
     aliases: tuple[str, ...] = ("champion",)
     resume: str = ""
+
+    @model_validator(mode="after")
+    def _token_comes_from_the_environment(self) -> ActorLearnerSpec:
+        if self.endpoint.token is not None:
+            raise ValueError("endpoint.token is the access token: set $SHOAL_TOKEN, which is not recorded")
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """The endpoint's name, and the model's in the registry: "cartpole" for CartPole-v1 unless it is given."""
+        if self.endpoint.name != NAMED_BY_ENV:
+            return self.endpoint.name.lower()
+        name = re.sub(r"-v\d+$", "", self.env.rpartition(":")[2].rpartition("/")[2]).lower()
+        return re.sub(r"[^a-z0-9._-]+", "-", name).strip("-._") or "policy"
 
 
 def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
@@ -74,9 +91,9 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
 @contextmanager
 def _record(spec: ActorLearnerSpec, job: str) -> Iterator[RunRecorder]:
     if spec.resume:
-        recorder = shoal.runs.reopen(spec.resume)
+        recorder = shoal.runs.reopen(spec.resume, spec=spec.to_yaml())
     else:
-        recorder = shoal.runs.create(job, spec.to_yaml(), os.environ.get(ENV_RUN_ID))
+        recorder = shoal.runs.create(job, spec.to_yaml(), expected_run_id())
     with recorder:
         yield recorder
 
@@ -86,10 +103,7 @@ class _Flow:
 
     def __init__(self, spec: ActorLearnerSpec, recorder: RunRecorder) -> None:
         self.spec, self.recorder, self.token = spec, recorder, access_token()
-        environment = gymnasium.make(spec.env)
-        self.experience = experience_spec(environment.observation_space, environment.action_space, spec)
-        self._first_observation = environment.reset(seed=0)[0]
-        environment.close()
+        self.experience, self._first_observation = look_at_environment(spec)
         self._workers: ActorLearnerWorkers | None = None
         self._endpoint: Endpoint | None = None
         self._gateway_stats: dict[str, Any] = {}
@@ -97,8 +111,12 @@ class _Flow:
         self._pids: dict[str, int] = {}
         self._last_rates: dict[str, tuple[float, float]] = {}
         self._printed_at = 0.0
+        self._learning_since: float | None = None  # in this life of the run
         self._solved = False
+        self._num_requests = 0.0
+        self._candidate: WeightSnapshot | None = None  # what passed its trial
         self._tried_at = -UPDATES_BETWEEN_TRIALS  # the learner's updates at the last trial
+        self._server_key = ""
         self._listening: dict[str, tuple[str, str]] = {}  # name -> kind, address
 
     # -- up -------------------------------------------------------------------------------------------------------
@@ -108,21 +126,24 @@ class _Flow:
         spec, recorder = self.spec, self.recorder
         keys = curve_keys(recorder.folder) if spec.gateway.curve else None
         setting = RunSetting(recorder.id, recorder.folder, self.token, spec.target_return, keys)
-        self._workers = ActorLearnerWorkers(spec, self.experience, setting, _used_version(recorder.id))
+        require_room(spec.learner.num_cpus + spec.endpoint.num_replicas * spec.endpoint.num_cpus)
+        self._workers = ActorLearnerWorkers(spec, self.experience, setting)
         closing.callback(self._workers.close)
-        endpoint_spec = spec.endpoint.model_copy(update={"token": SecretStr(self.token)})
+        endpoint_spec = spec.endpoint.model_copy(update={"name": spec.model_name, "token": SecretStr(self.token)})
         factory, signature = served_model(spec, self.experience)
         self._endpoint = deploy(endpoint_spec, factory, signature, self._workers.weight_source())
         closing.callback(self._endpoint.close)
-        self._announce(spec.endpoint.name, "inference", self._endpoint.url)
-        address = self._workers.gateway_address()
-        server_key = keys[0].decode() if keys else ""
-        command = f"python -m shoal.actor --connect {address} --env {spec.env}"
-        command += f" --server-key {server_key}" if server_key else ""
-        recorder.event("gateway_ready", address=address, env=spec.env, server_key=server_key)
+        self._announce(spec.model_name, "inference", self._endpoint.url)
+        print(f"run {recorder.id}: the endpoint is {self._endpoint.url}/v2/models/{spec.model_name}", flush=True)
+        self._server_key = keys[0].decode() if keys else ""
+        self._announce_gateway(self._workers.gateway_address())
+
+    def _announce_gateway(self, address: str) -> None:
+        env, key = self.spec.env, self._server_key
+        self.recorder.event("gateway_ready", address=address, env=env, server_key=key)
         self._announce("gateway", "gateway", address)
-        print(f"run {recorder.id}: the endpoint is {self._endpoint.url}/v2/models/{spec.endpoint.name}", flush=True)
-        print(f"run {recorder.id}: waiting for actors; start some with\n    {command}", flush=True)
+        command = f"python -m shoal.actor --connect {address} --env {env}" + (f" --server-key {key}" if key else "")
+        print(f"run {self.recorder.id}: waiting for actors; start some with\n    {command}", flush=True)
 
     def _announce(self, name: str, kind: str, address: str) -> None:
         self._listening[name] = (kind, address)
@@ -139,6 +160,7 @@ class _Flow:
             trial = self._play(snapshot, TRIAL_SEED)
             self.recorder.event("tried", version=snapshot.version, mean_return=trial.mean_return)
             if self.spec.target_return is None or trial.mean_return >= self.spec.target_return:
+                self._candidate = snapshot
                 return
             print(f"version {snapshot.version} returned {trial.mean_return:.1f} in a trial: learning on", flush=True)
             self._tried_at = int(self._learner_stats.get("updates", 0))
@@ -147,6 +169,8 @@ class _Flow:
     def _trial_is_due(self) -> bool:
         """Whether the actors have reached the target, and the learner has moved on since the last trial."""
         stats = self._gateway_stats
+        if self.spec.target_return is None:
+            return self._time_is_up()
         if stats.get("solved_s") is None:
             return False
         if not self._solved:
@@ -159,7 +183,10 @@ class _Flow:
             )
         if int(self._learner_stats.get("updates", 0)) < self._tried_at + UPDATES_BETWEEN_TRIALS:
             return False
-        return float(stats["mean_return"]) >= (self.spec.target_return or -math.inf)
+        return float(stats["mean_return"]) >= self.spec.target_return
+
+    def _time_is_up(self) -> bool:
+        return self._learning_since is not None and time.time() - self._learning_since > self.spec.max_wall_s
 
     def _follow_until_a_trial_is_due(self) -> None:
         """Poll, record and print. Raises RunError when the target will not be reached."""
@@ -174,8 +201,7 @@ class _Flow:
     def _require_hope(self) -> None:
         if self._learner_stats.get("failure"):
             raise RunError(f"the learner failed: {self._learner_stats['failure']}")
-        started = self._gateway_stats.get("first_segment_at")
-        if started is not None and time.time() - started > self.spec.max_wall_s:
+        if self._time_is_up():
             raise RunError(
                 f"mean return {self._gateway_stats['mean_return']:.1f} after {self.spec.max_wall_s:.0f} s, the target"
                 f" is {self.spec.target_return}: lower target_return, or go on with"
@@ -187,6 +213,10 @@ class _Flow:
         gateway, learner = self._workers.stats()
         self._gateway_stats = gateway or self._gateway_stats
         self._learner_stats = learner or self._learner_stats
+        if gateway and self._listening["gateway"][1] != gateway["address"]:
+            self._announce_gateway(gateway["address"])  # its port was taken while it was away
+        if self._learning_since is None and any(actor["steps"] for actor in self._gateway_stats.get("actors", [])):
+            self._learning_since = time.time()
         for name, stats in (("gateway", gateway), ("learner", learner)):
             if stats and self._pids.setdefault(name, stats["pid"]) != stats["pid"]:
                 self._pids[name] = stats["pid"]
@@ -194,11 +224,15 @@ class _Flow:
                 self.recorder.event(f"{name}_restarted", pid=stats["pid"], damaged_checkpoints=damaged)
         for at, kind, details in self._workers.events():
             self.recorder.event(kind, at=at, **details)
-        for published in self._workers.published():
-            self.recorder.weights_published(published.version, published.step, published.sha256, published.published_at)
+        self._record_published()
         if self._gateway_stats.get("first_segment_at") is not None:
             self.recorder.log(int(self._gateway_stats["steps"]), self._metrics())
         self._print_progress()
+
+    def _record_published(self) -> None:
+        assert self._workers is not None
+        for published in self._workers.published():
+            self.recorder.weights_published(published.version, published.step, published.sha256, published.published_at)
 
     def _metrics(self) -> dict[str, float]:
         gateway, learner = self._gateway_stats, self._learner_stats
@@ -224,8 +258,13 @@ class _Flow:
         return {name: float(value) for name, value in metrics.items()}
 
     def _endpoint_requests(self) -> float:
+        """Requests so far; what it was when a replica is on its way back, which is no reason to stop learning."""
         assert self._endpoint is not None
-        return float(sum(replica["requests"] for replica in self._endpoint.stats()))
+        try:
+            self._num_requests = float(sum(replica["requests"] for replica in self._endpoint.stats()))
+        except ClusterError as error:
+            self.recorder.event("endpoint_silent", error=str(error))
+        return self._num_requests
 
     def _rate(self, name: str, total: float) -> float:
         now = time.monotonic()
@@ -247,11 +286,10 @@ class _Flow:
     # -- down -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Register the last weights, and play episodes with them through the endpoint."""
-        assert self._workers is not None
-        snapshot = self._workers.finish_learner()
-        model = self._register(snapshot)
-        evaluation = self._play(snapshot, EVALUATION_SEED)
+        """Register the weights that passed their trial, and play episodes with them through the endpoint."""
+        assert self._candidate is not None
+        model = self._register(self._candidate)
+        evaluation = self._play(self._candidate, EVALUATION_SEED)
         self.recorder.log(
             int(self._gateway_stats["steps"]) + 1,
             {
@@ -274,9 +312,11 @@ class _Flow:
         )
 
     def settle(self) -> None:
-        """Say goodbye to the actors and write the last numbers, however the run ended."""
+        """Let the learner save, say goodbye to the actors and write the last numbers, however the run ended."""
         if self._workers is None:
             return
+        if self._workers.finish_learner(FINISH_S):
+            self._record_published()
         stats = self._workers.close_gateway(finished=True)
         if stats is not None:
             self._gateway_stats = stats
@@ -293,7 +333,7 @@ class _Flow:
     def _register(self, snapshot: WeightSnapshot) -> ModelVersion:
         factory, signature = served_model(self.spec, self.experience)
         model = Registry().register(
-            self.spec.endpoint.name.lower(),
+            self.spec.model_name,
             snapshot,
             model=factory,
             signature=signature,
@@ -310,12 +350,26 @@ class _Flow:
     def _play(self, snapshot: WeightSnapshot, seed: int) -> Evaluation:
         """Play episodes through the endpoint, which must serve `snapshot` by then."""
         assert self._endpoint is not None
-        connection = InferenceConnection(self._endpoint.url, self.spec.endpoint.name, self.token)
+        connection = InferenceConnection(self._endpoint.url, self.spec.model_name, self.token)
         try:
             wait_for_version(connection, self._first_observation, snapshot.version, timeout_s=15.0)
             return play_through(connection, self.spec.env, self.spec.eval_episodes, seed)
         finally:
             connection.close()
+
+
+def look_at_environment(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
+    """What its experience looks like, and a first observation. Raises ConfigError for one that cannot be made or
+    learned from; called before anything is started."""
+    try:
+        environment = gymnasium.make(spec.env)
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        remedy = "name one that gymnasium knows, or module:Name to import module first"
+        raise ConfigError("env", spec.env, f"cannot be made: {error}", remedy) from None
+    experience = experience_spec(environment.observation_space, environment.action_space, spec)
+    observation: np.ndarray = environment.reset(seed=0)[0]
+    environment.close()
+    return experience, observation
 
 
 def served_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[ModelFactory, Signature]:
@@ -346,10 +400,3 @@ def curve_keys(folder: Path) -> tuple[bytes, bytes]:
             json.dump({"public": public.decode(), "secret": secret.decode()}, file)
     pair: Mapping[str, str] = json.loads(path.read_text())
     return pair["public"].encode(), pair["secret"].encode()
-
-
-def _used_version(run_id: str) -> int:
-    """The newest weights version that the record of a resumed run knows."""
-    versions = shoal.runs.load(run_id).versions()
-    newest = float(versions["version"].max()) if len(versions) else 0.0
-    return 0 if math.isnan(newest) else int(newest)

@@ -34,7 +34,10 @@ class InferenceConnection:
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
 
     def infer(self, observations: np.ndarray) -> Answer:
-        """Ask for `observations` [B, *obs]. Raises InferenceError with the endpoint's words, or ConnectionLost."""
+        """Ask for `observations` [B, *obs]. Raises InferenceError with the endpoint's words, or ConnectionLost.
+
+        Asking again is safe: it changes nothing. See `insist`.
+        """
         tensor = {
             "name": "observation",
             "datatype": "FP32",
@@ -52,6 +55,17 @@ class InferenceConnection:
             raise InferenceError(response.status, str(body.get("error", body)))
         outputs = {one["name"]: np.array(one["data"]).reshape(one["shape"]) for one in body["outputs"]}
         return Answer(outputs, int(body["model_version"]))
+
+    def insist(self, observations: np.ndarray, patience_s: float = 15.0) -> Answer:
+        """`infer`, again and again while the endpoint is away or says 503: a replica may be on its way back."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return self.infer(observations)
+            except (InferenceError, ConnectionLost) as error:
+                if time.monotonic() > deadline or (isinstance(error, InferenceError) and error.status != 503):
+                    raise
+            time.sleep(0.05)
 
     def close(self) -> None:
         self._connection.close()
@@ -75,11 +89,7 @@ def wait_for_version(connection: InferenceConnection, observation: np.ndarray, v
     deadline = time.monotonic() + timeout_s
     seen = 0
     while time.monotonic() < deadline:
-        try:
-            seen = connection.infer(observation[None]).version
-        except InferenceError as error:
-            if error.status != 503:
-                raise
+        seen = connection.insist(observation[None], timeout_s).version
         if seen >= version:
             return
         time.sleep(0.02)
@@ -96,7 +106,7 @@ def play_through(connection: InferenceConnection, env: str, num_episodes: int, s
     versions: set[int] = set()
     num_requests = 0
     while playing:
-        answer = connection.infer(np.stack([observations[index] for index in playing]).astype(np.float32))
+        answer = connection.insist(np.stack([observations[index] for index in playing]).astype(np.float32))
         num_requests += 1
         versions.add(answer.version)
         still = []

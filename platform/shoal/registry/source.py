@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 from shoal.registry.registry import ModelVersion, Registry, split_ref
 from shoal.weights import WeightSnapshot
@@ -27,6 +28,10 @@ class RegistrySource:
         self._poll_interval_s = poll_interval_s
         self._closed = threading.Event()
         self._loaded: WeightSnapshot | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Travels to replicas as what it refers to; they must see the same folder."""
+        return (_source_of, (self._registry.root, self._ref, self._poll_interval_s))
 
     def latest(self) -> WeightSnapshot | None:
         """The weights that the reference means; None when nothing has been registered for it yet.
@@ -64,3 +69,7 @@ class RegistrySource:
         if loaded is None or loaded.version != found.version:
             loaded = self._loaded = found.snapshot()
         return loaded
+
+
+def _source_of(root: Path, ref: str, poll_interval_s: float) -> RegistrySource:
+    return RegistrySource(Registry(root), ref, poll_interval_s)

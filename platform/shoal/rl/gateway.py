@@ -13,24 +13,22 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 
 from shoal.errors import Closed, ConfigError, InvalidSegment, ProtocolViolation
-from shoal.rl.credit import share_credit
 from shoal.rl.ledger import ActorKey
-from shoal.rl.progress import ActorProgress, Progress
+from shoal.rl.listener import listen
+from shoal.rl.progress import Progress, Roster
 from shoal.rl.queue import ExperienceQueue
+from shoal.rl.sessions import Session, Sessions
 from shoal.rl.spec import GatewaySpec
 from shoal.weights import WeightSnapshot, WeightSource
 from shoal.wire import DropReason, ExperienceSpec, Limits, Segment, decode, encode, unpack_segment
 from shoal.wire.messages import (
     PROTOCOL_VERSION,
-    Ack,
     Bye,
-    Credit,
     Error,
     Hello,
     Message,
@@ -45,19 +43,6 @@ from shoal.wire.segment import largest_segment_bytes
 
 _ROUND = 256  # messages handled between two commits, at most
 _FATAL = frozenset({"bad_token", "bad_version", "stale_incarnation", "superseded"})
-
-
-@dataclass
-class _Session:
-    """One connection of one actor. `send_limit` is the first sequence number that it may not send yet."""
-
-    key: ActorKey
-    progress: ActorProgress
-    send_limit: int
-    last_seen: float
-    told_limit: int = 0
-    pull_newer_than: int | None = None  # an open pull
-    acks: list[tuple[int, str, str, str]] = field(default_factory=list)  # seq, status, reason, detail
 
 
 class Gateway:
@@ -88,8 +73,8 @@ class Gateway:
             problem = f"is below the {largest} bytes of the longest segment"
             raise ConfigError("gateway.max_message_bytes", spec.max_message_bytes, problem, remedy)
         self._progress = Progress(target_return)
-        self._actors: dict[ActorKey, ActorProgress] = {}
-        self._sessions: dict[bytes, _Session] = {}
+        self._roster = Roster()
+        self._sessions = Sessions()
         self._outbox: list[tuple[bytes, Sequence[bytes]]] = []
         self._latest: WeightSnapshot | None = None
         self._lock = threading.Lock()  # guards the state above; never held while waiting
@@ -103,7 +88,7 @@ class Gateway:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def start(self, weights_timeout_s: float = 60.0) -> None:
-        """Wait for the first weights, bind, and serve. Raises ConfigError when the port is taken."""
+        """Wait for the first weights, bind, and serve. Raises ConfigError when the port that was asked for is taken."""
         self._latest = self._weights.wait_newer(0, weights_timeout_s)
         if self._latest is None:
             raise ConfigError("weights", None, f"none were published within {weights_timeout_s} s", "start the learner")
@@ -111,8 +96,12 @@ class Gateway:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self.port = self._bind()
+        remembered_port = int(self.queue.ledger.fact("port") or 0)
+        self._socket, self.port = listen(self._context, self.spec, remembered_port, self._curve_keys)
+        self.queue.ledger.set_fact("port", str(self.port))  # a restarted gateway must be found where it was
+        self.queue.ledger.commit()
+        if (before := self.queue.ledger.fact("progress")) is not None:
+            self._progress.restore(before)
         self.queue.on_room = self._wake
         for target in (self._serve, self._follow_weights):
             thread = threading.Thread(target=target, name=f"gateway{target.__name__}", daemon=True)
@@ -144,6 +133,7 @@ class Gateway:
         for thread in self._threads:
             thread.join(timeout=10)
         self.queue.on_room = lambda: None
+        self.queue.ledger.set_fact("progress", self._progress.to_json())
         self.queue.close()
         self._context.destroy(linger=500)
         os.close(self._wake_read)
@@ -166,7 +156,7 @@ class Gateway:
                 "solved_steps": progress.solved_steps,
                 "queue_depth": len(self.queue),
                 "queue_capacity": self.queue.capacity,
-                "actors": [actor.to_dict(version) for actor in self._actors.values()],
+                "actors": [actor.to_dict(version) for actor in self._roster],
                 "protocol_errors": dict(progress.protocol_errors),
                 "segments": self.queue.ledger.totals().to_dict(),
             }
@@ -179,26 +169,6 @@ class Gateway:
             return events
 
     # -- the thread that owns the socket ------------------------------------------------------------------------
-
-    def _bind(self) -> int:
-        socket = self._socket
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, self.spec.max_message_bytes)
-        socket.setsockopt(zmq.LINGER, 500)
-        socket.setsockopt(zmq.IPV6, ":" in self.spec.host)
-        if self.spec.curve and self._curve_keys is not None:
-            socket.curve_publickey, socket.curve_secretkey = self._curve_keys
-            socket.curve_server = True
-        remembered = self.queue.ledger.fact("port")
-        port = self.spec.port or int(remembered or 0)
-        try:
-            socket.bind(f"tcp://{self.spec.host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            raise ConfigError("gateway.port", port, f"cannot be bound: {error}", "use another port, or 0") from None
-        endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        bound = int(endpoint.rpartition(":")[2])
-        self.queue.ledger.set_fact("port", str(bound))  # a restarted gateway must be found where it was
-        return bound
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -214,7 +184,9 @@ class Gateway:
                     self._receive_round()
                 if time.monotonic() >= sweep_at:
                     sweep_at = time.monotonic() + self.spec.heartbeat_s
-                    self._sweep()
+                    self.queue.ledger.set_fact("progress", self._progress.to_json())
+                    for route in self._sessions.silent(self.spec.timeout_s):
+                        self._end_session(route, "timed out")
                 self._answer_round()
         with self._lock:
             for route in list(self._sessions):
@@ -250,13 +222,13 @@ class Gateway:
     def _answer_round(self) -> None:
         """Commit first, then hand out credit, acknowledgements and weights."""
         self.queue.ledger.commit()
-        self._grant_credit()
+        self._sessions.grant_credit(self.queue, self.spec.max_credits)
         snapshot = self._latest
         payload: list[bytes] | None = None
         for route, session in self._sessions.items():
-            if session.send_limit > session.told_limit and not session.acks:
-                self._post(route, Credit(session.send_limit))
-            session.told_limit = session.send_limit
+            credit = session.take_credit()
+            if credit is not None:
+                self._post(route, credit)
             self._post_acks(route, session)
             if snapshot and session.pull_newer_than is not None and snapshot.version > session.pull_newer_than:
                 payload = payload or [encode(Weights(snapshot.version, snapshot.sha256)), snapshot.payload]
@@ -264,12 +236,10 @@ class Gateway:
                 session.pull_newer_than = None
         self._send_all()
 
-    def _post_acks(self, route: bytes, session: _Session) -> None:
+    def _post_acks(self, route: bytes, session: Session) -> None:
         """Acks go to the outbox, which is sent after the next commit."""
-        version = self._latest.version if self._latest else 0
-        for seq, status, reason, detail in session.acks:
-            self._post(route, Ack(seq, status, session.send_limit, version, reason, detail))
-        session.acks.clear()
+        for ack in session.take_acks(self._latest.version if self._latest else 0):
+            self._post(route, ack)
 
     def _post(self, route: bytes, message: Message) -> None:
         self._outbox.append((route, [encode(message)]))
@@ -320,8 +290,8 @@ class Gateway:
             known = f"this gateway speaks protocol {PROTOCOL_VERSION}, not {hello.protocol}"
             return self._refuse(route, "bad_version", known)
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            self._progress.event("actor_refused", actor_id=_printable(hello.actor_id), reason="bad_token")
-            return self._refuse(route, "bad_token", "the token is not the one of this gateway")
+            self._refuse(route, "bad_token", "the token is not the one of this gateway")
+            return self._progress.refused(_printable(hello.actor_id))
         if not 1 <= len(hello.actor_id) <= 64 or not hello.actor_id.isprintable():
             return self._refuse(route, "malformed", "actor_id takes 1 to 64 printable characters")
         if not 0 <= hello.incarnation < 2**63:
@@ -343,16 +313,12 @@ class Gateway:
                 self._end_session(other, "superseded" if session.key[1] < hello.incarnation else "reconnected")
 
     def _welcome(self, route: bytes, key: ActorKey) -> None:
-        for (actor_id, incarnation), progress in list(self._actors.items()):
-            if actor_id == key[0] and incarnation < key[1]:
-                del self._actors[actor_id, incarnation]
-                self._progress.event("actor_restarted", actor_id=actor_id, steps_before=progress.steps)
-        progress = self._actors.setdefault(key, ActorProgress(*key))
-        progress.connected = True
+        for older in self._roster.forget_older(key):
+            self._progress.event("actor_restarted", actor_id=older.actor_id, steps_before=older.steps)
         account = self.queue.ledger.open_account(key)
-        session = _Session(key, progress, account.next_seq, time.monotonic())
+        session = Session(key, self._roster.join(key), account.next_seq)
         self._sessions[route] = session
-        self._grant_credit()
+        self._sessions.grant_credit(self.queue, self.spec.max_credits)
         session.told_limit = session.send_limit
         welcome = Welcome(
             PROTOCOL_VERSION,
@@ -368,24 +334,22 @@ class Gateway:
         self._progress.event("actor_joined", actor_id=key[0], incarnation=key[1], next_seq=account.next_seq)
         self._post(route, welcome)
 
-    def _on_segment(self, route: bytes, session: _Session, message: SegmentMessage, frames: Sequence[bytes]) -> None:
+    def _on_segment(self, route: bytes, session: Session, message: SegmentMessage, frames: Sequence[bytes]) -> None:
         ledger, key, seq = self.queue.ledger, session.key, message.seq
         expected = ledger.account(key).next_seq
         if seq < expected:
             ledger.count_duplicate(key)
-            session.acks.append((seq, "duplicate", "", ""))
-            return
+            return session.settle(seq, "duplicate")
         if seq > expected:
-            self._refuse(route, "sequence_gap", f"segment {seq} came, {expected} was expected")
-            return
+            return self._refuse(route, "sequence_gap", f"segment {seq} came, {expected} was expected")
         reason, detail = self._admit(session, message, frames)
         if reason is not None:
             ledger.admit(key, seq, reason)
         session.send_limit = max(session.send_limit, seq + 1)
-        session.acks.append((seq, "dropped" if reason else "accepted", reason or "", detail))
+        session.settle(seq, "dropped" if reason else "accepted", reason or "", detail)
 
     def _admit(
-        self, session: _Session, message: SegmentMessage, frames: Sequence[bytes]
+        self, session: Session, message: SegmentMessage, frames: Sequence[bytes]
     ) -> tuple[DropReason | None, str]:
         """Validate and queue. Returns why the segment must be dropped and a detail, or (None, "") when it is queued."""
         try:
@@ -401,7 +365,7 @@ class Gateway:
             return DropReason.STALE_ADMISSION, f"{lag} versions old, at most {self.spec.max_version_lag}"
         return self._enqueue(session, message.seq, segment)
 
-    def _enqueue(self, session: _Session, seq: int, segment: Segment) -> tuple[DropReason | None, str]:
+    def _enqueue(self, session: Session, seq: int, segment: Segment) -> tuple[DropReason | None, str]:
         if seq >= session.send_limit:
             return DropReason.OVER_CREDIT, f"the send limit is {session.send_limit}"
         try:
@@ -410,30 +374,11 @@ class Gateway:
             return DropReason.SHUTDOWN, "the run is ending"
         return (None, "") if queued else (DropReason.OVER_CREDIT, "the queue is full")
 
-    # -- credit and liveness ------------------------------------------------------------------------------------
-
-    def _grant_credit(self) -> None:
-        ledger = self.queue.ledger
-        open_credit = {
-            route: session.send_limit - ledger.account(session.key).next_seq
-            for route, session in self._sessions.items()
-        }
-        grants = share_credit(open_credit, len(self.queue), self.queue.capacity, self.spec.max_credits)
-        for route, grant in grants.items():
-            self._sessions[route].send_limit += grant
-
-    def _sweep(self) -> None:
-        """End the sessions that have been silent for too long."""
-        deadline = time.monotonic() - self.spec.timeout_s
-        for route, session in list(self._sessions.items()):
-            if session.last_seen < deadline:
-                self._end_session(route, "timed out")
-
     def _end_session(self, route: bytes, reason: str, **details: str) -> None:
         session = self._sessions.pop(route, None)
         if session is not None:
             self._post_acks(route, session)
-            session.progress.connected = False
+            self._roster.leave(session.key)
             kind = "actor_lost" if reason in ("timed out", "unreachable", "does not read") else "actor_left"
             self._progress.event(kind, actor_id=session.key[0], incarnation=session.key[1], reason=reason, **details)
 

@@ -17,13 +17,16 @@ import numpy as np
 import torch
 
 from shoal import checkpoint
-from shoal.algorithms.impala import batch_of, update
-from shoal.errors import SpecMismatch
+from shoal.algorithms.impala import NonFiniteLoss, batch_of, update
+from shoal.errors import Closed, SpecMismatch
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.queue import BatchRequest, ExperienceBatch, ExperienceSource
 from shoal.rl.spec import RLSpec
 from shoal.weights import WeightSnapshot
-from shoal.wire import ExperienceSpec
+from shoal.wire import DropReason, ExperienceSpec
+
+VERSIONS_RESERVED = 50  # at a time, on disk
+MAX_BAD_BATCHES = 3  # in a row, before the run is given up
 
 
 class WeightSink(Protocol):
@@ -55,7 +58,8 @@ class Learner:
     ) -> None:
         """Restore from the newest checkpoint in `folder`, if there is one, and publish at once.
 
-        `used_version`: the newest version that this run has used so far; new ones are above it.
+        `used_version`: the newest version that this run has used so far, when somebody knows it; new ones are above
+        it. When nobody does, they are above all that earlier lives may have used, as reserved in `folder`.
         """
         torch.set_num_threads(spec.learner.torch_threads)
         torch.manual_seed(spec.learner.seed)
@@ -73,11 +77,14 @@ class Learner:
         self.updates = 0
         self.steps = 0  # environment steps that entered an update
         self.version = 0
-        self.counts = {"consumed": 0, "stale": 0}  # segments, over all lives of the learner
+        self.counts = {"consumed": 0, "dropped": 0}  # segments, over all lives of the learner
         self.damaged_checkpoints: list[str] = []
         self._restore()
         self.restored_updates = self.updates
-        self.version = max(self.version, used_version)
+        self._reserved = folder / "versions-reserved"
+        self._num_reserved = int(self._reserved.read_text()) if self._reserved.exists() else 0
+        self.version = max(self.version, used_version or self._num_reserved)
+        self._bad_batches = 0  # in a row
         self._metrics: dict[str, float] = {}
         self._published: deque[Published] = deque(maxlen=10_000)
         self._lock = threading.Lock()  # guards what stats() reads together
@@ -95,7 +102,8 @@ class Learner:
             while not self._stop.is_set():
                 if self._running.wait(timeout=0.1):
                     with self._stepping:
-                        self.step()
+                        if self._running.is_set():  # `pause` may have come in between
+                            self.step()
         finally:
             if self.updates != self._published_updates:
                 self._publish()
@@ -128,19 +136,23 @@ class Learner:
 
     def step(self) -> bool:
         """Take one batch and learn from it; False when none came within the timeout."""
+        self._request = self._request._replace(number=self._request.number + 1)
         batch = self._source.take(self.consumer, self._request)
         if batch is None:
+            if self.updates != self._published_updates:
+                self._publish_if_due()
             self._save_if_due()
             return False
         lags = self.version - batch.oldest_versions()
         stale = lags > self.spec.gateway.max_version_lag
         fresh = batch.select(~stale) if stale.any() else batch
-        if fresh.num_steps:
-            self._update(fresh)
-        self.counts["stale"] += int(stale.sum())
-        self.counts["consumed"] += int((~stale).sum())
-        if not self._source.settle(batch.lease_id, stale):
-            self._stop.set()  # another life of this learner has taken over
+        dropped, reason = stale, DropReason.STALE_CONSUMPTION
+        if fresh.num_steps and not self._update(fresh):
+            dropped, reason = np.ones_like(stale), DropReason.NON_FINITE
+        self.counts["dropped"] += int(dropped.sum())
+        self.counts["consumed"] += int((~dropped).sum())
+        if not self._source.settle(batch.lease_id, dropped, reason):
+            raise Closed("another life of this learner has taken over")
         self._save_if_due()
         return True
 
@@ -182,7 +194,9 @@ class Learner:
         checkpoint.save(self._folder, self.updates, state, self.spec.learner.keep_checkpoints)
         self._saved_at = time.monotonic()
 
-    def _update(self, batch: ExperienceBatch) -> None:
+    def _update(self, batch: ExperienceBatch) -> bool:
+        """One update; False when its loss was not finite, and nothing has changed. Raises NonFiniteLoss when that is
+        the third time in a row: then it is not one actor's nonsense."""
         started = time.perf_counter()
         tensors = batch_of(
             batch.observations,
@@ -192,7 +206,14 @@ class Learner:
             batch.lengths,
             batch.terminated,
         )
-        metrics = update(self.model, self._optimizer, tensors, self.spec.impala)
+        try:
+            metrics = update(self.model, self._optimizer, tensors, self.spec.impala)
+        except NonFiniteLoss:
+            self._bad_batches += 1
+            if self._bad_batches >= MAX_BAD_BATCHES:
+                raise
+            return False
+        self._bad_batches = 0
         lag = float(np.mean(self.version - batch.versions))
         with self._lock:
             self.updates += 1
@@ -203,11 +224,18 @@ class Learner:
                 "learner/update_ms": 1e3 * (time.perf_counter() - started),
                 "learner/batch_steps": float(batch.num_steps),
             }
+        self._publish_if_due()
+        return True
+
+    def _publish_if_due(self) -> None:
         if time.monotonic() - self._published_at >= self.spec.learner.publish_interval_s:
             self._publish()
 
     def _publish(self) -> None:
         self.version += 1
+        if self.version > self._num_reserved:
+            self._num_reserved = self.version + VERSIONS_RESERVED
+            checkpoint.write_synced(self._reserved, str(self._num_reserved).encode())
         self._published_updates, self._published_at = self.updates, time.monotonic()
         snapshot = self.snapshot()
         self._sink.publish(snapshot)

@@ -78,7 +78,9 @@ class Ledger:
         self._leases: dict[int, _Lease] = {}
         self._dirty: set[ActorKey] = set()
         self._dirty_leases: set[int] = set()
-        self._next_lease = 1
+        self._new_facts: dict[str, str] = {}
+        self._next_lease = 1  # never used twice, also after a crash: a late settlement must not hit another lease
+        self._last_settled = 0
         self._closed = False
         self._load()
 
@@ -119,36 +121,43 @@ class Ledger:
         """Note that `consumer` was handed one segment of each key; returns the lease's id, durable on return."""
         with self.lock:
             lease_id, self._next_lease = self._next_lease, self._next_lease + 1
+            self._new_facts["next_lease"] = str(self._next_lease)
             self._leases[lease_id] = _Lease(consumer, tuple(keys))
             self._dirty_leases.add(lease_id)
             self.commit()
             return lease_id
 
-    def settle(self, lease_id: int, stale: Sequence[bool]) -> bool:
-        """Close a lease: segments where `stale` is true were dropped as STALE_CONSUMPTION, the others consumed.
+    def settle(self, lease_id: int, dropped: Sequence[bool], reason: DropReason) -> bool:
+        """Close a lease: segments where `dropped` is true were dropped for `reason`, the others consumed.
 
-        Durable on return. Returns False, and changes nothing, for a lease that was revoked or settled before.
+        Durable on return. Saying it again changes nothing and is True again: an answer may be lost on its way. False
+        for a lease that was revoked.
         """
         with self.lock:
             if lease_id not in self._leases:
-                return False
+                return lease_id == self._last_settled
+            self._last_settled = lease_id
+            self._new_facts["last_settled"] = str(lease_id)
             keys = self._end_lease(lease_id)
-            for (key, is_stale), count in Counter(zip(keys, stale, strict=True)).items():
-                if is_stale:
-                    self._drop(key, count, DropReason.STALE_CONSUMPTION)
+            for (key, is_dropped), count in Counter(zip(keys, dropped, strict=True)).items():
+                if is_dropped:
+                    self._drop(key, count, reason)
                 else:
                     self._accounts[key].queued -= count
                     self._accounts[key].consumed += count
             self.commit()
             return True
 
-    def revoke_leases_except(self, consumer: str) -> int:
-        """Drop as LEARNER_CRASH what other consumers never settled; returns how many segments that were."""
+    def end_open_leases(self, consumer: str) -> int:
+        """`consumer` asks for a new lease, so nobody will settle those that are open: its own, whose answer was lost
+        (LEASE_LOST), and those of others, which are dead (LEARNER_CRASH). Returns how many segments that were."""
         with self.lock:
-            dead = [lease_id for lease_id, lease in self._leases.items() if lease.consumer != consumer]
-            keys = [key for lease_id in dead for key in self._end_lease(lease_id)]
-            self.drop_queued(keys, DropReason.LEARNER_CRASH)
-            return len(keys)
+            num_segments = 0
+            for lease_id, lease in list(self._leases.items()):
+                reason = DropReason.LEASE_LOST if lease.consumer == consumer else DropReason.LEARNER_CRASH
+                self.drop_queued(self._end_lease(lease_id), reason)
+                num_segments += len(lease.keys)
+            return num_segments
 
     def drop_queued(self, keys: Iterable[ActorKey], reason: DropReason) -> None:
         """Count one queued segment of each key as dropped."""
@@ -174,19 +183,21 @@ class Ledger:
             return dict(self._accounts)
 
     def set_fact(self, name: str, value: str) -> None:
-        """Keep a small fact (the gateway's port) across restarts."""
+        """Keep a small fact (the gateway's port) across restarts, from the next commit on."""
         with self.lock:
-            self._database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+            self._new_facts[name] = value
 
     def fact(self, name: str) -> str | None:
         with self.lock:
+            if name in self._new_facts:
+                return self._new_facts[name]
             row = self._database.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
             return None if row is None else str(row[0])
 
     def commit(self) -> None:
         """Write what changed, in one transaction."""
         with self.lock:
-            if not self._dirty and not self._dirty_leases:
+            if not self._dirty and not self._dirty_leases and not self._new_facts:
                 return
             self._database.execute("BEGIN")
             self._database.executemany(
@@ -194,9 +205,11 @@ class Ledger:
             )
             for lease_id in self._dirty_leases:
                 self._write_lease(lease_id)
+            self._database.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", self._new_facts.items())
             self._database.execute("COMMIT")
             self._dirty.clear()
             self._dirty_leases.clear()
+            self._new_facts.clear()
 
     def close(self) -> None:
         """Commit and close the file. Idempotent."""
@@ -240,10 +253,11 @@ class Ledger:
             self._accounts[actor_id, incarnation] = Account(
                 next_seq, received, consumed, 0, duplicates, Counter(json.loads(dropped))
             )
+        self._next_lease = int(self.fact("next_lease") or 1)
+        self._last_settled = int(self.fact("last_settled") or 0)
         for lease_id, consumer, text in self._database.execute("SELECT * FROM leases"):
             keys = tuple((actor_id, incarnation) for actor_id, incarnation in json.loads(text))
             self._leases[lease_id] = _Lease(consumer, keys)
-            self._next_lease = max(self._next_lease, lease_id + 1)
         leased = Counter(key for lease in self._leases.values() for key in lease.keys)
         for key, account in self._accounts.items():
             account.queued = account.received - account.consumed - account.dropped.total()

@@ -5,14 +5,20 @@ Called by the gateway's thread only; others get copies through `Gateway.stats()`
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.rl.ledger import ActorKey
 from shoal.wire.segment import Segment
 
 EPISODE_WINDOW = 100
+MAX_GONE_ACTORS = 100  # that are remembered after they disconnected
+REFUSALS_INTERVAL_S = 10.0  # between two events that tell of refused actors
 
 
 @dataclass
@@ -27,13 +33,51 @@ class ActorProgress:
     weights_version: int = 0
 
     def to_dict(self, published_version: int) -> dict[str, Any]:
-        return {**self.__dict__, "lag": max(0, published_version - self.weights_version)}
+        """Its fields and its lag in versions, which is 0 for one that is gone."""
+        return {**self.__dict__, "lag": max(0, published_version - self.weights_version) if self.connected else 0}
+
+
+class Roster:
+    """The actors of a run: everyone who is connected, and the last MAX_GONE_ACTORS who were."""
+
+    def __init__(self) -> None:
+        self._actors: dict[ActorKey, ActorProgress] = {}
+        self._gone: dict[ActorKey, None] = {}  # in the order in which they left
+
+    def __iter__(self) -> Iterator[ActorProgress]:
+        return iter(self._actors.values())
+
+    def join(self, key: ActorKey) -> ActorProgress:
+        """A new actor, or one that is back."""
+        progress = self._actors.setdefault(key, ActorProgress(*key))
+        self._gone.pop(key, None)
+        progress.connected = True
+        return progress
+
+    def leave(self, key: ActorKey) -> None:
+        """It disconnected; of too many of those the first to leave is forgotten."""
+        self._actors[key].connected = False
+        self._gone[key] = None
+        if len(self._gone) > MAX_GONE_ACTORS:
+            self._forget(next(iter(self._gone)))
+
+    def forget_older(self, key: ActorKey) -> list[ActorProgress]:
+        """Forget the earlier incarnations of this actor, and return them. They have left."""
+        older = [each for (actor_id, number), each in self._actors.items() if actor_id == key[0] and number < key[1]]
+        for progress in older:
+            self._forget((progress.actor_id, progress.incarnation))
+        return older
+
+    def _forget(self, key: ActorKey) -> None:
+        del self._actors[key]
+        del self._gone[key]
 
 
 @dataclass
 class Progress:
-    """Counts since the gateway started. `solved_s`: from the first segment to the first moment at which the mean
-    return of the last EPISODE_WINDOW finished episodes was at least `target_return`."""
+    """Counts of the run, over all lives of its gateway. `solved_s`: from the first segment to the first moment at which
+    the mean return of the last EPISODE_WINDOW finished episodes was at least `target_return`, without the time between
+    two lives."""
 
     target_return: float | None = None
     steps: int = 0
@@ -41,20 +85,28 @@ class Progress:
     first_segment_at: float | None = None
     solved_s: float | None = None
     solved_steps: int | None = None
+    elapsed_before_s: float = 0.0  # in earlier lives
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))
     protocol_errors: Counter[str] = field(default_factory=Counter)
     events: deque[tuple[float, str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=1000))
+    _refusals_told_at: float = -math.inf
 
     def event(self, kind: str, **details: Any) -> None:
         """Note that something happened; the oldest of 1,000 unread events gives way."""
         self.events.append((time.time(), kind, details))
 
+    def refused(self, actor_id: str) -> None:
+        """Note one who came without the token, and how many have by now; a flood must not displace other events."""
+        if time.monotonic() >= self._refusals_told_at + REFUSALS_INTERVAL_S:
+            self._refusals_told_at = time.monotonic()
+            count = self.protocol_errors["bad_token"]
+            self.event("actor_refused", actor_id=actor_id, reason="bad_token", count=count)
+
     def segment(self, actor: ActorProgress, segment: Segment) -> None:
         """Count a valid segment, whether it was accepted or too old."""
-        now = time.time()
         if self.first_segment_at is None:
-            self.first_segment_at = now
+            self.first_segment_at = time.time()
         actor.steps += segment.num_steps
         actor.segments += 1
         actor.weights_version = int(segment.versions[-1])
@@ -66,8 +118,24 @@ class Progress:
         self.lengths.append(segment.episode_length or segment.num_steps)
         full = len(self.returns) == EPISODE_WINDOW
         if self.target_return is not None and self.solved_s is None and full and self.mean_return >= self.target_return:
-            self.solved_s = now - self.first_segment_at
+            self.solved_s = self.elapsed_s
             self.solved_steps = self.steps
+
+    @property
+    def elapsed_s(self) -> float:
+        """From the first segment on, in all lives."""
+        return self.elapsed_before_s + (time.time() - self.first_segment_at if self.first_segment_at else 0.0)
+
+    def to_json(self) -> str:
+        """What the next life must know."""
+        returns, lengths = list(self.returns), list(self.lengths)
+        return json.dumps([self.steps, self.episodes, self.elapsed_s, returns, lengths])
+
+    def restore(self, text: str) -> None:
+        """Go on from the `to_json` of an earlier life."""
+        self.steps, self.episodes, self.elapsed_before_s, returns, lengths = json.loads(text)
+        self.returns.extend(returns)
+        self.lengths.extend(lengths)
 
     @property
     def mean_return(self) -> float:

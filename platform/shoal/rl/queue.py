@@ -79,12 +79,14 @@ class ExperienceBatch:
 
 class BatchRequest(NamedTuple):
     """What a learner wants: `min_steps` or more, and all that is queued up to `max_steps` (to within one segment) or
-    `max_segments`; after `timeout_s`, whatever there is."""
+    `max_segments`; after `timeout_s`, whatever there is. `number` grows with every request of one consumer, so that
+    one that was given up and is still on its way takes nothing."""
 
     min_steps: int
     max_steps: int
     max_segments: int
     timeout_s: float
+    number: int = 0
 
 
 class ExperienceSource(Protocol):
@@ -95,8 +97,11 @@ class ExperienceSource(Protocol):
         any other are revoked."""
         ...
 
-    def settle(self, lease_id: int, stale: np.ndarray) -> bool:
-        """Answer for a lease: segments where `stale` (bool [S]) were dropped for their age, the others consumed."""
+    def settle(self, lease_id: int, dropped: np.ndarray, reason: DropReason) -> bool:
+        """Answer for a lease: segments where `dropped` (bool [S]) were dropped for `reason`, the others consumed.
+
+        May be said again. False: the lease was revoked, because another life of the learner has taken over.
+        """
         ...
 
 
@@ -116,6 +121,7 @@ class ExperienceQueue:
         self._arrived = Condition(ledger.lock)  # one lock: the book and the queue always agree
         self._segments: deque[tuple[ActorKey, Segment]] = deque()
         self._num_steps = 0
+        self._newest_take = ("", 0)  # consumer, number
         self._wanted = (0, 0)  # steps, segments: either wakes `take`
         self._closed = False
 
@@ -137,17 +143,20 @@ class ExperienceQueue:
             return True
 
     def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
-        min_steps, max_steps, max_segments, timeout_s = request
+        min_steps, max_steps, max_segments, timeout_s, number = request
         deadline = time.monotonic() + timeout_s
         with self._arrived:
-            if self.ledger.revoke_leases_except(consumer):
+            if self.ledger.end_open_leases(consumer):
                 self.ledger.commit()
+            self._newest_take = (consumer, number)
             self._wanted = (min_steps, max_segments)
             while not self._closed and not self._is_enough(min_steps, max_segments):
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
                     break
                 self._arrived.wait(remaining_s)
+            if self._newest_take != (consumer, number):
+                return None  # given up by whoever asked: a newer request is waiting
             keys, segments = self._pop(max_steps, max_segments)
             if not segments:
                 return None
@@ -155,9 +164,8 @@ class ExperienceQueue:
         self.on_room()
         return ExperienceBatch.of(lease_id, segments)
 
-    def settle(self, lease_id: int, stale: np.ndarray) -> bool:
-        with self._arrived:
-            return self.ledger.settle(lease_id, stale.tolist())
+    def settle(self, lease_id: int, dropped: np.ndarray, reason: DropReason) -> bool:
+        return self.ledger.settle(lease_id, dropped.tolist(), reason)
 
     def close(self) -> None:
         """Drop what is left as SHUTDOWN and wake `take`. Idempotent."""

@@ -18,7 +18,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shoal.errors import ClusterError, ConnectionLost
+from shoal.errors import ClusterError, ConfigError, ConnectionLost
 from shoal.rl.gateway import Gateway
 from shoal.rl.learner import Learner, Published
 from shoal.rl.ledger import Ledger
@@ -34,7 +34,7 @@ from shoal.weights.ray_weights import (
     RayWeightSource,
     start_weight_store,
 )
-from shoal.wire import ExperienceSpec
+from shoal.wire import DropReason, ExperienceSpec
 
 SETTLE_TIMEOUT_S = 60.0  # how long a learner waits for a gateway that restarts to take its answer
 
@@ -79,13 +79,13 @@ class GatewayWorker:
     def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
         return self._queue.take(consumer, request)
 
-    def settle(self, lease_id: int, stale: np.ndarray) -> bool:
-        return self._queue.settle(lease_id, stale)
+    def settle(self, lease_id: int, dropped: np.ndarray, reason: DropReason) -> bool:
+        return self._queue.settle(lease_id, dropped, reason)
 
     def stats(self) -> dict[str, Any]:
         if not self._gateway.alive:
             os._exit(1)  # Ray starts this worker again, and the ledger knows where it was
-        return self._gateway.stats()
+        return {**self._gateway.stats(), "address": self.address()}
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
         return self._gateway.take_events()
@@ -110,11 +110,11 @@ class RayExperienceSource:
             time.sleep(RETRY_S)
             return None
 
-    def settle(self, lease_id: int, stale: np.ndarray) -> bool:
+    def settle(self, lease_id: int, dropped: np.ndarray, reason: DropReason) -> bool:
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
         while True:
             try:
-                return bool(ray.get(self._gateway.settle.remote(lease_id, stale), timeout=CALL_TIMEOUT_S))
+                return bool(ray.get(self._gateway.settle.remote(lease_id, dropped, reason), timeout=CALL_TIMEOUT_S))
             except STORE_IS_AWAY as error:
                 if time.monotonic() > deadline:
                     raise ConnectionLost(f"the gateway has been away for {SETTLE_TIMEOUT_S} s") from error
@@ -125,19 +125,20 @@ class RayExperienceSource:
 class LearnerWorker:
     """A Learner in a process of its own; it starts to learn at once, from its newest checkpoint if there is one."""
 
-    def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting, used_version: int) -> None:
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
         store = start_weight_store(setting.run_id)
-        used_version = max(used_version, ray.get(store.version.remote(), timeout=CALL_TIMEOUT_S))
+        used_version = int(ray.get(store.version.remote(), timeout=CALL_TIMEOUT_S))
         self._publisher = RayWeightPublisher(store)
         source = RayExperienceSource(ray.get_actor(_gateway_name(setting.run_id), NAMESPACE))
         folder = setting.folder / "checkpoints"
         self._learner = Learner(spec, experience, source, self._publisher, folder, used_version)
-        self._failure = ""
+        self._failure, self._finished = "", False
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._thread.start()
 
     def stats(self) -> dict[str, Any]:
-        return {**self._learner.stats(), "failure": self._failure}
+        ended = "" if self._thread.is_alive() or self._finished else "its thread has ended"
+        return {**self._learner.stats(), "failure": self._failure or ended}
 
     def take_published(self) -> list[Published]:
         return self._learner.take_published()
@@ -148,14 +149,14 @@ class LearnerWorker:
     def resume(self) -> None:
         self._learner.resume()
 
-    def finish(self, timeout_s: float) -> WeightSnapshot:
-        """Stop learning, save, and return the last weights. Raises TimeoutError when an update does not end."""
+    def finish(self, timeout_s: float) -> None:
+        """Stop learning, publish and save. Raises TimeoutError when an update does not end."""
+        self._finished = True
         self._learner.stop()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"the learner did not stop within {timeout_s} s")
         self._publisher.close()
-        return self._learner.snapshot()
 
     def _run(self) -> None:
         try:
@@ -165,10 +166,18 @@ class LearnerWorker:
             raise
 
 
+def require_room(num_cpus: float) -> None:
+    """Raise ConfigError when the cluster as a whole has fewer CPUs than `num_cpus`: Ray would wait for ever."""
+    total = float(ray.cluster_resources().get("CPU", 0.0))
+    if num_cpus > total:
+        remedy = "lower learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas, or use a larger cluster"
+        raise ConfigError("num_cpus", num_cpus, f"is more than the {total:g} of the cluster", remedy)
+
+
 class ActorLearnerWorkers:
     """The store, the gateway and the learner of one run: started together, asked together, closed together."""
 
-    def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting, used_version: int) -> None:
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
         self._store = start_weight_store(setting.run_id)
         # Workers find each other by name: a handle among the arguments of a constructor would hinder its restart.
         options = {"namespace": NAMESPACE, "max_restarts": spec.learner.max_restarts}
@@ -179,7 +188,7 @@ class ActorLearnerWorkers:
         ).remote(spec, experience, setting)
         self._learner: Any = LearnerWorker.options(  # type: ignore[attr-defined]
             name=f"learner-{setting.run_id}", num_cpus=spec.learner.num_cpus, **options
-        ).remote(spec, experience, setting, used_version)
+        ).remote(spec, experience, setting)
 
     def weight_source(self) -> RayWeightSource:
         return RayWeightSource(self._store)
@@ -208,9 +217,13 @@ class ActorLearnerWorkers:
     def resume_learner(self) -> None:
         self._require(self._learner.resume)
 
-    def finish_learner(self, timeout_s: float = 60.0) -> WeightSnapshot:
-        """Stop learning, save, and return the last weights."""
-        return ray.get(self._learner.finish.remote(timeout_s), timeout=timeout_s + CALL_TIMEOUT_S)
+    def finish_learner(self, timeout_s: float = 60.0) -> bool:
+        """Stop learning, publish and save; False when the learner is away or does not end in time."""
+        try:
+            ray.get(self._learner.finish.remote(timeout_s), timeout=timeout_s + RETRY_S)
+        except (*STORE_IS_AWAY, ray.exceptions.RayTaskError):
+            return False
+        return True
 
     def close_gateway(self, finished: bool) -> dict[str, Any] | None:
         """Dismiss the actors; the last stats, or None when the gateway is dead."""
@@ -225,10 +238,15 @@ class ActorLearnerWorkers:
             ray.kill(worker, no_restart=True)
 
     def _require(self, method: Any) -> Any:
-        try:
-            return ray.get(method.remote(), timeout=CALL_TIMEOUT_S)
-        except STORE_IS_AWAY as error:
-            raise ClusterError(f"a worker did not answer: {error}") from error
+        """Ask until there is an answer: a worker may be on its way back. Raises ClusterError."""
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S + CALL_TIMEOUT_S
+        while True:
+            try:
+                return ray.get(method.remote(), timeout=max(RETRY_S, deadline - time.monotonic()))
+            except STORE_IS_AWAY as error:
+                if time.monotonic() > deadline:
+                    raise ClusterError(f"a worker did not answer: {error}") from error
+                time.sleep(RETRY_S)
 
     def _ask(self, worker: Any, method: str) -> Any:
         try:

@@ -6,12 +6,18 @@ Called once when a run is created. Never fails: what cannot be found out is None
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 GIT_TIMEOUT_S = 5.0
+COMMAND_VARIABLE = "SHOAL_COMMAND"  # set for the job by whoever started it for the user
+
+# endpoint.token=..., and endpoint={token: ...}
+_SECRET = re.compile(r"(?P<name>(?:[\w.]*\.|-*)token)=|(?P<parent>[\w.]+)=\s*\{.*\btoken\b", re.IGNORECASE | re.DOTALL)
 
 
 def git_revision(folder: Path) -> tuple[str | None, bool]:
@@ -29,7 +35,20 @@ def git_revision(folder: Path) -> tuple[str | None, bool]:
 
 
 def command_line() -> str:
-    """What to type to start this process again."""
+    """What to type to start this run again: $SHOAL_COMMAND, or else the command of this process, without secrets."""
+    typed = os.environ.get(COMMAND_VARIABLE)
+    if typed:
+        return typed
     if Path(sys.argv[0]).name == "shoal":
-        return shlex.join(["shoal", *sys.argv[1:]])
-    return shlex.join(["python", *sys.orig_argv[1:]])
+        return as_typed(["shoal", *sys.argv[1:]])
+    return as_typed(["python", *sys.orig_argv[1:]])
+
+
+def as_typed(words: Sequence[str]) -> str:
+    """The words of a command as one line for a shell; the value of a token (`endpoint.token=...`) is left out."""
+    return shlex.join(_masked(word) for word in words)
+
+
+def _masked(word: str) -> str:
+    secret = _SECRET.match(word)
+    return f"{secret['name'] or secret['parent']}=***" if secret else word

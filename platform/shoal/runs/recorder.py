@@ -80,36 +80,40 @@ def create(job: str, spec: str, run_id: str | None = None, *, command: str | Non
         folder = home() / "runs" / run_id
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "spec.yaml").write_text(spec)
-        incarnation = _start(connection, number)
+        incarnation = _start(connection, number, is_resumed=False)
     except BaseException:
         connection.close()
         raise
     return RunRecorder(connection, number, run_id, incarnation, folder)
 
 
-def reopen(ref: str) -> RunRecorder:
-    """Go on with a run that ended or was lost; the event `resumed` is recorded.
+def reopen(ref: str, spec: str | None = None) -> RunRecorder:
+    """Go on with a run that ended or was lost; the event `resumed` is recorded, and its old endpoints are closed.
 
-    ref: an id, the unique beginning of one, or `latest`
+    ref:  an id, the unique beginning of one, or `latest`
+    spec: YAML that replaces the recorded spec; it stays when None
 
     Raises RunError when there is no such run, or when a living process is still writing to it.
     """
     connection = connect(home())
     try:
         row = find_row(connection, ref)
-        incarnation = _start(connection, row["number"])
+        incarnation = _start(connection, row["number"], is_resumed=True, spec=spec)
         folder = home() / "runs" / row["id"]
         folder.mkdir(parents=True, exist_ok=True)
+        if spec is not None:
+            (folder / "spec.yaml").write_text(spec)
     except BaseException:
         connection.close()
         raise
-    recorder = RunRecorder(connection, row["number"], row["id"], incarnation, folder)
-    recorder.event("resumed", after=row["status"], incarnation=incarnation)
-    return recorder
+    return RunRecorder(connection, row["number"], row["id"], incarnation, folder)
 
 
-def _start(connection: sqlite3.Connection, number: int) -> int:
-    """Make this process the writer of the run, and return its incarnation. Raises RunError when another lives."""
+def _start(connection: sqlite3.Connection, number: int, *, is_resumed: bool, spec: str | None = None) -> int:
+    """Make this process the writer of the run, and return its incarnation. Raises RunError when another lives.
+
+    All of it or nothing: whoever sees the new incarnation sees its beginning, and nothing of the old one as alive.
+    """
     now, host, pid = time.time(), socket.gethostname(), os.getpid()
     with transaction(connection):
         row = connection.execute("SELECT * FROM runs WHERE number = ?", (number,)).fetchone()
@@ -121,7 +125,14 @@ def _start(connection: sqlite3.Connection, number: int) -> int:
             " incarnation = incarnation + 1 WHERE number = ?",
             (transition(seen, Status.RUNNING), host, pid, now, number),
         )
-    return int(row["incarnation"]) + 1
+        incarnation = int(row["incarnation"]) + 1
+        if is_resumed:
+            details = json.dumps({"after": row["status"], "incarnation": incarnation})
+            connection.execute(_INSERT_EVENT, (number, now, "resumed", details))
+            connection.execute("UPDATE endpoints SET state = 'closed', time = ? WHERE run = ?", (now, number))
+        if spec is not None:
+            connection.execute("UPDATE runs SET spec = ? WHERE number = ?", (spec, number))
+    return incarnation
 
 
 _Logged = tuple[int, float, dict[str, float]]  # step, time, values

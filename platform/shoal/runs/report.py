@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from shoal.runs import plots
 from shoal.runs.display import duration, moment, number
-from shoal.runs.run import Run, is_more_better
+from shoal.runs.run import MEAN_RETURN, Run, is_more_better
 from shoal.runs.status import Status
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ MAX_EVENTS = 200
 
 # metric -> what the report calls it, in the order in which it shows them
 _NAMES = {
-    "return/mean_100": "Mean return, last 100 episodes",
+    MEAN_RETURN: "Mean return, last 100 episodes",
     "steps/per_s": "Environment steps a second",
     "learner/loss": "Learner loss",
     "learner/entropy": "Policy entropy",
@@ -36,7 +36,7 @@ _NAMES = {
     "steps/total": "Environment steps",
     "weights/version": "Weight version",
 }
-_SHORT_NAMES = {"return/mean_100": "mean return"}
+_SHORT_NAMES = {MEAN_RETURN: "mean return"}
 _CARDS = (
     ("steps/total", "environment steps"),
     ("steps/per_s", "steps a second"),
@@ -114,13 +114,13 @@ class _Read:
     run: Run
     best: tuple[str, float] | None
     latest: dict[str, float]
-    metrics: DataFrame
+    metrics: DataFrame  # oldest first: a resumed run may log lower steps than before
     versions: DataFrame
     events: DataFrame
 
     @classmethod
     def of(cls, run: Run) -> _Read:
-        return cls(run, run.best(), run.latest(), run.metrics(), run.versions(), run.events())
+        return cls(run, run.best(), run.latest(), _by_time(run.metrics()), run.versions(), run.events())
 
 
 def _page(run: Run) -> dict[str, object]:
@@ -149,12 +149,17 @@ def _page(run: Run) -> dict[str, object]:
 
 
 def accounting(metrics: DataFrame) -> Accounting | None:
-    """The newest row that has all four counts of segments; None when there is none."""
+    """The newest row, by time, that has all four counts of segments; None when there is none."""
     columns = [f"segments/{part}" for part in ("received", "consumed", "queued", "dropped")]
     if not set(columns) <= set(metrics.columns):
         return None
-    complete = metrics[columns].dropna()
+    complete = _by_time(metrics)[columns].dropna()
     return Accounting(*(int(value) for value in complete.iloc[-1])) if len(complete) else None
+
+
+def _by_time(metrics: DataFrame) -> DataFrame:
+    """Rows in the order in which they were logged: in a resumed run the newest need not have the highest step."""
+    return metrics.sort_values("time", kind="stable")
 
 
 def _cards(read: _Read) -> list[Card]:

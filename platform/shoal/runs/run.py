@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from shoal.errors import RunError
 from shoal.home import home
@@ -25,7 +25,11 @@ from shoal.runs.status import Status, observed
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# What a run is judged by, when it has it: the part of the metric's name, and whether more is better.
+MEAN_RETURN = "return/mean_100"
+# The number of the event with which the last life of the run began; NULL in its first.
+_RESUMED = "(SELECT max(number) FROM events WHERE run = ?1 AND kind = 'resumed')"
+
+# What a run without mean returns is judged by: a part of the metric's name, and whether more is better.
 _HEADLINES = (
     ("return", True),
     ("reward", True),
@@ -95,6 +99,7 @@ class Run:
     spec:      the YAML that the run was created with
     command:   what was typed to start it
     git_dirty: tracked files differed from git_revision
+    incarnation: how many times it was started: 1, and one more for each time it was resumed
     """
 
     id: str
@@ -109,6 +114,7 @@ class Run:
     heartbeat_at: float
     host: str
     pid: int
+    incarnation: int
     error: str | None
     folder: Path
     _home: Path = field(repr=False)
@@ -130,6 +136,7 @@ class Run:
             heartbeat_at=heartbeat_at,
             host=host,
             pid=pid,
+            incarnation=row["incarnation"],
             error=row["error"],
             folder=folder / "runs" / row["id"],
             _home=folder,
@@ -154,14 +161,22 @@ class Run:
         wide.insert(0, "time", (frame.groupby("step")["time"].max() - self.created_at).astype(float))
         return wide
 
-    def latest(self) -> dict[str, float]:
-        """The newest value of each metric; cheap enough to poll several times a second."""
-        rows = self._query("SELECT name, value FROM summaries WHERE run = ?")
+    def latest(self, since_resumed: bool = False) -> dict[str, float]:
+        """The newest value of each metric; cheap enough to poll several times a second.
+
+        since_resumed: only of the metrics that were logged since the run was last resumed
+        """
+        since = f" AND time >= ifnull((SELECT time FROM events WHERE number = {_RESUMED}), 0)" if since_resumed else ""
+        rows = self._query("SELECT name, value FROM summaries WHERE run = ?1" + since)
         return {row["name"]: math.nan if row["value"] is None else row["value"] for row in rows}
 
     def best(self) -> tuple[str, float] | None:
         """The metric that the run is judged by and its best finite value; None when it logged no such metric."""
-        rows = self._query("SELECT name, lowest, highest FROM summaries WHERE run = ? AND lowest IS NOT NULL")
+        rows = self._query("SELECT name, lowest, highest FROM summaries WHERE run = ?")
+        for row in rows:
+            if row["name"] == MEAN_RETURN:  # whatever else there is, such as an evaluation's return
+                return None if row["highest"] is None else (MEAN_RETURN, row["highest"])
+        rows = [row for row in rows if row["lowest"] is not None]
         for part, more_is_better in _HEADLINES:
             for row in rows:
                 if part in row["name"]:
@@ -173,6 +188,16 @@ class Run:
         rows = self._query("SELECT time, kind, details FROM events WHERE run = ? ORDER BY number")
         details = [(row["time"] - self.created_at, row["kind"], json.loads(row["details"])) for row in rows]
         return _frame(details, ["time", "kind", "details"])
+
+    def last_events(self, since_resumed: bool = False) -> dict[str, dict[str, Any]]:
+        """The details of the newest event of each kind; cheap enough to poll several times a second.
+
+        since_resumed: only of the events since the run was last resumed, and not of the resumption itself
+        """
+        since = f" AND number > ifnull({_RESUMED}, 0)" if since_resumed else ""
+        # SQLite takes the columns beside max() from the row that has the maximum.
+        rows = self._query(f"SELECT kind, details, max(number) FROM events WHERE run = ?1{since} GROUP BY kind")
+        return {row["kind"]: json.loads(row["details"]) for row in rows}
 
     def versions(self) -> DataFrame:
         """The weight versions published: columns version, step, time, sha256."""

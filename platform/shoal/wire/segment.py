@@ -39,6 +39,7 @@ class DropReason(enum.StrEnum):
     STALE_CONSUMPTION = "stale_consumption"  # older than max_version_lag when the learner took it
     GATEWAY_CRASH = "gateway_crash"  # queued in a gateway that died
     LEARNER_CRASH = "learner_crash"  # handed to a learner that died before it answered for it
+    LEASE_LOST = "lease_lost"  # handed out in an answer that never reached the learner
     SHUTDOWN = "shutdown"  # still queued when the run ended
 
 

@@ -1,0 +1,43 @@
+"""A connection to a gateway: a DEALER socket, encrypted when the gateway's key is known.
+
+Called by the client for each attempt. An address or a key that cannot be one ends in ConfigError, never in ZMQError.
+"""
+
+from __future__ import annotations
+
+import zmq
+
+from shoal.errors import ConfigError
+
+_ADDRESS_REMEDY = "give tcp://host:port, as the job prints it"
+_KEY_REMEDY = "give the gateway's public key: 40 characters of Z85 text, as the job prints it"
+
+
+def check_address(address: str, server_key: str) -> None:
+    """Refuse at once what ZeroMQ would take for something else."""
+    if not address.startswith("tcp://"):
+        raise ConfigError("connect", address, "is not an address", _ADDRESS_REMEDY)
+    if server_key and len(server_key) != 40:  # 32 characters would pass for a key in binary
+        raise ConfigError("server-key", server_key, f"has {len(server_key)} characters, not 40", _KEY_REMEDY)
+
+
+def connect(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, server_key: str, max_message_bytes: int
+) -> zmq.Socket[bytes]:
+    """A socket that connects, and goes on trying to, in the background. Raises ConfigError."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 200)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    field, value, problem, remedy = "server-key", server_key, "is not a CURVE key", _KEY_REMEDY
+    try:
+        if server_key:
+            socket.curve_serverkey = server_key.encode()
+            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        field, value, problem, remedy = "connect", address, "is not an address", _ADDRESS_REMEDY
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise ConfigError(field, value, f"{problem}: {error}", remedy) from None
+    return socket

@@ -1,0 +1,67 @@
+"""The gateway's socket, set up and bound: how much it buffers, whether it encrypts, and which port it gets.
+
+Called by the gateway when it starts. Never reads or writes a message.
+"""
+
+from __future__ import annotations
+
+import time
+
+import zmq
+
+from shoal.errors import ConfigError
+from shoal.rl.spec import GatewaySpec
+
+UNREAD_MESSAGES = 16  # that one connection may have waiting here; further ones wait on its own side
+_PORT_WAIT_S = 1.0  # for the gateway that had this port before to let go of it
+
+
+def listen(
+    context: zmq.Context[zmq.Socket[bytes]],
+    spec: GatewaySpec,
+    remembered_port: int = 0,
+    curve_keys: tuple[bytes, bytes] | None = None,
+) -> tuple[zmq.Socket[bytes], int]:
+    """A bound ROUTER socket and its port: `spec.port`; if that is 0, the remembered one while it is free, or any.
+
+    Raises ConfigError when that cannot be.
+    """
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.RCVHWM, UNREAD_MESSAGES)  # before hello nobody has a claim on memory
+    socket.setsockopt(zmq.MAXMSGSIZE, spec.max_message_bytes)
+    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.IPV6, ":" in spec.host)
+    if spec.curve and curve_keys is not None:
+        socket.curve_publickey, socket.curve_secretkey = curve_keys
+        socket.curve_server = True
+    if spec.port or not remembered_port or not _bind_again(socket, spec.host, remembered_port):
+        _bind(socket, spec.host, spec.port)
+    endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    return socket, int(endpoint.rpartition(":")[2])
+
+
+def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> None:
+    try:
+        socket.bind(f"tcp://{host}:{port or '*'}")
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        if port and error.errno == zmq.EADDRINUSE:
+            remedy = "end the process that listens there, choose another port, or 0 for any free one"
+        else:
+            remedy = "check gateway.host, and that this process may listen there"
+        raise ConfigError("gateway.port", port, f"cannot be bound on {host}: {error}", remedy) from None
+
+
+def _bind_again(socket: zmq.Socket[bytes], host: str, port: int) -> bool:
+    """Bind the port of before; False when another process has it by now, and keeps it."""
+    deadline = time.monotonic() + _PORT_WAIT_S
+    while True:
+        try:
+            socket.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.05)
+        else:
+            return True

@@ -1,0 +1,81 @@
+"""`python -m shoal.actor` as a command: what it must be told, what it says when it was not, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_setting import TOKEN, serving
+from shoal.actor.__main__ import main
+from shoal.home import existing_token
+from waiting import wait_for
+
+WORDS = ("--connect", "tcp://127.0.0.1:1", "--env", "CartPole-v1", "--timeout-s", "0.1")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A $SHOAL_HOME that does not exist, no token, and the signal handler of before."""
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("SHOAL_TOKEN", raising=False)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield tmp_path / "home"
+    signal.signal(signal.SIGTERM, handler)
+
+
+def test_an_actor_never_invents_a_token(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(WORDS) == 1
+    assert (
+        "set SHOAL_TOKEN to the content of $SHOAL_HOME/token on the host where the job runs" in capsys.readouterr().err
+    )
+    assert not home.exists()
+
+
+def test_the_token_is_the_variable_or_else_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert existing_token() == ""
+    home.mkdir()
+    (home / "token").write_text("of the file\n")
+    assert existing_token() == "of the file"
+    monkeypatch.setenv("SHOAL_TOKEN", "of the variable")
+    assert existing_token() == "of the variable"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--connect", "tcp://127.0.0.1"), "connect = "),
+        (("--server-key", "nonsense"), "server-key = "),
+        ((), "no gateway answers"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    more: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
+    assert main([*WORDS, *more]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_signal_ends_an_actor_whose_gateway_is_gone() -> None:
+    with serving() as parts:
+        words = ["--connect", parts.address, "--env", "CartPole-v1", "--timeout-s", "600"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shoal.actor", *words], env={**os.environ, "SHOAL_TOKEN": TOKEN}
+        )
+        try:
+            wait_for(lambda: any(actor["steps"] for actor in parts.gateway.stats()["actors"]), 30)
+            parts.gateway.close()
+            process.terminate()
+            assert process.wait(15) == 0
+        finally:
+            process.kill()
+            process.wait()

@@ -1,0 +1,199 @@
+"""What `shoal run` shows of a run, on a terminal and in a log file."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.progress_bar import ProgressBar
+
+from shoal import runs
+from shoal.cli import display
+from shoal.cli.display import RunView, plain_line, render, sparkline, view_of
+
+METRICS = {
+    "return/mean_100": 123.4,
+    "steps/per_s": 5678.0,
+    "steps/total": 98_765.0,
+    "episodes/total": 432.0,
+    "weights/version": 77.0,
+    "queue/depth": 13.0,
+    "endpoint/requests_per_s": 21.0,
+    "actors/connected": 2.0,
+    "lag/actor-0": 1.0,
+    "lag/actor-1": 15.0,
+    "drops/stale": 6.0,
+    "drops/duplicate": 3.0,
+    "drops/corrupt": 0.0,
+}
+VIEW = RunView(
+    "one", "learning", 12.3, 475.0, METRICS, (20.0, 60.0, 123.4), 20.0, "http://h:8000", "tcp://h:5600", ("a note",)
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    return tmp_path
+
+
+def drawn(view: RunView) -> str:
+    console = Console(record=True, width=140, file=io.StringIO(), color_system=None)
+    console.print(render(view))
+    return console.export_text()
+
+
+def bars(view: RunView, monkeypatch: pytest.MonkeyPatch) -> float:
+    """How full the progress bar is."""
+    made: list[float] = []
+
+    def spy(total: float, completed: float, width: int) -> ProgressBar:
+        made.append(completed / total)
+        return ProgressBar(total=total, completed=completed, width=width)
+
+    monkeypatch.setattr(display, "ProgressBar", spy)
+    drawn(view)
+    [full] = made
+    return full
+
+
+# --- the picture ---
+
+
+def test_the_picture_tells_everything() -> None:
+    text = drawn(VIEW)
+    for told in (
+        *("one  learning  12 s", "return     123.4", "475", "steps/s 5,678", "steps 98,765", "episodes 432"),
+        *("weights 77", "queue 13", "endpoint req/s 21", "2 connected", "actor-0 1", "actor-1 15"),
+        *("duplicate 3, stale 6", "http://h:8000", "tcp://h:5600", "a note"),
+    ):
+        assert told in text, (told, text)
+    assert "corrupt" not in text  # what did not happen is not listed
+
+
+def test_a_run_that_measured_nothing_has_a_picture() -> None:
+    text = drawn(RunView("one", "starting the endpoint", 0.5, None))
+    assert "starting the endpoint" in text
+    assert "drops     none" in text
+    assert "actors" not in text
+    assert "nan" not in text
+
+
+@pytest.mark.parametrize(
+    ("target", "history", "full"),
+    [
+        (475.0, (), 0.0),
+        (475.0, (95.0,), 0.2),
+        (475.0, (20.0, 500.0), 1.0),
+        (100.0, (-300.0, -100.0), 0.5),  # as far as from the lowest to the target
+        (-100.0, (-500.0,), 0.0),
+        (-100.0, (-500.0, -300.0), 0.5),
+        (-100.0, (-500.0, -90.0), 1.0),
+        (-100.0, (-50.0,), 1.0),  # better than the target from the first moment
+        (-100.0, (), 0.0),
+        (0.0, (-10.0, -5.0), 0.5),
+    ],
+)
+def test_the_bar_goes_from_the_lowest_return_to_the_target(
+    target: float, history: tuple[float, ...], full: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = {"return/mean_100": history[-1]} if history else {}
+    view = RunView("one", "learning", 1.0, target, metrics, history)
+    assert bars(view, monkeypatch) == pytest.approx(full)
+
+
+def test_the_curve_of_negative_returns_rises() -> None:
+    view = RunView("one", "learning", 1.0, -100.0, {"return/mean_100": -100.0}, (-500.0, -300.0, -100.0))
+    assert "▁▅█" in drawn(view)
+
+
+def test_the_scale_does_not_shrink_when_the_history_does() -> None:
+    view = RunView("one", "learning", 1.0, -100.0, {"return/mean_100": -300.0}, (-300.0,), lowest=-500.0)
+    assert "▅" in drawn(view)
+
+
+# --- the line ---
+
+
+def test_the_line_tells_everything() -> None:
+    assert plain_line(VIEW) == (
+        "[ 12.3 s] learning: return 123.4, steps/s 5,678, weights 77, max lag 15, queue 13, drops 9,"
+        " endpoint requests/s 21"
+    )
+
+
+def test_before_the_first_step_the_line_is_the_phase() -> None:
+    assert plain_line(RunView("one", "waiting for actors", 3.0, 475.0)) == "[  3.0 s] waiting for actors"
+
+
+def test_what_is_not_known_yet_is_a_dash() -> None:
+    view = dataclasses.replace(VIEW, metrics={"steps/total": 5.0, "return/mean_100": math.nan})
+    assert "return -, steps/s -, weights -, max lag -, queue -, drops 0" in plain_line(view)
+
+
+# --- the sparkline ---
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high", "expected"),
+    [
+        ((), None, None, ""),
+        ((5.0,), None, None, "█"),
+        ((0.0,), None, None, "▁"),
+        ((-5.0,), None, None, "▁"),
+        ((0.0, 5.0, 10.0), None, None, "▁▅█"),
+        ((5.0, 10.0), None, 10.0, "▅█"),  # the scale begins at 0
+        ((-500.0, -300.0, -100.0), None, None, "▁▅█"),
+        ((-500.0, -100.0), None, 0.0, "▁▇"),
+        ((-500.0, -100.0, 20.0), -500.0, -100.0, "▁██"),  # above the scale
+        ((3.0, 3.0), 3.0, 3.0, "▁▁"),
+    ],
+)
+def test_a_sparkline_is_scaled(values: tuple[float, ...], low: float | None, high: float | None, expected: str) -> None:
+    assert sparkline(values, 40, low, high) == expected
+
+
+def test_a_long_sparkline_is_thinned_to_its_width() -> None:
+    line = sparkline([float(k % 100 == 50) for k in range(1000)], 40)
+    assert len(line) <= 40
+    assert line.count("█") == 10  # no peak is lost
+
+
+# --- from the record ---
+
+
+def test_the_history_has_every_new_finite_mean_and_its_lowest() -> None:
+    view = None
+    with runs.create("job", "", "one") as run:
+        run.endpoint("policy", "inference", "http://h:8000", "ready")
+        run.endpoint("gateway", "gateway", "tcp://h:5600", "closed")
+        for step, mean in enumerate((math.nan, -500.0, -500.0, math.nan, -300.0)):
+            run.log(step, {"return/mean_100": mean})
+            run.flush()
+            view = view_of(runs.load("one"), "learning", -100.0, view, ["a note"])
+    assert view is not None
+    assert (view.history, view.lowest) == ((-500.0, -300.0), -500.0)
+    assert (view.endpoint, view.gateway, view.notes) == ("http://h:8000", "", ("a note",))
+
+
+def test_a_long_history_forgets_but_its_lowest_stays() -> None:
+    before = RunView("one", "learning", 1.0, -100.0, {}, tuple(map(float, range(-500, -500 + display.MAX_HISTORY))))
+    before = dataclasses.replace(before, lowest=-500.0)
+    with runs.create("job", "", "one") as run:
+        run.log(1, {"return/mean_100": -7.0})
+        run.flush()
+        view = view_of(runs.load("one"), "learning", -100.0, before, [])
+    assert len(view.history) == display.MAX_HISTORY
+    assert (view.history[0], view.history[-1], view.lowest) == (-499.0, -7.0, -500.0)
+
+
+def test_a_resumed_run_does_not_show_the_numbers_of_its_earlier_life() -> None:
+    with runs.create("job", "", "one") as run:
+        run.log(1, {"return/mean_100": 500.0, "lag/actor-9": 3.0})
+    with runs.reopen("one"):
+        view = view_of(runs.load("one"), "starting the endpoint", 475.0, None, [])
+    assert (view.metrics, view.history) == ({}, ())
