@@ -20,14 +20,11 @@ import torch
 
 import shoal.runs
 from shoal.cluster.processes import members
-from shoal.flows.actor_learner import served_model
 from shoal.flows.evaluation import InferenceConnection, wait_for_version
-from shoal.models.actor_critic import ActorCritic, policy_spec
-from shoal.registry import Registry
+from shoal.models.actor_critic import ActorCritic
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.rl.learner import model_arrays
-from shoal.rl.spec import RLSpec
 from shoal.weights import WeightSnapshot
-from shoal.wire import ExperienceSpec, TensorSpec
 from waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -242,11 +239,18 @@ def test_the_champion_is_served_until_ctrl_c_and_follows_its_alias(home: Path, n
 
 
 def _register_constant(registry: Registry, value: float) -> None:
+    """A model that can be told by its version. Without `flows`, which would import Ray into this process."""
     model = ActorCritic(4, 2, (4,))
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, value)
-    experience = ExperienceSpec(TensorSpec("float32", (4,)), TensorSpec("int64", (), 0, 1), 16, policy_spec((4,)))
-    factory, signature = served_model(RLSpec(hidden=(4,)), experience)
+    factory = ModelFactory(
+        factory="shoal.models.actor_critic:ActorCritic",
+        kwargs={"observation_size": 4, "num_actions": 2, "hidden": [4]},
+    )
+    signature = Signature(
+        inputs=[TensorSignature(name="observation", datatype="FP32", shape=[-1, 4])],
+        outputs=[TensorSignature(name="action", datatype="INT64", shape=[-1])],
+    )
     registry.register("constant", WeightSnapshot.of(1, model_arrays(model)), model=factory, signature=signature)
 
 
