@@ -342,7 +342,7 @@ def test_what_is_sent_beyond_the_limit_is_dropped_and_counted() -> None:
 
 
 def test_an_actor_that_waits_for_room_gets_credit_when_another_leaves() -> None:
-    with serving(queue_capacity=2) as parts, Raw(parts) as first:
+    with serving(queue_capacity=2, heartbeat_s=0.1, timeout_s=0.6) as parts, Raw(parts) as first:
         first.enter("first")
         first.send(0, segment())  # one place is taken, and the other promised to the first one
         with client(parts, "second") as second:
@@ -363,7 +363,7 @@ def test_newer_weights_come_by_themselves_and_only_the_newest() -> None:
 
 
 def test_a_silent_actor_is_lost_and_a_slow_one_is_not() -> None:
-    with serving() as parts, Raw(parts) as silent, client(parts, "slow"):
+    with serving(heartbeat_s=0.1, timeout_s=0.6) as parts, Raw(parts) as silent, client(parts, "slow"):
         silent.enter("silent")
         wait_for(lambda: _connected(parts) == {"slow"}, timeout_s=10)  # its keeper thread pings; nothing else does
         kinds = [(kind, details["actor_id"]) for _, kind, details in parts.gateway.take_events()]
