@@ -2,7 +2,9 @@
 
     ShoalError
     ├── ConfigError            a value given by the user does not fit (field, value, remedy)
-    │   └── SpecMismatch       two things that must agree do not (a model and its weights, a run and its resume)
+    │   ├── SpecMismatch       two things that must agree do not (a model and its weights, a run and its resume)
+    │   ├── PlanError          a parallel plan that the workers, the model or the batch cannot hold
+    │   └── DataError          a dataset that is missing, empty, truncated, ragged or unreadable
     ├── WireError              a message that breaks the protocol; carries a protocol error code
     │   ├── ProtocolViolation  malformed, oversized, truncated or unknown
     │   └── Refused            the peer answered with an error (bad token, wrong version, ...)
@@ -13,6 +15,10 @@
     ├── WeightsError           weights that are missing, damaged or of the wrong shape
     ├── RegistryError          a model, version or alias that does not exist or cannot be written
     ├── CheckpointError        a checkpoint that is missing or damaged
+    ├── TrainError             a training run that cannot go on
+    │   ├── NotFinite          a loss or gradient that is NaN or infinite (step, samples, last good checkpoint)
+    │   ├── OutOfMemory        the device's memory is too small for a step; says what would have fitted
+    │   └── RankLost           another process of the group died or stopped answering
     ├── RunError               a run that does not exist or failed
     ├── InferenceError         a request that an endpoint refuses; carries an HTTP status
     └── ClusterError           Ray could not be started, reached or stopped
@@ -41,6 +47,14 @@ class ConfigError(ShoalError, ValueError):
 
 class SpecMismatch(ConfigError):
     """Two things that must agree do not."""
+
+
+class PlanError(ConfigError):
+    """A parallel plan that the workers, the model or the batch cannot hold."""
+
+
+class DataError(ConfigError):
+    """A dataset is missing, empty, truncated, ragged or unreadable."""
 
 
 class WireError(ShoalError):
@@ -97,6 +111,32 @@ class CheckpointError(ShoalError):
     """A checkpoint is missing or damaged."""
 
 
+class TrainError(ShoalError):
+    """A training run cannot go on."""
+
+
+class NotFinite(TrainError):
+    """A loss or a gradient is NaN or infinite. `indices` are the samples of the batch, where they are known."""
+
+    def __init__(self, what: str, step: int, indices: list[int] | None, checkpoint: str | None) -> None:
+        self.what, self.step, self.indices, self.checkpoint = what, step, indices, checkpoint
+        where = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
+        shown = "" if indices is None else f", samples {_shortened(indices)}"
+        remedy = "lower optimizer.learning_rate, set clip_norm, or look at these samples"
+        super().__init__(f"{what} is not finite at step {step}{shown}; {where}. {remedy}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.what, self.step, self.indices, self.checkpoint))
+
+
+class OutOfMemory(TrainError):
+    """The device's memory is too small for a step; the message says what would have fitted."""
+
+
+class RankLost(TrainError):
+    """Another process of the group died or stopped answering."""
+
+
 class RunError(ShoalError):
     """A run does not exist or failed."""
 
@@ -114,3 +154,8 @@ class InferenceError(ShoalError):
 
 class ClusterError(ShoalError):
     """Ray could not be started, reached or stopped. The message says what to do."""
+
+
+def _shortened(indices: list[int], most: int = 16) -> str:
+    rest = f" and {len(indices) - most} more" if len(indices) > most else ""
+    return ", ".join(str(index) for index in indices[:most]) + rest

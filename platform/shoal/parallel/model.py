@@ -1,0 +1,133 @@
+"""What a Trainer sees of a model, however it is spread over processes: one interface, one implementation for each plan.
+
+The rule that every implementation keeps: after `train_step` the gradients are those of the mean loss over the *global*
+batch, as one process would have computed them on the whole of it. Called by the Trainer; knows no optimiser's schedule,
+no file and no record.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.parallel.plan import Degrees, ParallelSpec
+from shoal.parallel.world import World
+
+
+class Learnable(Protocol):
+    """What a plan asks of a Task: how a batch enters the model, and what is made of what comes out."""
+
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        """The positional arguments of the model."""
+        ...
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        """Scalar: the mean over the samples of the batch."""
+        ...
+
+    def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
+        """Scalars, each a mean over the samples of the batch."""
+        ...
+
+    def tensor_plan(self) -> dict[str, str] | None:
+        """How layers are split between tensor ranks, by pattern of their names; None: found by their types."""
+        ...
+
+    def pipeline_cuts(self) -> list[str] | None:
+        """The names of the modules with which stages after the first begin; None: found by measuring."""
+        ...
+
+
+class ParallelModel(ABC):
+    """A model as this rank holds it.
+
+    modules:        what lies on this rank: the model, its stage, or its several stages
+    data_rank:      which share of each global batch this rank is fed, of `num_data_ranks`; ranks that split layers or
+                    stages among themselves are fed the same share
+    """
+
+    modules: list[nn.Module]
+    data_rank: int
+    num_data_ranks: int
+
+    @abstractmethod
+    def train_step(self, batch: Any, step: int) -> Tensor:
+        """Forward and backward over this rank's share of a global batch; gradients are cleared first.
+
+        `step` seeds what is random within (dropout masks): the same step gives the same masks, whatever the plan.
+        Returns the mean loss of the share, detached; on a rank that does not hold the last stage, a zero.
+        Collective. Afterwards `.grad` of each parameter (of this rank's part of it) is the gradient of the mean loss
+        over the global batch; None for a parameter that no rank used.
+        """
+
+    @abstractmethod
+    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
+        """Sums over this rank's share: `loss` and each metric times `num_samples`; no gradients. Collective.
+
+        A share may be smaller than others', and empty (`num_samples` 0: `batch` is then any batch, and counts nothing).
+        """
+
+    @abstractmethod
+    def total(self, values: Tensor) -> Tensor:
+        """The element-wise sum of `values` over the data ranks, from the ranks that know them to all. Collective."""
+
+    @abstractmethod
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before. Collective."""
+
+    @abstractmethod
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, under the names that they have in the whole model; a tied one once."""
+
+    @abstractmethod
+    def model_state(self) -> dict[str, Any]:
+        """Parameters and persistent buffers by their names in the whole model; DTensors where they are split."""
+
+    @abstractmethod
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        """Take what `model_state` gave (filled by a checkpoint)."""
+
+    @abstractmethod
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimiser's state by parameter name, ready for any other plan; initialised where it was not yet."""
+
+    @abstractmethod
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take what `optimizer_state` gave (filled by a checkpoint)."""
+
+    @abstractmethod
+    def full_weights(self) -> dict[str, Tensor]:
+        """The whole model's state on the CPU, on rank 0; {} elsewhere. Collective."""
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds that `train_step` has waited for other ranks so far; NaN where the plan cannot tell."""
+        return float("nan")
+
+    def optimizer_stepped(self) -> None:
+        """Called after each step of the optimiser, for plans that hold copies of a parameter."""
+
+    def close(self) -> None:
+        """Release what the plan holds beyond the modules. Idempotent."""
+
+
+def parallelize(
+    model: nn.Module,
+    learnable: Learnable,
+    spec: ParallelSpec,
+    degrees: Degrees,
+    world: World,
+    example: Any,
+    seed: int = 0,
+) -> ParallelModel:
+    """Spread `model` over the ranks of `world`; every rank has built the same model and calls this.
+
+    example: a batch as this rank will be fed it, from which shapes are read
+
+    Raises PlanError, with the remedy, when the model cannot be held by the plan; nothing has been communicated then.
+    """
+    raise NotImplementedError

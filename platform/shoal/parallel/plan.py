@@ -1,0 +1,160 @@
+"""How many ways a model and its batch are split: the spec that a user writes, and the degrees that follow from it.
+
+Owns the words (`ddp`, `fsdp`, ...), the arithmetic of degrees against workers, and the layout of ranks. Called by
+TrainSpec, by the CLI and by `parallelize`. Knows no model and no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from shoal.config import Spec
+from shoal.errors import PlanError
+
+# What each word stands for; a degree that a word leaves open follows from the number of workers.
+WORDS: dict[str, dict[str, Any]] = {
+    "single": {"data": 1},
+    "ddp": {},
+    "fsdp": {"shard": True},
+    "hybrid": {"shard": True, "replicate": 2},
+    "tensor": {"data": 1, "tensor": None},
+    "pipeline": {"data": 1, "pipeline": None},
+}
+Precision = Literal["fp32", "bf16", "fp16"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands: which stage, which share of the batch, which part of each layer."""
+
+    pipeline: int
+    data: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """A plan with every degree known; their product is the number of workers.
+
+    data:      shares of the global batch
+    replicate: of these, groups that each hold a whole (sharded) copy; data // replicate ranks share one copy
+    shard:     whether the ranks of a copy hold a part of each parameter (FSDP) or all of it (DDP)
+    tensor:    ranks that split single layers
+    pipeline:  stages
+    """
+
+    data: int = 1
+    replicate: int = 1
+    shard: bool = False
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def workers(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Tensor ranks are neighbours, then data, then stages: the chattiest stay closest together."""
+        tensor, rest = rank % self.tensor, rank // self.tensor
+        return Coordinates(rest // self.data, rest % self.data, tensor)
+
+    def rank(self, at: Coordinates) -> int:
+        return (at.pipeline * self.data + at.data) * self.tensor + at.tensor
+
+    def peers(self, rank: int, axis: Literal["pipeline", "data", "tensor"]) -> list[int]:
+        """The ranks that differ from `rank` only along `axis`, itself included, in order."""
+        at = self.coordinates(rank)
+        size: int = getattr(self, axis)
+        return [self.rank(at._replace(**{axis: index})) for index in range(size)]
+
+    @property
+    def words(self) -> str:
+        """The plan in a few words, for tables and records: `data 2 x tensor 2`."""
+        names = [("data", self.data), ("tensor", self.tensor), ("pipeline", self.pipeline)]
+        parts = [f"{name} {size}" for name, size in names if size > 1]
+        if self.shard and self.data > 1:
+            parts[0] += " sharded" if self.replicate == 1 else f" ({self.replicate} copies, sharded)"
+        return " x ".join(parts) or "single"
+
+
+class ParallelSpec(Spec):
+    """How to run on several workers: a word, or degrees that compose.
+
+    A degree that is not given follows from the number of workers (`data` first).
+
+    replicate:     copies of the model among the data ranks when sharded: one for each host, say (HSDP)
+    accumulate:    micro-steps of which each step of the optimiser consists
+    backend:       of the process group; None: nccl on CUDA, else gloo
+    schedule:      of the pipeline, see torch.distributed.pipelining
+    micro_batches: into which the pipeline splits a batch; None: two for each stage
+    """
+
+    data: int | None = Field(default=None, ge=1)
+    replicate: int = Field(default=1, ge=1)
+    shard: bool = False
+    tensor: int | None = Field(default=1, ge=1)
+    pipeline: int | None = Field(default=1, ge=1)
+    accumulate: int = Field(default=1, ge=1)
+    precision: Precision = "fp32"
+    compile: bool = False
+    backend: str | None = None
+    schedule: ScheduleName = "1f1b"
+    micro_batches: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_word(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        if value not in WORDS:
+            raise ValueError(f"no such plan; the words are {', '.join(WORDS)}, or give degrees such as {{tensor: 2}}")
+        return WORDS[value]
+
+    def degrees(self, workers: int) -> Degrees:
+        """Every degree, for so many workers. Raises PlanError when they do not multiply to that number."""
+        given: dict[str, int | None] = {"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline}
+        known = 1
+        for size in given.values():
+            known *= size or 1
+        unknown = [name for name, size in given.items() if size is None]
+        if workers % known or (not unknown and known != workers):
+            raise PlanError("workers", workers, f"does not fit {_product(given)}", _remedy(given, known))
+        for name in unknown:  # the first open degree takes what is left
+            given[name] = workers // known
+            known = workers
+        data = given["data"] or 1
+        if data % self.replicate:
+            problem = f"{data} data ranks cannot form {self.replicate} equal copies"
+            raise PlanError("parallel.replicate", self.replicate, problem, "let it divide the number of data ranks")
+        return Degrees(data, self.replicate, self.shard, given["tensor"] or 1, given["pipeline"] or 1)
+
+    def samples(self, batch_size: int, degrees: Degrees) -> int:
+        """Samples of each micro-step on one data rank. Raises PlanError unless the global batch divides evenly."""
+        micro = self.num_micro_batches(degrees)
+        parts = degrees.data * self.accumulate * micro
+        if batch_size % parts:
+            made_of: Mapping[str, int] = {"data": degrees.data, "accumulate": self.accumulate, "micro_batches": micro}
+            product = " x ".join(f"{name} {size}" for name, size in made_of.items() if size > 1)
+            lower, upper = batch_size // parts * parts, (batch_size // parts + 1) * parts
+            near = f"{lower} or {upper}" if lower else str(upper)
+            raise PlanError("batch_size", batch_size, f"cannot be divided by {product}", f"use {near}")
+        return batch_size // parts
+
+    def num_micro_batches(self, degrees: Degrees) -> int:
+        """Micro-batches that go through the pipeline at each micro-step; 1 without one."""
+        if degrees.pipeline == 1:
+            return 1
+        return self.micro_batches or 2 * degrees.pipeline
+
+
+def _product(given: Mapping[str, int | None]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in given.items() if size is not None) or "the plan"
+
+
+def _remedy(given: Mapping[str, int | None], known: int) -> str:
+    fixed = all(size is not None for size in given.values())
+    return f"use workers={known}" if fixed else f"use a multiple of {known}, or other degrees"
