@@ -67,11 +67,27 @@ def _set(values: dict[str, Any], spec: type[BaseModel], path: str, value: object
     for name in parents:
         _require_field(owner, name, path, value)
         owner = _spec_type(owner, name) if owner is not None else None
+        if owner is not None and not isinstance(node[name], dict):  # None, or a word that stands for a whole spec
+            node[name] = _expanded(owner, node[name], path)
         node = node[name]
         if not isinstance(node, dict):
             raise ConfigError(path, value, f"{name!r} has no fields of its own")
     _require_field(owner, leaf, path, value)
     node[leaf] = value
+
+
+def _expanded(owner: type[BaseModel], value: object, path: str) -> dict[str, Any]:
+    """The fields of what is not written field by field: of a word such as `ddp`, or of an optional spec not yet given.
+
+    Fields that have no default stay open, for the words that follow.
+    """
+    if value is None:
+        fields = owner.model_fields.items()
+        return {name: field.get_default(call_default_factory=True) for name, field in fields if not field.is_required()}
+    try:
+        return owner.model_validate(value).model_dump()
+    except ValidationError as error:
+        raise _config_error(owner, error) from None
 
 
 def _require_field(owner: type[BaseModel] | None, name: str, path: str, value: object) -> None:

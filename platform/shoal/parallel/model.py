@@ -108,10 +108,10 @@ class ParallelModel(ABC):
         """Seconds that `train_step` has waited for other ranks so far; NaN where the plan cannot tell."""
         return float("nan")
 
-    def optimizer_stepped(self) -> None:
+    def optimizer_stepped(self) -> None:  # noqa: B027 - most plans have nothing to do
         """Called after each step of the optimiser, for plans that hold copies of a parameter."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most plans have nothing to do
         """Release what the plan holds beyond the modules. Idempotent."""
 
 

@@ -1,0 +1,163 @@
+"""Everything that one training run is configured by. `shoal run train a.b=c` sets any of these fields.
+
+Called by jobs, the CLI and the Trainer. Holds no behaviour beyond the questions that its own fields answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from shoal.config import Spec
+from shoal.data import LoaderSpec
+from shoal.parallel import Degrees, ParallelSpec
+
+Direction = Literal["auto", "max", "min"]
+
+
+class OptimizerSpec(Spec):
+    """The optimiser, unless the Task makes its own. `learning_rate` is the peak of the schedule."""
+
+    name: Literal["adam", "adamw", "sgd"] = "adam"
+    learning_rate: float = Field(default=1e-3, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="sgd only")
+    betas: tuple[float, float] = (0.9, 0.999)
+    fused: bool = True
+
+
+class ScheduleSpec(Spec):
+    """The learning rate by step, as a share of `optimizer.learning_rate`.
+
+    one_cycle: up from 1/25 to 1 within `warmup` of the run, down to 1e-4 by a cosine (arXiv:1708.07120)
+    cosine:    after the warm-up, down to `final` by half a cosine (arXiv:1608.03983)
+    warmup:    steps, or a share of the run below 1; `total_steps`: what `stop` says when None
+    """
+
+    name: Literal["constant", "one_cycle", "cosine", "linear"] = "constant"
+    warmup: float = Field(default=0.0, ge=0)
+    final: float = Field(default=0.0, ge=0, le=1)
+    total_steps: int | None = Field(default=None, ge=1)
+
+
+class TargetSpec(Spec):
+    """Stop when a validation metric reaches a value."""
+
+    metric: str
+    value: float
+    direction: Direction = "auto"
+
+
+class ConvergenceSpec(Spec):
+    """Stop at evaluation n when its metric beats the next `patience` ones by at least `min_improvement`; n is kept."""
+
+    metric: str = "loss"
+    patience: int = Field(default=3, ge=1)
+    min_improvement: float = Field(default=0.0, ge=0)
+    direction: Direction = "auto"
+
+
+class StopSpec(Spec):
+    """When a run ends; what is reached first counts, and the record says which it was.
+
+    money: of `price_per_device_hour`'s currency, over all workers
+    """
+
+    steps: int | None = Field(default=None, ge=1)
+    epochs: float | None = Field(default=None, gt=0)
+    wall_s: float | None = Field(default=None, gt=0)
+    money: float | None = Field(default=None, gt=0)
+    target: TargetSpec | None = None
+    convergence: ConvergenceSpec | None = None
+
+    @field_validator("target", mode="before")
+    @classmethod
+    def _target_from_words(cls, value: object) -> object:
+        """`accuracy>=0.9` and `loss<=0.1` are targets too."""
+        if not isinstance(value, str):
+            return value
+        for sign, direction in ((">=", "max"), ("<=", "min")):
+            metric, found, limit = value.partition(sign)
+            if found:
+                return {"metric": metric.strip(), "value": limit.strip(), "direction": direction}
+        raise ValueError("write it as metric>=value or metric<=value")
+
+    @property
+    def is_empty(self) -> bool:
+        return all(getattr(self, name) is None for name in type(self).model_fields)
+
+
+class EvaluateSpec(Spec):
+    """When the validation data is run through the model; without it nothing is evaluated."""
+
+    every_steps: int | None = Field(default=None, ge=1)
+    every_epochs: float = Field(default=1.0, gt=0, description="unless every_steps is given")
+    batch_size: int | None = Field(default=None, ge=1, description="global; that of training when None")
+
+
+class CheckpointSpec(Spec):
+    """When the run is saved, besides at its end and when it is interrupted."""
+
+    every_steps: int | None = Field(default=None, ge=1)
+    every_s: float = Field(default=60.0, gt=0, description="unless every_steps is given")
+    keep: int = Field(default=2, ge=1)
+    asynchronous: bool = True
+
+
+class SelectiveSpec(Spec):
+    """Selective Backprop (arXiv:1910.00762): the backward pass of samples with high losses only.
+
+    beta:    a sample is chosen with the probability (percentile of its loss among recent ones) ** beta
+    history: how many recent losses the percentile is taken of
+    """
+
+    beta: float = Field(default=1.0, ge=0)
+    history: int = Field(default=4096, ge=16)
+
+
+class TrainSpec(Spec):
+    """One training run.
+
+    task:                  `lenet` (a file of ./jobs), `my_task.py:MyTask`, or `package.module:MyTask`
+    args:                  the Task's keyword arguments
+    batch_size:            of the whole group: each data rank gets its share
+    average:               decay of an exponential moving average of the weights, which is evaluated and registered
+    price_per_device_hour: what an hour of one device costs, for cost-to-accuracy and `stop.money`
+    threads:               of torch, in each worker; None: this machine's cores, shared by the workers
+    name:                  in the registry; the Task's name when empty
+    """
+
+    task: str = ""
+    args: dict[str, Any] = Field(default_factory=dict)
+    parallel: ParallelSpec = ParallelSpec()
+    workers: int = Field(default=1, ge=1)
+    batch_size: int = Field(default=64, ge=1)
+    seed: int = Field(default=0, ge=0)
+    device: str = "auto"
+    threads: int | None = Field(default=None, ge=1)
+    optimizer: OptimizerSpec = OptimizerSpec()
+    schedule: ScheduleSpec = ScheduleSpec()
+    loader: LoaderSpec = LoaderSpec()
+    stop: StopSpec = StopSpec()
+    evaluate: EvaluateSpec = EvaluateSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    clip_norm: float | None = Field(default=None, gt=0)
+    average: float | None = Field(default=None, gt=0, lt=1)
+    selective_backprop: SelectiveSpec | None = None
+    price_per_device_hour: float = Field(default=0.0, ge=0)
+    log_every_steps: int = Field(default=10, ge=1)
+    histograms_every_steps: int | None = Field(default=None, ge=1)
+    name: str = ""
+    aliases: tuple[str, ...] = ("champion",)
+    resume: str = ""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TrainSpec:
+        if self.stop.money is not None and not self.price_per_device_hour:
+            raise ValueError("stop.money needs a price_per_device_hour")
+        return self
+
+    def degrees(self) -> Degrees:
+        """The degrees of the plan. Raises PlanError when they do not fit the workers."""
+        return self.parallel.degrees(self.workers)

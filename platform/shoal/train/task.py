@@ -1,0 +1,179 @@
+"""What is trained: a `Task` says how the model, the data and the loss are made, once, for every way of running it.
+
+Owns the base class that users subclass, and finding one by the word they type (a file, a module, a recipe). Called by
+the Trainer and by everything that looks at a task before it runs. Knows nothing of plans, processes and steps.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.data import Data
+from shoal.errors import ConfigError
+
+JOBS = Path("jobs")
+
+
+class Task:
+    """What is trained. `model`, `data` and `loss` are yours to write; everything else has a default.
+
+    The constructor takes keyword arguments with defaults (`args` of the TrainSpec) and does no work: a Task is made on
+    every worker, before the data is opened. A batch is what the data's collate function gives: a tensor, or a tuple,
+    list or dict of tensors, with the sample as dimension 0.
+
+    parts: for `shoal ablate`: what can be removed or changed, as {name: arguments of the Task}
+    """
+
+    parts: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def model(self) -> nn.Module:
+        """The model, with fresh weights: the seed is set before the call, alike on every worker."""
+        raise NotImplementedError(f"{type(self).__name__}.model")
+
+    def data(self) -> Data:
+        """The datasets."""
+        raise NotImplementedError(f"{type(self).__name__}.data")
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        """Scalar: the mean over the samples of the batch."""
+        raise NotImplementedError(f"{type(self).__name__}.loss")
+
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        """The model's positional arguments: all but the last of a tuple, `batch["inputs"]` of a dict, or the batch."""
+        if isinstance(batch, Tensor):
+            return (batch,)
+        if isinstance(batch, Mapping):
+            if "inputs" not in batch:
+                problem = f"the batch has no 'inputs', but {', '.join(map(str, batch))}"
+                raise ConfigError("task", type(self).__name__, problem, "write Task.inputs(batch)")
+            return (batch["inputs"],)
+        return tuple(batch[:-1])
+
+    def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
+        """What is measured on the validation data besides the loss: scalars, each a mean over the samples."""
+        return {}
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
+        """The optimiser; None: as the spec's `optimizer` says."""
+        return None
+
+    def tensor_plan(self) -> dict[str, str] | None:
+        """How tensor ranks split layers: {pattern of names: "column" | "row" | ...}; None: found by their types."""
+        return None
+
+    def pipeline_cuts(self) -> list[str] | None:
+        """The names of the modules with which stages after the first begin; None: found by measuring."""
+        return None
+
+
+TaskFactory = Callable[..., Task]
+
+
+def find_task(word: str) -> TaskFactory:
+    """The Task class that `word` means: `my_task.py:MyTask`, `package.module:MyTask`, or a file of ./jobs.
+
+    `lenet` means the one Task of jobs/lenet.py. Raises ConfigError with what there is, and with the cause when the
+    file does not load.
+    """
+    place, _, name = word.partition(":")
+    module = _load(word, place)
+    if name:
+        found = getattr(module, name, None)
+        if not callable(found):
+            raise ConfigError("task", word, f"{place} has no Task {name!r}", _near(name, _tasks_of(module)))
+        factory: TaskFactory = found
+        return factory
+    tasks = _tasks_of(module)
+    if len(tasks) != 1:
+        problem = f"{place} has {len(tasks)} Tasks" if tasks else f"{place} has no Task"
+        named = next(iter(tasks), "MyTask")
+        raise ConfigError("task", word, problem, f"name one of {', '.join(tasks) or 'its classes'}: {place}:{named}")
+    return next(iter(tasks.values()))
+
+
+def make_task(word: str, args: Mapping[str, Any]) -> Task:
+    """The Task that `word` means, made with `args`. Raises ConfigError when it does not take them."""
+    factory = find_task(word)
+    accepted = inspect.signature(factory).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
+    for name, value in args.items():
+        if name not in accepted and not takes_any:
+            raise ConfigError(f"args.{name}", value, f"{word} takes no such argument", _near(name, accepted))
+    try:
+        task = factory(**args)
+    except TypeError as error:
+        raise ConfigError("args", dict(args), f"{word} refused them ({error})") from error
+    if not isinstance(task, Task):
+        raise ConfigError("task", word, f"gives a {type(task).__name__}, not a shoal.train.Task")
+    return task
+
+
+def source_file(word: str) -> Path | None:
+    """The file that `word` names, where it names one and not an installed module."""
+    place = word.partition(":")[0]
+    if place.endswith(".py"):
+        return Path(place).resolve()
+    recipe = JOBS / f"{place}.py"
+    return recipe.resolve() if recipe.is_file() else None
+
+
+def _load(word: str, place: str) -> ModuleType:
+    path = source_file(word)
+    if path is None:
+        return _import(word, place)
+    if not path.is_file():
+        raise ConfigError("task", word, f"there is no file {place}", f"from {Path.cwd()}, give the path of a file")
+    return load_file(path, word)
+
+
+def load_file(path: Path, word: str) -> ModuleType:
+    """The module of a file, loaded once for each process. It is found again by name, so that its classes pickle."""
+    name = f"shoal_task_{path.stem}"
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == str(path):
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # what lies beside the file can be imported by it
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's file raises is why it cannot be used
+        del sys.modules[name]
+        raise ConfigError("task", word, f"{path.name} does not load: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _import(word: str, place: str) -> ModuleType:
+    recipes = sorted(path.stem for path in JOBS.glob("*.py"))
+    try:
+        return importlib.import_module(place)
+    except ImportError as error:
+        remedy = "give file.py:Class, package.module:Class" + (f", or one of {', '.join(recipes)}" if recipes else "")
+        raise ConfigError("task", word, f"cannot be found ({error})", remedy) from error
+
+
+def _tasks_of(module: ModuleType) -> dict[str, type[Task]]:
+    """The Task classes that the module itself defines."""
+    found = {name: value for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Task)}
+    return {name: value for name, value in found.items() if value.__module__ == module.__name__ and name[0] != "_"}
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"there is {', '.join(names) or 'none'}"
