@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from waiting import wait_for as _wait_for
@@ -21,9 +23,17 @@ if TYPE_CHECKING:
 
 # Ray reads this when it is imported, which a test module may do before any fixture runs: 127.0.0.1 stays 127.0.0.1.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+# A suite started in the background ignores SIGINT, and so would every program that its tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+# How long an example takes says something about the machine, not about the code.
+hypothesis.settings.register_profile("shoal", deadline=None)
+hypothesis.settings.load_profile("shoal")
 
 TESTS = Path(__file__).parent
 WITH_CLUSTER = ("ray", "faults", "e2e")
+
+
+WITHOUT_RAY = ("unit", "training", "equivalence")
 
 
 def _folder(path: Path) -> str:
@@ -37,7 +47,9 @@ class _NoRay(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname.partition(".")[0] == "ray":
-            raise ImportError(f"tests/unit may not import {fullname}: move the test to tests/ray")
+            raise ImportError(
+                f"tests of {', '.join(WITHOUT_RAY)} may not import {fullname}: move the test to tests/ray"
+            )
         return None
 
 
@@ -61,15 +73,15 @@ def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """Ray is forbidden to the module level of unit tests too."""
-    if isinstance(collector, pytest.Module) and _folder(collector.path) == "unit":
+    if isinstance(collector, pytest.Module) and _folder(collector.path) in WITHOUT_RAY:
         with _ray_forbidden():
             return (yield)
     return (yield)
 
 
 @pytest.fixture(autouse=True)
-def _no_ray_in_unit_tests(request: pytest.FixtureRequest) -> Iterator[None]:
-    if _folder(request.path) != "unit":
+def _no_ray_without_a_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+    if _folder(request.path) not in WITHOUT_RAY:
         yield
         return
     with _ray_forbidden():
