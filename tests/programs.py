@@ -1,0 +1,136 @@
+"""Programs of several ranks: one function, run by N local processes that form a gloo group on loopback.
+
+The processes are forked from a server that has imported torch once, so that a group starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.parallel.world import World
+
+# What the server imports, once; none of these starts a thread or opens a socket.
+PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint", "programs"]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+GRACE_S = 3.0  # after the first rank has failed, for the others to say what became of them
+
+
+class RanksFailed(AssertionError):
+    """Ranks raised, died or did not end in time. `causes` has a traceback, or what else happened, by rank."""
+
+    def __init__(self, causes: dict[int, str]) -> None:
+        self.causes = causes
+        super().__init__("\n".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items())))
+
+
+def run_ranks(program: Callable[..., Any], size: int, *args: Any, timeout_s: float = 90.0) -> list[Any]:
+    """What `program(world, *args)` returns on each of `size` ranks, in order.
+
+    program: a function of a module's top level; `args` and what it returns are pickled
+
+    Raises RanksFailed, with every rank's traceback.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    _start_server()
+    with tempfile.TemporaryDirectory() as folder:
+        processes, pipes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (theirs, rank, size, os.path.join(folder, "store"), dict(os.environ), program, args)
+            process = context.Process(target=_rank, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        try:
+            return _collect(processes, pipes, timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _start_server() -> None:
+    """The server's environment is that of its start: threads are counted when torch is imported."""
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _collect(processes: list[BaseProcess], pipes: list[Connection], timeout_s: float) -> list[Any]:
+    deadline_s = time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    causes: dict[int, str] = {}
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline_s - time.monotonic()))
+        if not ready:
+            late = f"did not end within {timeout_s:g} s, or after another rank had failed"
+            raise RanksFailed({**causes, **dict.fromkeys(waiting.values(), late)})
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                done, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                processes[rank].join()
+                done, value = False, f"died with exit code {processes[rank].exitcode}"
+            (results if done else causes)[rank] = value
+        if causes:
+            deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
+    if causes:
+        raise RanksFailed(causes)
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank(
+    pipe: Connection,
+    rank: int,
+    size: int,
+    store: str,
+    environment: dict[str, str],
+    program: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """One rank's life: join the group, run the program, say how it ended."""
+    import torch
+    import torch.distributed as dist
+
+    from shoal.parallel.world import World
+
+    os.environ.update(environment | ENVIRONMENT)
+    torch.set_num_threads(1)
+    world: World = World.alone("cpu")
+    if size > 1:
+        dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), size, rank)
+        world = World.joined("cpu", rank)
+    try:
+        answer = pickle.dumps((True, program(world, *args)))
+    except Exception:
+        answer = pickle.dumps((False, traceback.format_exc()))
+    with suppress(BrokenPipeError):
+        pipe.send_bytes(answer)
+    pipe.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
