@@ -1,0 +1,82 @@
+"""The optimiser of a run, and the one knob of it that a schedule turns.
+
+Called by the Trainer and the finders. `make_optimizer` chooses the fastest implementation that the parameters allow:
+the fused one unless they mix devices, plain and distributed tensors, or distributed tensors of several meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from shoal.errors import ConfigError
+from shoal.train.spec import OptimizerSpec
+from shoal.train.task import Task
+
+_FUSED_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps"})
+
+
+def make_optimizer(task: Task, spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """The Task's own optimiser, or the one that `spec` describes; each group knows its `initial_lr`.
+
+    parameters: this rank's; none at all is allowed (a pipeline stage without weights)
+
+    Raises ConfigError when the Task gives something else than an optimiser.
+    """
+    held = list(parameters)
+    own: object = task.optimizer(iter(held)) if held else None
+    optimizer = _from_spec(spec, held) if own is None else own
+    if not isinstance(optimizer, Optimizer):
+        problem = f"{type(task).__name__}.optimizer gave a {type(own).__name__}"
+        raise ConfigError("task", type(task).__name__, problem, "return a torch.optim.Optimizer, or None")
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", _number(group["lr"]))
+    return optimizer
+
+
+def set_rate(optimizer: Optimizer, factor: float, momentum: float | None = None) -> None:
+    """Let each group learn at `factor` times its `initial_lr`. Costs next to nothing when that is what it does.
+
+    momentum: of groups that have one (sgd's momentum, the first of Adam's betas); None: as it is
+    """
+    for group in optimizer.param_groups:
+        rate = group["initial_lr"] * factor
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        elif group["lr"] != rate:
+            group["lr"] = rate
+        if momentum is not None:
+            _set_momentum(group, momentum)
+
+
+def can_fuse(parameters: Iterable[Tensor]) -> bool:
+    """Whether one fused kernel can update all of these together."""
+    kinds = {(each.device.type, each.device_mesh if isinstance(each, DTensor) else None) for each in parameters}
+    return len(kinds) == 1 and all(device in _FUSED_DEVICES for device, _ in kinds)
+
+
+def _from_spec(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> Optimizer:
+    floating = all(torch.is_floating_point(each) for each in parameters)
+    fused = True if spec.fused and floating and can_fuse(parameters) else None
+    groups: list[dict[str, Any]] = [{"params": parameters}]  # a bare empty list would be refused
+    if spec.name == "sgd":
+        return SGD(groups, spec.learning_rate, spec.momentum, weight_decay=spec.weight_decay, fused=fused)
+    kind = AdamW if spec.name == "adamw" else Adam
+    return kind(groups, spec.learning_rate, spec.betas, weight_decay=spec.weight_decay, fused=fused)
+
+
+def _set_momentum(group: dict[str, Any], momentum: float) -> None:
+    if "betas" in group:
+        if group["betas"][0] != momentum:
+            group["betas"] = (momentum, *group["betas"][1:])
+    elif group.get("momentum"):  # 0 is the wish to have none
+        group["momentum"] = momentum
+
+
+def _number(rate: float | Tensor) -> float:
+    return float(rate)

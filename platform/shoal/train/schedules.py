@@ -1,0 +1,115 @@
+"""The learning rate by step: pure functions of the step, the schedule's spec and the number of steps of the run.
+
+Called by the Trainer before each step of the optimiser, and by whoever draws a schedule. Holds no state, so that a
+resumed run has the rates of the undisturbed one. Knows no optimiser: see `optimizers.set_rate`.
+
+Steps are counted as finished ones: the first step of a run has the rate of step 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+from shoal.errors import ConfigError
+from shoal.train.spec import ScheduleSpec, StopSpec, TrainSpec
+
+ONE_CYCLE_START = 1 / 25
+ONE_CYCLE_END = 1e-4
+ONE_CYCLE_WARMUP = 0.3  # of the run, where the spec gives none: without a rise it were no cycle
+MOMENTUM_LOW, MOMENTUM_HIGH = 0.85, 0.95
+_ROUNDING = 1e-9  # 0.07 epochs of 100 steps are 7 steps, not 7.000000000000001
+
+
+def learning_rate_at(step: int, spec: ScheduleSpec, total_steps: int | None) -> float:
+    """The share of `optimizer.learning_rate` with which step `step` (from 0) is taken; beyond the end, the last one.
+
+    total_steps: as `total_steps_of` gives it; None is enough for a schedule that does not depend on it
+    """
+    if spec.name == "one_cycle":
+        return _one_cycle(step, spec, _known(spec, total_steps), ONE_CYCLE_START, 1.0, spec.final or ONE_CYCLE_END)
+    warmup = _warmup_steps(spec, total_steps)
+    if step < warmup:
+        return (step + 1) / math.ceil(warmup)
+    if spec.name == "constant":
+        return 1.0
+    total = _known(spec, total_steps)
+    progress = min((step - warmup) / max(total - warmup, 1), 1.0)
+    share = _half_cosine(progress) if spec.name == "cosine" else 1.0 - progress
+    return spec.final + (1.0 - spec.final) * share
+
+
+def momentum_at(step: int, spec: ScheduleSpec, total_steps: int | None) -> float | None:
+    """What a one-cycle schedule makes of the momentum: low where the rate is high; None for the other schedules.
+
+    arXiv:1803.09820, section 4.3, with the bounds that PyTorch and fastai use.
+    """
+    if spec.name != "one_cycle":
+        return None
+    return _one_cycle(step, spec, _known(spec, total_steps), MOMENTUM_HIGH, MOMENTUM_LOW, MOMENTUM_HIGH)
+
+
+def needs_total(spec: ScheduleSpec) -> bool:
+    """Whether the schedule can only be computed when the number of steps of the run is known."""
+    return spec.name != "constant" or 0 < spec.warmup < 1
+
+
+def total_steps_of(spec: TrainSpec, steps_per_epoch: int | None) -> int | None:
+    """The steps over which the schedule runs: what it says itself, or the nearest end that `stop` names.
+
+    steps_per_epoch: None where the data does not know its length
+
+    Returns None where nothing says it. Raises ConfigError when the schedule cannot do without.
+    """
+    schedule = spec.schedule
+    if schedule.total_steps is not None:
+        return schedule.total_steps
+    ends = _ends(spec.stop, steps_per_epoch)
+    if ends:
+        return min(ends)
+    if not needs_total(schedule):
+        return None
+    by_epochs = spec.stop.epochs is not None
+    problem = "the data does not know its length, so epochs have none in steps" if by_epochs else "no end is known"
+    remedy = f"give schedule.total_steps, stop.steps or stop.epochs, which {schedule.name} needs"
+    raise ConfigError("schedule.total_steps", None, problem, remedy)
+
+
+def steps_of_epochs(epochs: float, steps_per_epoch: int) -> int:
+    """The fewest whole steps that make `epochs` epochs."""
+    return max(math.ceil(epochs * steps_per_epoch - _ROUNDING), 1)
+
+
+def _ends(stop: StopSpec, steps_per_epoch: int | None) -> list[int]:
+    ends = [] if stop.steps is None else [stop.steps]
+    if stop.epochs is not None and steps_per_epoch is not None:
+        ends.append(steps_of_epochs(stop.epochs, steps_per_epoch))
+    return ends
+
+
+def _known(spec: ScheduleSpec, total_steps: int | None) -> int:
+    if total_steps is None:
+        raise ConfigError("schedule.total_steps", None, f"{spec.name} needs the number of steps", "give stop.steps")
+    return total_steps
+
+
+def _warmup_steps(spec: ScheduleSpec, total_steps: int | None) -> float:
+    if 0 < spec.warmup < 1:
+        return spec.warmup * _known(spec, total_steps)
+    return spec.warmup
+
+
+def _half_cosine(progress: float) -> float:
+    """From 1 at 0 to 0 at 1."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _one_cycle(step: int, spec: ScheduleSpec, total: int, start: float, peak: float, end: float) -> float:
+    """`start` at step 0, `peak` after the warm-up, `end` at the last step; cosines between (arXiv:1708.07120)."""
+    warmup = spec.warmup or ONE_CYCLE_WARMUP
+    rise = (warmup * total if warmup < 1 else warmup) - 1.0
+    last = max(total - 1.0, 1.0)
+    if step < rise:
+        return peak + (start - peak) * _half_cosine(step / rise)
+    if rise >= last:
+        return peak
+    return end + (peak - end) * _half_cosine(min((step - rise) / (last - rise), 1.0))

@@ -1,0 +1,39 @@
+"""Time- and cost-to-accuracy from a record's rows."""
+
+from __future__ import annotations
+
+import pandas
+import pytest
+
+import shoal.runs
+from shoal.train.expense import TRAINING_S, Reached, cost, evaluations_of, first_reached
+from shoal.train.spec import TargetSpec
+
+ROWS = [(10, 5.0, 0.5), (20, 10.0, 0.92), (30, 15.0, 0.88), (40, 20.0, 0.95)]
+
+
+def test_money_is_time_times_devices_times_price() -> None:
+    assert cost(1800.0, 4, 2.5) == pytest.approx(5.0)
+
+
+def test_the_first_evaluation_that_meets_the_target_counts() -> None:
+    target = TargetSpec(metric="accuracy", value=0.9)
+    assert first_reached(ROWS, target, 2, 3600.0) == Reached(20, 0.92, 10.0, 20.0)
+    assert first_reached(ROWS, TargetSpec(metric="accuracy", value=0.99)) is None
+    falling = [(step, at, 1 - value) for step, at, value in ROWS]
+    least = first_reached(falling, TargetSpec(metric="loss", value=0.1))
+    assert least is not None
+    assert least.step == 20
+
+
+def test_rows_of_a_record_without_the_time_of_evaluation() -> None:
+    with shoal.runs.create("train", "{}", "one") as recorder:
+        recorder.log(5, {TRAINING_S: 2.0, "train/loss": 1.0})
+        recorder.log(10, {"validation/accuracy": 0.5})
+        recorder.log(15, {TRAINING_S: 7.0})
+        recorder.log(20, {TRAINING_S: 9.0, "validation/accuracy": 0.9})
+        recorder.log(25, {"validation/accuracy": 0.95})
+    metrics = shoal.runs.load("one").metrics()
+    assert evaluations_of(metrics, "validation/accuracy") == [(10, 7.0, 0.5), (20, 9.0, 0.9)]
+    assert evaluations_of(metrics, "validation/f1") == []
+    assert evaluations_of(pandas.DataFrame({"validation/accuracy": [1.0]}), "validation/accuracy") == []

@@ -1,0 +1,119 @@
+"""Which optimiser is made, that fusing is left where parameters do not allow it, and that a rate is set per group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from shoal.errors import ConfigError
+from shoal.train.optimizers import can_fuse, make_optimizer, set_rate
+from shoal.train.spec import OptimizerSpec
+from shoal.train.task import Task
+
+
+class _Own(Task):
+    """A Task with two rates."""
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        first, second = parameters
+        return torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.01}], momentum=0.0)
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _parameters(count: int = 2) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(4, 3)) for _ in range(count)]
+
+
+def _step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    sum(parameter.square().sum() for parameter in parameters).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
+def test_the_fused_one_does_what_the_plain_one_does(name: str) -> None:
+    results = []
+    for fused in (True, False):
+        parameters = _parameters()
+        spec = OptimizerSpec.parse({"name": name, "weight_decay": 0.1, "learning_rate": 0.05, "fused": fused})
+        optimizer = make_optimizer(Task(), spec, parameters)
+        assert bool(optimizer.param_groups[0]["fused"]) is fused
+        for _ in range(3):
+            _step(optimizer, parameters)
+        results.append(torch.stack([parameter.detach() for parameter in parameters]))
+    torch.testing.assert_close(*results)
+
+
+def test_distributed_tensors_are_fused_only_when_they_are_alike(group_of_one: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    plain = _parameters()
+    split = [nn.Parameter(distribute_tensor(each.detach(), mesh, [Shard(0)])) for each in plain]
+    whole = [nn.Parameter(distribute_tensor(each.detach(), mesh, [Replicate()])) for each in plain]
+    assert can_fuse(split)
+    assert can_fuse(plain)
+    assert not can_fuse([*plain, *split])
+    for parameters in (split, [*plain, *whole]):
+        optimizer = make_optimizer(Task(), OptimizerSpec(), parameters)
+        before = parameters[-1].detach().clone()
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert not torch.equal(parameters[-1].to_local(), before.to_local())
+
+
+def test_a_tasks_own_optimizer_keeps_its_groups_rates() -> None:
+    optimizer = make_optimizer(_Own(), OptimizerSpec(), _parameters())
+    set_rate(optimizer, 0.5, momentum=0.95)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.005]
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.0, 0.0]  # it wished for none
+    set_rate(optimizer, 1.0)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
+
+
+def test_momentum_is_the_first_beta_or_sgds() -> None:
+    adam = make_optimizer(Task(), OptimizerSpec(), _parameters())
+    sgd = make_optimizer(Task(), OptimizerSpec(name="sgd"), _parameters())
+    for optimizer in (adam, sgd):
+        set_rate(optimizer, 1.0, momentum=0.85)
+    assert adam.param_groups[0]["betas"] == (0.85, 0.999)
+    assert sgd.param_groups[0]["momentum"] == 0.85
+
+
+def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
+    optimizer = torch.optim.Adam(_parameters(), lr=torch.tensor(0.5))
+    rate = optimizer.param_groups[0]["lr"]
+
+    class Captured(Task):
+        def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            return optimizer
+
+    set_rate(make_optimizer(Captured(), OptimizerSpec(), _parameters()), 0.5)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.25
+
+
+def test_a_stage_without_weights_has_an_optimizer_too() -> None:
+    optimizer = make_optimizer(_Own(), OptimizerSpec(), [])
+    optimizer.step()
+    set_rate(optimizer, 0.1)
+
+
+def test_something_else_than_an_optimizer_is_refused() -> None:
+    class Wrong(Task):
+        def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            return "adam"  # type: ignore[return-value]
+
+    with pytest.raises(ConfigError, match=r"Wrong\.optimizer gave a str"):
+        make_optimizer(Wrong(), OptimizerSpec(), _parameters())
