@@ -1,0 +1,324 @@
+"""Checkpoints of a sharded state: every rank writes its part, in the background; they appear whole or not at all.
+
+    FOLDER/step-000000123/shard-00002-of-00004.safetensors    the chunks that rank 2 wrote
+    FOLDER/step-000000123/index.json       where each chunk lies; all that is not a tensor; `extras`; `per_rank`
+    FOLDER/step-000000123/manifest.json    written last: step, time, world size, plan, size and SHA-256 of every file
+    FOLDER/best.json                       the step that is kept beside the newest ones
+
+Called by the Trainer, on every rank at the same points of the program. Needs a folder that all ranks share. Never
+unpickles what lies on disk; knows nothing of models and optimisers. docs/checkpoints.md has the format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan
+
+from shoal.checkpoint import record, shards
+from shoal.checkpoint.folder import draft_of, newest_first, path_of
+from shoal.checkpoint.layout import index_of, outline, plan_of, reads, share
+from shoal.checkpoint.ranks import Ranks
+from shoal.checkpoint.record import Job
+from shoal.checkpoint.staging import Staging, on_cuda
+from shoal.checkpoint.values import NAME_OF, Leaf, decode, encode, flatten
+from shoal.errors import CheckpointError, Closed, ConfigError, ShoalError, SpecMismatch
+
+
+class Found(NamedTuple):
+    """A checkpoint whose every byte was checked. `damaged`: newer ones that were passed over, each with the reason."""
+
+    step: int
+    path: Path
+    world_size: int
+    plan: str
+    damaged: list[str]
+
+
+class Extras(NamedTuple):
+    """What was given to `save` beside the state. `own` is this rank's of `per_rank`, if as many ranks wrote it."""
+
+    step: int
+    extras: dict[str, Any]
+    per_rank: list[dict[str, Any]]
+    own: dict[str, Any] | None
+
+
+class Checkpointer:
+    """Saves and loads, together with the same object on all other ranks.
+
+    keep:         how many of the newest checkpoints stay, beside the best one
+    asynchronous: whether `save` returns as soon as the state is copied
+    timeout_s:    how long to wait for another rank, and for a save in flight
+
+    | saves in flight | one                                                         |
+    | what blocks     | every method, while one is in flight: so a second save too  |
+    | who unblocks    | the background thread when it has ended; else `timeout_s`   |
+    | close()         | waits for it, then ends threads and group                   |
+
+    Every method but `wait` and `close` is collective when torch.distributed runs with several ranks.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2, asynchronous: bool = True, timeout_s: float = 300.0) -> None:
+        if keep < 1:
+            raise ConfigError("keep", keep, "is less than one checkpoint", "keep at least 1")
+        self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
+        self._timeout_s = timeout_s
+        self._ranks = Ranks(timeout_s)
+        self._token: str = self._ranks.broadcast(uuid.uuid4().hex[:8])
+        self._num_saves = 0
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._helper = ThreadPoolExecutor(1, "staging")
+        self._outline: tuple[Any, ...] | None = None
+        self._staging: Staging | None = None
+        self._index: dict[str, Any] = {}  # of the tensors; on the first rank
+        self._flying: Future[None] | None = None
+        self._closed = False
+
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Plan and allocate for such a state, so that the first `save` is as short as the later ones."""
+        self.wait()
+        with self._agreed():
+            tensors = _tensors(flatten(state))
+        self._plan(tensors, step=0)
+
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        extras: Mapping[str, Any] | None = None,
+        *,
+        per_rank: Mapping[str, Any] | None = None,
+        plan: str = "",
+        best: bool = False,
+    ) -> None:
+        """Write `state` as step `step`. When it returns, the state is copied and may change.
+
+        state:    nested dicts and lists of tensors, DTensors, numbers and strings; what several ranks hold under one
+                  name must be equal, and is written once
+        extras:   numbers, strings, lists, dicts and small tensors; the first rank's are kept
+        per_rank: the same, kept for every rank (random states)
+        plan:     words that are written down with it
+        best:     keep this one also when `keep` newer ones exist, in place of the best one so far
+
+        Raises CheckpointError when the save before this one failed (this one is then not begun), RankLost, and
+        ConfigError for a state that cannot be saved. With `asynchronous=False`, also when this one failed.
+        """
+        self.wait()
+        with self._agreed():
+            leaves = flatten(state)
+            tensors = _tensors(leaves)
+            values = {name: encode(leaf.value, name) for name, leaf in leaves.items() if name not in tensors}
+            notes = (encode(dict(extras or {}), "extras"), encode(dict(per_rank or {}), "per_rank"))
+        staging = self._plan(tensors, step)
+        staging.fill(tensors, self._helper)
+        self._num_saves += 1
+        draft = draft_of(self.folder, step, f"{self._token}-{self._num_saves}")
+        job = Job(step, draft, path_of(self.folder, step), plan, best, self.keep, values, *notes)
+        self._flying = self._writer.submit(self._write, job, staging)
+        if not self.asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until no save is in flight. Raises CheckpointError when it failed: once."""
+        if self._closed:
+            raise Closed("the checkpointer is closed")
+        flying, self._flying = self._flying, None
+        if flying is None:
+            return
+        try:
+            flying.result(self._timeout_s)
+        except NotYet:
+            self._flying = flying
+            raise CheckpointError(f"a save in {self.folder} has not ended within {self._timeout_s:g} s") from None
+
+    def latest(self) -> Found | None:
+        """The newest checkpoint that is whole; None when there is none at all.
+
+        Raises CheckpointError when there are checkpoints, but none that is whole.
+        """
+        self.wait()
+        damaged: list[str] = []
+        for path in self._ranks.broadcast(newest_first(self.folder)):
+            found = self._check(path)
+            if isinstance(found, Found):
+                return found._replace(damaged=damaged)
+            damaged.append(f"{path.name}: {found}")
+        if damaged:
+            raise CheckpointError(f"no checkpoint in {self.folder} can be read: {'; '.join(damaged)}")
+        return None
+
+    def find(self, step: int) -> Found:
+        """The checkpoint of that step. Raises CheckpointError when there is none or when it is damaged."""
+        self.wait()
+        path = path_of(self.folder, step)
+        found = self._check(path)
+        if isinstance(found, Found):
+            return found
+        raise CheckpointError(f"{path.name} in {self.folder} cannot be used: {found}")
+
+    def best(self) -> Found | None:
+        """The checkpoint that was last saved as the best one; None if none was. Raises CheckpointError."""
+        self.wait()
+        step = self._ranks.broadcast(record.best_step(self.folder))
+        return None if step is None else self.find(step)
+
+    def load(self, found: Found, state: dict[str, Any]) -> Extras:
+        """Fill `state` in place; its tensors may be sharded in another way and over another number of ranks.
+
+        What the state has must be in the checkpoint. What the checkpoint has under a top-level name that any rank's
+        state has must be in some rank's state. Raises SpecMismatch naming the first entry that does not fit, before
+        anything is changed, and CheckpointError.
+        """
+        self.wait()
+        index = self._ranks.broadcast(record.read_index(found.path) if self._ranks.first else {})
+        if isinstance(index, str):
+            raise CheckpointError(f"{found.path.name}: {index}")
+        leaves = flatten(state)
+        tensors = _tensors(leaves)
+        held = self._ranks.all_gather((list(state), list(leaves), _misfit(index, leaves, tensors, found)))
+        misfit = next((one for _, _, one in held if one), None) or _left_over(index, held, found)
+        if misfit is not None:
+            raise SpecMismatch(*misfit)
+        trouble = ""
+        try:
+            shards.fill(found.path, reads(index["tensors"], tensors), tensors)
+        except CheckpointError as error:
+            trouble = str(error)
+        if trouble := next(filter(None, self._ranks.all_gather(trouble)), ""):
+            raise CheckpointError(trouble)
+        for name in leaves.keys() - tensors.keys():
+            leaves[name].container[leaves[name].key] = decode(index["values"][name])
+        per_rank = [decode(one) for one in index["per_rank"]]
+        own = per_rank[self._ranks.rank] if len(per_rank) == self._ranks.size else None
+        return Extras(found.step, decode(index["extras"]), per_rank, own)
+
+    def close(self) -> None:
+        """Wait for a save in flight and let everything go. Idempotent. Raises CheckpointError when that save failed."""
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            self._writer.shutdown(wait=False)
+            self._helper.shutdown()
+            self._ranks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with contextlib.ExitStack() as stack:
+            if error is not None:  # which matters more than what becomes of the last save
+                stack.enter_context(contextlib.suppress(CheckpointError))
+            self.close()
+
+    @contextlib.contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """Around what may refuse this rank's state: the others hear of it where they begin to plan."""
+        try:
+            yield
+        except ConfigError:
+            self._ranks.greatest(1, 0, 0, 0)
+            raise
+
+    def _plan(self, tensors: dict[str, torch.Tensor], step: int) -> Staging:
+        """Who writes what, found again only when the state has changed on any rank."""
+        now = outline(tensors)
+        failed, changed, newest, oldest = self._ranks.greatest(0, int(now != self._outline), step, -step)
+        if failed:
+            raise CheckpointError(f"step {step} cannot be saved: another rank's state does not allow it")
+        if newest != -oldest:
+            raise CheckpointError(f"ranks save different steps at the same time: {-oldest} and {newest}")
+        if changed or self._staging is None:
+            plans = self._ranks.all_gather(_plan_or_error(tensors))
+            if error := next((one for one in plans if isinstance(one, ShoalError)), None):
+                raise error
+            layouts = share([one for one in plans if isinstance(one, SavePlan)])  # the same on every rank
+            files = [shards.shard_name(rank, self._ranks.size) for rank in range(self._ranks.size)]
+            self._index = index_of([one for one in plans if isinstance(one, SavePlan)], layouts, files)
+            self._staging = Staging(layouts[self._ranks.rank], on_cuda(tensors), self._staging)
+            self._outline = now
+        return self._staging
+
+    def _write(self, job: Job, staging: Staging) -> None:
+        """In the background thread: this rank's shard, then together the rest of the checkpoint."""
+        name = shards.shard_name(self._ranks.rank, self._ranks.size)
+        written = record.write_shard(job, name, staging.pieces())
+        reason: str | None = None
+        if gathered := self._ranks.gather(written):
+            reason = record.finish(job, self._index, gathered)
+        reason = self._ranks.broadcast(reason)
+        if reason:
+            raise CheckpointError(f"step {job.step} could not be saved in {self.folder}: {reason}")
+
+    def _check(self, path: Path) -> Found | str:
+        """The checkpoint, or what is wrong with it. The ranks share the reading."""
+        manifest = self._ranks.broadcast(record.read_manifest(path) if self._ranks.first else "")
+        if isinstance(manifest, str):
+            return manifest
+        mine = sorted(manifest["files"])[self._ranks.rank :: self._ranks.size]
+        wrong = self._ranks.all_gather(record.damages(path, {name: manifest["files"][name] for name in mine}))
+        reasons = [reason for of_rank in wrong for reason in of_rank]
+        if reasons:
+            return "; ".join(reasons)
+        return Found(manifest["step"], path, manifest["world_size"], manifest["plan"], [])
+
+
+def _tensors(leaves: Mapping[str, Leaf]) -> dict[str, torch.Tensor]:
+    return {name: leaf.value for name, leaf in leaves.items() if isinstance(leaf.value, torch.Tensor)}
+
+
+def _plan_or_error(tensors: Mapping[str, torch.Tensor]) -> SavePlan | ConfigError:
+    try:
+        return plan_of(tensors)
+    except ConfigError as error:
+        return error
+
+
+Misfit = tuple[str, object, str, str]  # the arguments of SpecMismatch
+
+
+def _misfit(
+    index: Mapping[str, Any], leaves: Mapping[str, Leaf], tensors: Mapping[str, torch.Tensor], found: Found
+) -> Misfit | None:
+    """The first entry of this rank's state that the checkpoint cannot fill."""
+    here = f"{found.path.name} (plan {found.plan!r}, {found.world_size} ranks)"
+    for name in leaves:
+        tensor = tensors.get(name)
+        other = "tensors" if tensor is None else "values"
+        if tensor is None and name in index["values"]:
+            continue
+        saved = index["tensors"].get(name)
+        if name in index[other]:
+            kind = "a tensor" if tensor is None else "not a tensor"
+            return name, str(type(leaves[name].value).__name__), f"is {kind} in {here}", "load it into the same model"
+        if tensor is None or saved is None:
+            return name, "", f"is not in {here}", "load it into the same model and optimiser"
+        held = (NAME_OF.get(tensor.dtype), list(tensor.shape), tensor.is_meta)
+        if held != (saved["dtype"], saved["shape"], False):
+            what = f"{'meta ' * tensor.is_meta}{tensor.dtype} {list(tensor.shape)}"
+            return name, what, f"is {saved['dtype']} {saved['shape']} in {here}", "load it into the same model"
+    return None
+
+
+def _left_over(
+    index: Mapping[str, Any], held: Sequence[tuple[list[str], list[str], Misfit | None]], found: Found
+) -> Misfit | None:
+    """The first entry of the checkpoint for which there is no place, though there is one for others of its kind."""
+    tops = tuple({f"{top}." for tops, _, _ in held for top in tops})
+    names = {name for _, names, _ in held for name in names}
+    for name in [*index["tensors"], *index["values"]]:
+        if name not in names and name.startswith(tops):
+            remedy = "load it into the same model and optimiser"
+            return name, "", f"is in {found.path.name}, but the state has no place for it", remedy
+    return None
