@@ -1,0 +1,114 @@
+"""IDX files, plain or gzipped: MNIST and its kin (http://yann.lecun.com/exdb/mnist, "the IDX file format")."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.data.formats.files import FileDataset, as_tensor, equally_long, existing
+from shoal.data.order import Indices
+from shoal.errors import DataError
+
+_DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+class _Header(NamedTuple):
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Idx(FileDataset):
+    """Samples from IDX files of equal length, one part of the tuple for each: `Idx(images, labels)`.
+
+    Bytes with two or more dimensions a sample are pictures: float32 [B, 1, H, W] from 0 to 1 (`scale=False`: as they
+    are). Whole numbers, one a sample, are labels: int64 [B]. Everything else keeps its dtype and shape.
+    Plain files are memory-mapped; gzipped ones are unpacked into memory where they are read.
+    """
+
+    def __init__(self, *paths: str | Path, scale: bool = True) -> None:
+        files = [existing(path) for path in paths]
+        if not files:
+            raise DataError("paths", paths, "names no file")
+        self.scale = scale
+        self._headers = [_checked(path) for path in files]
+        lengths = {path.name: header.shape[0] for path, header in zip(files, self._headers, strict=True)}
+        super().__init__(files, equally_long(lengths, files[0].parent))
+
+    @classmethod
+    def mnist(cls, folder: str | Path, train: bool) -> Self:
+        """The training or test half of a folder with MNIST's file names, `.gz` or not. Raises DataError."""
+        place, stem = existing(folder, "folder"), "train" if train else "t10k"
+        found = []
+        for name in (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte"):
+            candidates = [path for path in (place / name, place / f"{name}.gz") if path.exists()]
+            if not candidates:
+                raise DataError("folder", str(folder), f"has no {name}, nor {name}.gz")
+            found.append(candidates[0])
+        return cls(*found)
+
+    def shapes(self) -> dict[str, str]:
+        pairs = zip(self.paths, self._headers, strict=True)
+        return {path.name.removesuffix(".gz"): f"{header.dtype.name}{header.shape[1:]}" for path, header in pairs}
+
+    def batch(self, indices: Indices) -> tuple[Tensor, ...]:
+        return tuple(self._tensor(array[indices]) for array in self._files)
+
+    def _tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
+        tensor = as_tensor(values, "idx")
+        if values.ndim == 1 and not tensor.is_floating_point():
+            return tensor.to(torch.int64)
+        if self.scale and values.ndim >= 3 and tensor.dtype == torch.uint8:
+            return tensor.unsqueeze(1).to(torch.float32).div_(255)
+        return tensor
+
+    def _open(self) -> list[np.ndarray[Any, Any]]:
+        return [_array(path, header) for path, header in zip(self.paths, self._headers, strict=True)]
+
+
+def _array(path: Path, header: _Header) -> np.ndarray[Any, Any]:
+    if path.suffix != ".gz":
+        return np.memmap(path, header.dtype, "r", header.offset, header.shape)
+    try:
+        payload = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError("path", str(path), f"is damaged ({error})", "fetch the file again") from error
+    return np.frombuffer(payload, header.dtype, offset=header.offset).reshape(header.shape)
+
+
+def _checked(path: Path) -> _Header:
+    """The header, once the file is as long as it says. Raises DataError."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            magic = file.read(4)
+            if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _DTYPES or not magic[3]:
+                raise DataError("path", str(path), f"is not an IDX file (it begins with {magic.hex() or 'nothing'})")
+            words = file.read(4 * magic[3])
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError("path", str(path), f"cannot be read ({error})", "fetch the file again") from error
+    if len(words) < 4 * magic[3]:
+        raise DataError("path", str(path), "is truncated within its header", "fetch the file again")
+    header = _Header(np.dtype(_DTYPES[magic[2]]), struct.unpack(f">{magic[3]}I", words), 4 + len(words))
+    expected = header.offset + header.dtype.itemsize * int(np.prod(header.shape, dtype=np.int64))
+    actual = _size(path)
+    if actual != expected % 2**32 if path.suffix == ".gz" else actual != expected:
+        shape = " x ".join(map(str, header.shape))
+        problem = f"is truncated or damaged: {shape} {header.dtype.name} take {expected} bytes, it says {actual}"
+        raise DataError("path", str(path), problem, "fetch the file again")
+    return header
+
+
+def _size(path: Path) -> int:
+    """Bytes; of a gzipped file, what its last word says of the unpacked ones (modulo 2**32)."""
+    if path.suffix != ".gz":
+        return path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(-4, 2)
+        return int.from_bytes(file.read(4), "little")

@@ -1,0 +1,86 @@
+"""Which samples make up which batch: pure functions of (seed, epoch, position), the same for any number of ranks.
+
+The order of an epoch is the stable argsort of N raw 64-bit draws of Philox keyed by (seed, epoch). NumPy guarantees
+that bit stream for all time, which it does not for `Generator.permutation`. Step k of the epoch is
+`order[k * B : (k + 1) * B]`, and each rank takes its contiguous share of that. Called by the loader.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+_WORD = 2**64 - 1
+
+
+class Share(NamedTuple):
+    """Rank `rank` of `size`: whose part of each global batch is made here."""
+
+    rank: int
+    size: int
+
+    def of(self, count: int) -> slice:
+        """This rank's part of `count` samples: contiguous, the first `count % size` ranks take one more."""
+        each, rest = divmod(count, self.size)
+        start = self.rank * each + min(self.rank, rest)
+        return slice(start, start + each + (self.rank < rest))
+
+
+class MapRequest(NamedTuple):
+    """One batch of a map-style dataset. `num_samples` is 0 for a rank without a share: its one index is a filler."""
+
+    epoch: int
+    position: int  # global samples of the epoch before this batch
+    num_global: int
+    num_samples: int
+    indices: Indices
+
+
+@lru_cache(maxsize=2)
+def permutation(num_samples: int, seed: int, epoch: int) -> Indices:
+    """The order of an epoch, [num_samples]. Not to be written to."""
+    draws = np.random.Philox(key=np.array([seed & _WORD, epoch & _WORD], dtype=np.uint64)).random_raw(num_samples)
+    order = np.argsort(draws, kind="stable").astype(np.int64, copy=False)
+    order.flags.writeable = False
+    return order
+
+
+class MapOrder(NamedTuple):
+    """The batches of a map-style dataset for one rank."""
+
+    num_samples: int
+    batch_size: int  # global
+    share: Share
+    seed: int
+    shuffle: bool
+    drop_last: bool
+
+    def num_global(self, position: int) -> int:
+        """Samples of the global batch that begins at `position`; 0 when the epoch is over."""
+        rest = max(self.num_samples - position, 0)
+        return self.batch_size if rest >= self.batch_size else 0 if self.drop_last else rest
+
+    @property
+    def num_batches(self) -> int:
+        """Of a whole epoch, the same on every rank."""
+        whole, rest = divmod(self.num_samples, self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def request(self, epoch: int, position: int) -> MapRequest | None:
+        """This rank's share of the global batch at `position`; None when the epoch is over."""
+        count = self.num_global(position)
+        if not count:
+            return None
+        part = self.share.of(count)
+        num_samples = part.stop - part.start
+        if not num_samples:  # its rank must still take the step, because steps are collective
+            part = slice(count - 1, count)
+        start, stop = position + part.start, position + part.stop
+        if not self.shuffle:
+            return MapRequest(epoch, position, count, num_samples, np.arange(start, stop))
+        order = permutation(self.num_samples, self.seed, epoch)
+        return MapRequest(epoch, position, count, num_samples, order[start:stop].copy())

@@ -1,0 +1,108 @@
+"""Makes the batch that was asked for, from a map-style dataset, and says which samples it could not read.
+
+Called by the loader in the training process, or by a worker process; the answer is the same in both.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset, default_collate, default_convert
+
+from shoal.data.order import Indices, MapRequest
+from shoal.data.source import Batch, Collate, Source
+from shoal.errors import DataError, ShoalError
+
+NUM_NAMED = 8  # sample indices that an error message lists
+
+
+class Made(NamedTuple):
+    """A batch, this rank's samples in it, and the samples of the whole global batch. `state` is of an iterable."""
+
+    batch: Batch
+    num_samples: int
+    num_global: int
+    indices: Indices | None
+    state: Any = None
+
+
+class MapReader:
+    """Reads a map-style dataset, a whole batch at once where the dataset can.
+
+    Random numbers that a dataset draws (augmentation) follow from (seed, epoch, the batch's first sample): the
+    same for any number of workers, and after a resume. A dataset that draws none says `deterministic = True`.
+    """
+
+    def __init__(self, source: Source, collate: Collate | None, seed: int) -> None:
+        self._source, self._collate, self._seed = source, collate, seed
+        self._draws = not (getattr(source, "deterministic", False) or isinstance(source, TensorDataset))
+
+    def read(self, request: MapRequest) -> Made:
+        """The batch of the request. Raises DataError naming the samples."""
+        if self._draws:
+            _seed_all(self._seed, request.epoch, int(request.indices[0]))
+        try:
+            batch = self._make(request.indices)
+        except Exception as error:  # the dataset is the user's code: whatever it raises is said with its samples
+            raise unreadable(error, self._source, request.indices) from error
+        return Made(batch, request.num_samples, request.num_global, request.indices)
+
+    def read_inline(self, request: MapRequest) -> Made:
+        """`read` in the training process: its random numbers are left as they were."""
+        if not self._draws:
+            return self.read(request)
+        with _random_state_kept():
+            return self.read(request)
+
+    def _make(self, indices: Indices) -> Batch:
+        source = self._source
+        if self._collate is None:
+            if isinstance(source, TensorDataset):
+                chosen = torch.from_numpy(np.array(indices))
+                return tuple(tensor[chosen] for tensor in source.tensors)
+            if hasattr(source, "batch"):
+                return default_convert(source.batch(indices))
+        listed = indices.tolist()
+        whole = getattr(source, "__getitems__", None)
+        samples = whole(listed) if whole is not None else [source[index] for index in listed]
+        collate: Collate = self._collate or default_collate
+        return collate(samples)
+
+
+def unreadable(error: Exception, source: Source, indices: Indices | None) -> DataError:
+    """`error` as one of the data's, with the samples that it belongs to."""
+    place = "" if indices is None else f" (in samples {name_samples(indices)})"
+    if isinstance(error, DataError):
+        return DataError(error.field, error.value, error.problem + place, error.remedy)
+    words = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
+    remedy = "" if indices is None else f"try dataset[{int(indices[0])}] and its neighbours by hand"
+    return DataError("data", type(source).__name__, f"cannot be read{place}: {words}", remedy)
+
+
+def name_samples(indices: Indices) -> str:
+    """A few of them, for a message."""
+    named = ", ".join(str(index) for index in indices[:NUM_NAMED].tolist())
+    return f"{named}, ... {len(indices)} in all" if len(indices) > NUM_NAMED else named
+
+
+def _seed_all(seed: int, epoch: int, index: int) -> None:
+    words = np.random.SeedSequence([seed, epoch, index]).generate_state(3)
+    torch.default_generator.manual_seed(int(words[0]))
+    random.seed(int(words[1]))
+    np.random.seed(int(words[2]))
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        np.random.set_state(kept[2])

@@ -1,0 +1,44 @@
+"""What a Task hands over as its data, and the two kinds of dataset that Shoal reads.
+
+Owns `Data` and the question which kind a dataset is. Called by Tasks and by the loader. Opens nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from shoal.errors import ConfigError
+
+Source = Any  # a map-style dataset (`__len__`, `__getitem__`) or an iterable one (`__iter__`)
+Batch = Any  # a tensor, or a tuple, list or dict of tensors; dimension 0 is the sample
+Collate = Callable[[list[Any]], Batch]
+
+
+@dataclass(frozen=True)
+class Data:
+    """The datasets of a Task, and how samples become a batch (None: stacked, as torch's `default_collate` does).
+
+    A map-style dataset may offer `batch(indices) -> batch`, which makes a whole batch at once (`indices` is an int64
+    NumPy array), or torch's `__getitems__(indices) -> list of samples`. With `collate`, only samples are asked for.
+    """
+
+    train: Source
+    validation: Source | None = None
+    test: Source | None = None
+    collate: Collate | None = None
+
+
+def is_iterable(source: Source) -> bool:
+    """False for a map-style dataset. Raises ConfigError for what is no dataset at all."""
+    if isinstance(source, IterableDataset):
+        return True
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        return False
+    if hasattr(source, "__iter__") or hasattr(source, "batches"):
+        return True
+    remedy = "give it __len__ and __getitem__, or __iter__"
+    raise ConfigError("data", type(source).__name__, "is neither a map-style nor an iterable dataset", remedy)

@@ -1,0 +1,205 @@
+"""The order of samples is exact: for any number of ranks, and after a stop at any step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+from shoal.data import Loader, LoaderSpec
+from shoal.data.order import permutation
+from shoal.errors import ConfigError, DataError, SpecMismatch
+
+
+class Numbers:
+    """Sample i is (i, i squared)."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, index * index
+
+
+def flat(batches: Iterable[list[int]]) -> list[int]:
+    return list(chain.from_iterable(batches))
+
+
+def seen(loader: Loader) -> list[list[int]]:
+    """The samples of each batch of an epoch."""
+    return [batch[0].tolist()[: loader.num_samples] for batch in loader]
+
+
+def test_an_order_is_a_permutation_that_seed_and_epoch_alone_decide() -> None:
+    order = permutation(1000, seed=3, epoch=1)
+    assert sorted(order.tolist()) == list(range(1000))
+    draws = np.random.Philox(key=np.array([3, 1], dtype=np.uint64)).random_raw(1000)
+    assert order.tolist() == sorted(range(1000), key=lambda index: draws[index])
+    others = [permutation(1000, 3, 2), permutation(1000, 4, 1)]
+    assert all(other.tolist() != order.tolist() for other in others)
+    assert permutation(8, seed=7, epoch=0).tolist() == [4, 1, 6, 3, 2, 7, 5, 0]  # for all time: resumes rely on it
+
+
+@given(
+    num_samples=st.integers(1, 60),
+    batch_size=st.integers(1, 24),
+    num_ranks=st.integers(1, 5),
+    drop_last=st.booleans(),
+    shuffle=st.booleans(),
+)
+def test_ranks_share_each_global_batch_whole(
+    num_samples: int, batch_size: int, num_ranks: int, drop_last: bool, shuffle: bool
+) -> None:
+    if drop_last:
+        batch_size *= num_ranks
+        num_samples += batch_size
+    loaders = [
+        Loader(
+            Numbers(num_samples), batch_size=batch_size, share=(rank, num_ranks), shuffle=shuffle, drop_last=drop_last
+        )
+        for rank in range(num_ranks)
+    ]
+    order = permutation(num_samples, 0, 0).tolist() if shuffle else list(range(num_samples))
+    by_rank = [seen(loader) for loader in loaders]
+    assert {len(batches) for batches in by_rank} == {len(loaders[0])}
+    for step, parts in enumerate(zip(*by_rank, strict=True)):
+        assert flat(parts) == order[step * batch_size : (step + 1) * batch_size]
+        assert max(map(len, parts)) - min(map(len, parts)) <= (not drop_last)
+    given_out = sum(len(part) for batches in by_rank for part in batches)
+    assert given_out == (num_samples - num_samples % batch_size if drop_last else num_samples)
+
+
+@given(
+    stop=st.integers(0, 12),
+    batch_size=st.sampled_from([4, 8, 12]),
+    ranks=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])),
+)
+def test_another_number_of_ranks_goes_on_exactly(stop: int, batch_size: int, ranks: tuple[int, int]) -> None:
+    def group(num_ranks: int, size: int) -> list[Loader]:
+        return [Loader(Numbers(50), batch_size=size, share=(rank, num_ranks), seed=5) for rank in range(num_ranks)]
+
+    before = group(ranks[0], 4)
+    iterators = [iter(loader) for loader in before]
+    delivered = [index for _ in range(stop) for iterator in iterators for index in next(iterator)[0].tolist()]
+    after = group(ranks[1], batch_size)
+    for loader in after:
+        loader.load_state_dict(before[0].state_dict())
+    rest = [flat(parts) for parts in zip(*map(seen, after), strict=True)]
+    order = permutation(50, 5, 0).tolist()
+    left = (50 - 4 * stop) // batch_size * batch_size
+    assert delivered + flat(rest) == order[: 4 * stop + left]
+    assert after[0].epoch == 1
+
+
+def test_each_epoch_has_an_order_of_its_own_and_a_break_is_no_loss() -> None:
+    loader = Loader(Numbers(10), batch_size=2, seed=1)
+    first = [next(iter(loader))[0].tolist()]  # left behind after one batch
+    first += seen(loader)
+    assert flat(first) == permutation(10, 1, 0).tolist()
+    assert (loader.epoch, loader.position) == (1, 0)
+    assert flat(seen(loader)) == permutation(10, 1, 1).tolist()
+
+
+def test_a_state_of_the_last_step_ends_the_epoch() -> None:
+    loader = Loader(Numbers(10), batch_size=4)
+    states = [loader.state_dict() for _ in loader]
+    again = Loader(Numbers(10), batch_size=4)
+    again.load_state_dict(states[-1])
+    assert seen(again) == []
+    assert again.epoch == 1
+
+
+def test_a_rank_without_a_share_takes_part_with_a_filler() -> None:
+    loader = Loader(Numbers(5), batch_size=4, share=(1, 2), shuffle=False, drop_last=False)
+    sizes = []
+    for batch in loader:
+        sizes.append((batch[0].tolist(), loader.num_samples, loader.num_global, loader.last_indices))
+    assert sizes == [([2, 3], 2, 4, [2, 3]), ([4], 0, 1, [])]
+
+
+def test_every_way_of_reading_gives_the_same_batch() -> None:
+    class Whole(Numbers):
+        def batch(self, indices: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+            return [indices, indices**2]
+
+    class Items(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[tuple[int, int]]:
+            return [(index, index * index) for index in indices]
+
+    tensors = TensorDataset(torch.arange(20), torch.arange(20) ** 2)
+    expected = [[part.tolist() for part in batch] for batch in Loader(Numbers(20), batch_size=4)]
+    for source in (Whole(20), Items(20), tensors):
+        assert [[part.tolist() for part in batch] for batch in Loader(source, batch_size=4)] == expected
+    collated = Loader(Whole(20), batch_size=4, collate=lambda samples: {"sum": torch.tensor(samples).sum()})
+    assert next(iter(collated))["sum"] == sum(expected[0][0]) + sum(expected[0][1])
+
+
+def test_random_numbers_of_a_dataset_follow_from_the_sample_and_leave_the_process_alone() -> None:
+    class Noisy(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return index, torch.rand(()), random.random(), np.random.rand()
+
+    torch.manual_seed(0)
+    undisturbed = torch.rand(1)
+    torch.manual_seed(0)
+    loader = Loader(Noisy(8), batch_size=2)
+    batches = list(loader)
+    assert torch.rand(1) == undisturbed
+    assert len({float(value) for batch in batches for value in (*batch[1], *batch[2], *batch[3])}) == 24
+    again = Loader(Noisy(8), batch_size=2)
+    again.seek(0, position=4)
+    assert all(torch.equal(one, other) for one, other in zip(next(iter(again)), batches[2], strict=True))
+
+
+def test_what_does_not_fit_is_refused_with_field_value_and_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"batch_size = 6: does not divide by 4 data ranks. for example 4 or 8"):
+        Loader(Numbers(10), batch_size=6, share=(0, 4))
+    with pytest.raises(DataError, match="Numbers': is empty"):
+        Loader(Numbers(0), batch_size=2, drop_last=False)
+    with pytest.raises(DataError, match=r"has 3 samples, not one whole batch of 4\. set batch_size to 3 or less"):
+        Loader(Numbers(3), batch_size=4)
+    with pytest.raises(ConfigError, match="neither a map-style nor an iterable"):
+        Loader(7, batch_size=1)
+    with pytest.raises(ConfigError, match="workers"):
+        LoaderSpec.parse({"workers": -1})
+
+
+def test_samples_that_cannot_be_read_are_named() -> None:
+    class Bad(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if index == 5:
+                raise OSError("sector 5 is gone")
+            return torch.zeros(1 + (index == 2))
+
+    loader = Loader(Bad(6), batch_size=2, shuffle=False)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(DataError, match=r"in samples 2, 3\): RuntimeError: stack expects each tensor to be equal size"):
+        next(iterator)
+    loader.seek(0, 4)
+    with pytest.raises(DataError, match=r"Bad': cannot be read \(in samples 4, 5\): OSError: sector 5 is gone"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        (Loader(Numbers(12), batch_size=2), "num_samples"),
+        (Loader(Numbers(10), batch_size=2, seed=1), "seed"),
+        (Loader(Numbers(10), batch_size=2, shuffle=False), "shuffle"),
+    ],
+)
+def test_a_state_of_another_order_is_refused(other: Loader, field: str) -> None:
+    with pytest.raises(SpecMismatch, match=rf"data.{field} = .* samples would repeat or be missed"):
+        Loader(Numbers(10), batch_size=2).load_state_dict(other.state_dict())
