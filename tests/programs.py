@@ -127,7 +127,7 @@ def _rank(
         world = World.joined("cpu", rank)
     try:
         answer = pickle.dumps((True, program(world, *args)))
-    except Exception:
+    except Exception:  # noqa: BLE001 - the top of a process, which passes it on
         answer = pickle.dumps((False, traceback.format_exc()))
     with suppress(BrokenPipeError):
         pipe.send_bytes(answer)
