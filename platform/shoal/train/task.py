@@ -64,6 +64,10 @@ class Task:
         """What is measured on the validation data besides the loss: scalars, each a mean over the samples."""
         return {}
 
+    def sample_losses(self, outputs: Any, batch: Any) -> Tensor | None:
+        """[B]: the loss of each sample, for Selective Backprop; None: `loss` is asked for each alone, which is slow."""
+        return None
+
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
         """The optimiser; None: as the spec's `optimizer` says."""
         return None

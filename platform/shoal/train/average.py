@@ -1,0 +1,84 @@
+"""An exponential moving average of the weights, which is evaluated and registered in place of the last ones.
+
+Owns one averaged copy of each parameter that this rank holds, split as the parameter is. Called by the Trainer after
+each step of the optimiser. Buffers are not averaged: the averaged network has the newest ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from shoal.parallel.model import ParallelModel
+
+
+class Average:
+    """average = decay * average + (1 - decay) * weights, after each step.
+
+    The decay begins low and rises to `decay` as (1 + steps) / (10 + steps), so that the random weights of the beginning
+    are soon forgotten.
+    """
+
+    def __init__(self, model: ParallelModel, decay: float) -> None:
+        self.decay, self.num_updates = decay, 0
+        self._model = model
+        self._weights = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
+        self._averages = {name: each.detach().clone() for name, each in self._weights.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights as they are now into the average."""
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        self.num_updates += 1
+        averages, weights = _local(self._averages.values()), _local(self._weights.values())
+        if averages:
+            get_ema_multi_avg_fn(decay)(averages, weights, self.num_updates)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within, the model has the averaged weights; afterwards its own again, to the bit. Not for training."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint of any plan: the averages by the parameters' names, and the number of updates."""
+        return {"weights": dict(self._averages), "num_updates": torch.tensor(self.num_updates)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave, filled by a checkpoint."""
+        self.num_updates = int(state["num_updates"])
+        with torch.no_grad():
+            for name, average in self._averages.items():
+                average.copy_(state["weights"][name])
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Exchange weights and averages in place, one at a time, so that only one is held twice."""
+        gather_anew(self._model.modules)
+        for weight, average in zip(_local(self._weights.values()), _local(self._averages.values()), strict=True):
+            before = weight.clone()
+            weight.copy_(average)
+            average.copy_(before)
+
+
+def gather_anew(modules: Iterable[nn.Module]) -> None:
+    """Let FSDP forget whole weights that it has kept from a forward pass: they are gathered at the next one."""
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What of each tensor lies on this rank, sharing its memory."""
+    return [each.to_local() if isinstance(each, DTensor) else each.detach() for each in tensors]

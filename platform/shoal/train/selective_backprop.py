@@ -1,0 +1,153 @@
+"""Selective Backprop (Jiang et al., arXiv:1910.00762): a backward pass for samples of high loss, a forward for all.
+
+Owns the recent losses and the samples that were chosen and wait for a batch of their own. Called by the Trainer in
+place of `ParallelModel.train_step`. A step takes one batch of candidates, so that epochs, positions and schedules count
+as they do without it; the weights move at those steps at which a whole batch of chosen samples has come together
+(about one in beta + 1), and at the others there are no gradients and the optimiser does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError
+from shoal.parallel.model import ParallelModel
+from shoal.train.average import gather_anew
+from shoal.train.spec import SelectiveSpec
+from shoal.train.task import Task
+
+_REMEDY = "write Task.sample_losses(outputs, batch), which gives the loss of each sample"
+
+
+class SelectiveBackprop:
+    """Chooses by loss, collects, and steps. Seeded; its state goes into this rank's part of a checkpoint.
+
+    Not for pipelines, where no rank sees both the samples and their losses.
+    """
+
+    def __init__(self, spec: SelectiveSpec, model: ParallelModel, task: Task, seed: int) -> None:
+        self._spec, self._model, self._task = spec, model, task
+        self._parameters = [parameter for _, parameter in model.named_parameters()]
+        self._random = torch.Generator().manual_seed(seed * 1_000_003 + model.data_rank)  # alike on tensor peers
+        self._recent = torch.empty(0)
+        self._waiting: Any = None  # a batch of chosen samples, oldest first
+        self._num_waiting = 0
+
+    def train_step(self, batch: Any, step: int) -> Tensor:
+        """Look at this rank's candidates; the gradients of a full batch of chosen ones, or none at all.
+
+        Returns the mean loss over all candidates, detached, measured in evaluation mode. Collective.
+        """
+        size = _size(batch)
+        losses = self._losses(batch, size)
+        self._collect(batch, self._choose(losses.cpu()), size)
+        if self._is_time(size, losses):
+            chosen, self._waiting = _split(self._waiting, size)
+            self._num_waiting -= size
+            self._model.train_step(chosen, step)
+        else:
+            for parameter in self._parameters:
+                parameter.grad = None
+        return losses.mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The recent losses, the samples that wait, and where chance stands."""
+        return {"recent": self._recent, "waiting": self._waiting, "random": self._random.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state_dict` was taken."""
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        self._recent, self._waiting = state["recent"], _each(state["waiting"], lambda tensor: tensor.to(device))
+        self._num_waiting = 0 if self._waiting is None else _size(self._waiting)
+        self._random.set_state(state["random"])
+
+    @torch.no_grad()
+    def _losses(self, batch: Any, size: int) -> Tensor:
+        """[B]: without dropout, and without a trace in batch-norm statistics or in the random state of training."""
+        module = self._model.modules[0]
+        modes = [(part, part.training) for part in module.modules()]
+        module.eval()
+        try:
+            outputs = module(*self._task.inputs(batch))
+        finally:
+            for part, training in modes:
+                part.training = training
+        gather_anew([module])
+        return _sample_losses(self._task, outputs, batch, size).float()
+
+    def _choose(self, losses: Tensor) -> Tensor:
+        """The indices of the candidates that are chosen: each with (percentile of its loss) ** beta, section 3.1."""
+        self._recent = torch.cat([self._recent, losses])[-self._spec.history :]
+        ordered = self._recent.sort().values
+        percentiles = torch.searchsorted(ordered, losses, right=True) / len(ordered)
+        drawn = torch.rand(len(losses), generator=self._random)
+        return (drawn < percentiles**self._spec.beta).nonzero().flatten()
+
+    def _collect(self, batch: Any, chosen: Tensor, size: int) -> None:
+        """Put the chosen ones behind those that wait; at most two batches wait for slower ranks, the newest ones."""
+        new = _each(batch, lambda tensor: tensor[chosen.to(tensor.device)])
+        joined = new if self._waiting is None else _joined(self._waiting, new)
+        self._num_waiting = min(self._num_waiting + len(chosen), 2 * size)
+        self._waiting = _each(joined, lambda tensor: tensor[len(tensor) - self._num_waiting :])
+
+    def _is_time(self, size: int, losses: Tensor) -> bool:
+        """Whether every data rank has a whole batch: gradients are a common affair."""
+        is_ready = self._num_waiting >= size
+        if self._model.num_data_ranks == 1:
+            return is_ready
+        ready = self._model.total(losses.new_tensor([float(is_ready)]))
+        return int(ready) == self._model.num_data_ranks
+
+
+def _sample_losses(task: Task, outputs: Any, batch: Any, size: int) -> Tensor:
+    """[B]: as the Task says, or by asking its `loss` for one sample after another. Raises ConfigError."""
+    name = type(task).__name__
+    losses = task.sample_losses(outputs, batch)
+    if losses is None:
+        if any(tensor.ndim == 0 or len(tensor) != size for tensor in _tensors(outputs)):
+            raise ConfigError("selective_backprop", name, "the model's outputs do not have a row a sample", _REMEDY)
+        ones = [slice(index, index + 1) for index in range(size)]
+        losses = torch.stack([task.loss(_part(outputs, one), _part(batch, one)) for one in ones])
+    if losses.shape != (size,):
+        problem = f"losses of {size} samples have the shape {tuple(losses.shape)}"
+        raise ConfigError("selective_backprop", name, problem, _REMEDY)
+    return losses
+
+
+def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with every tensor changed."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {name: _each(value, change) for name, value in batch.items()}
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        changed = [_each(value, change) for value in batch]
+        return changed if isinstance(batch, list) else tuple(changed)
+    return batch
+
+
+def _part(batch: Any, part: slice) -> Any:
+    return _each(batch, lambda tensor: tensor[part])
+
+
+def _split(batch: Any, size: int) -> tuple[Any, Any]:
+    return _part(batch, slice(size)), _part(batch, slice(size, None))
+
+
+def _joined(first: Any, second: Any) -> Any:
+    tensors = iter(_tensors(second))
+    return _each(first, lambda tensor: torch.cat([tensor, next(tensors)]))
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _each(batch, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+def _size(batch: Any) -> int:
+    return len(_tensors(batch)[0])

@@ -1,0 +1,150 @@
+"""The averaged weights against their formula; swapping them in and out; sharded by FSDP; and histograms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import shoal.runs
+from shoal.train.average import Average
+from shoal.train.histograms import histogram_of, write_histograms
+from shoal.train.journal import Recorded, Silent
+
+
+class _Whole:
+    """As much of a ParallelModel as is asked for here."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = [module]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.modules[0].named_parameters()
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def _network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def _disturb(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape))
+
+
+def test_it_is_the_average_that_the_formula_says() -> None:
+    module = nn.Linear(3, 2)
+    average = Average(_Whole(module), decay=0.2)  # type: ignore[arg-type]
+    expected = module.weight.detach().numpy().astype(np.float64)
+    for decay in (1 / 10, 2 / 11, 0.2, 0.2):  # it begins low
+        _disturb(module)
+        average.update()
+        expected = decay * expected + (1 - decay) * module.weight.detach().numpy()
+    live = module.weight.detach().clone()
+    with average.applied():
+        np.testing.assert_allclose(module.weight.detach().numpy(), expected, rtol=1e-6)  # float32
+    assert torch.equal(module.weight, live)
+
+
+def test_the_weights_come_back_to_the_bit_also_after_an_error_and_buffers_stay() -> None:
+    module = _network()
+    average = Average(_Whole(module), decay=0.9)  # type: ignore[arg-type]
+    _disturb(module)
+    module(torch.randn(8, 3))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+
+    def fail_within() -> None:
+        with average.applied():
+            assert not torch.equal(module[0].weight, before["0.weight"])
+            assert torch.equal(module[1].running_mean, before["1.running_mean"])
+            raise ValueError
+
+    with pytest.raises(ValueError):
+        fail_within()
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_a_checkpoint_of_it_goes_on_alike() -> None:
+    first, second = (Average(_Whole(_network()), decay=0.5) for _ in range(2))  # type: ignore[arg-type]
+    for average, num_steps in ((first, 3), (second, 1)):
+        torch.manual_seed(1)
+        for _ in range(num_steps):
+            _disturb(average._model.modules[0])
+            average.update()
+    second._model.modules[0].load_state_dict(first._model.modules[0].state_dict())
+    second.load_state_dict(first.state_dict())
+    for average in (first, second):
+        torch.manual_seed(2)
+        _disturb(average._model.modules[0])
+        average.update()
+    ours, theirs = first.state_dict(), second.state_dict()
+    assert int(ours["num_updates"]) == int(theirs["num_updates"]) == 4
+    assert all(torch.equal(value, theirs["weights"][name]) for name, value in ours["weights"].items())
+
+
+def test_sharded_weights_are_averaged_in_their_shards(mesh: Any) -> None:
+    plain, sharded = _network(), _network()
+    fully_shard(sharded, mesh=mesh)
+    averages = [Average(_Whole(module), decay=0.9) for module in (plain, sharded)]  # type: ignore[arg-type]
+    inputs = torch.randn(8, 3)
+    for module, average in zip((plain, sharded), averages, strict=True):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(inputs).square().sum().backward()
+            optimizer.step()
+            average.update()
+    assert all(isinstance(value, DTensor) for value in averages[1].state_dict()["weights"].values())
+    outputs = []
+    for module, average in zip((plain, sharded), averages, strict=True):
+        module.eval()
+        with torch.no_grad():
+            live = module(inputs)  # FSDP keeps the root's whole weights after this
+            with average.applied():
+                outputs.append(module(inputs))
+            assert torch.equal(module(inputs), live)
+        assert not torch.allclose(outputs[-1], live)
+    torch.testing.assert_close(outputs[0], outputs[1])
+
+
+def test_a_histogram_counts_every_finite_value_once() -> None:
+    values = torch.cat([torch.randn(1000), torch.tensor([float("nan"), float("inf")])])
+    found = histogram_of(values, 32)
+    assert found is not None
+    counts, edges = found
+    expected, _ = np.histogram(values[:1000].numpy(), bins=edges)
+    assert counts.sum() == 1000
+    assert np.abs(counts - expected).sum() <= 2  # a value on an edge may fall on either side
+    assert histogram_of(torch.tensor([float("nan")])) is None
+    assert histogram_of(torch.zeros(0)) is None
+    constant = histogram_of(torch.full((7,), 3.0))
+    assert constant is not None
+    assert constant[0].sum() == 7
+
+
+def test_histograms_of_weights_and_of_the_gradients_that_there_are() -> None:
+    recorder = shoal.runs.create("train", "{}", "one")
+    seen: list[tuple[int, str]] = []
+    recorder.histogram = lambda step, name, counts, edges: seen.append((step, name))  # type: ignore[method-assign]
+    module = nn.Linear(3, 2)
+    module.weight.grad = torch.ones(2, 3)
+    for journal in (Recorded(recorder), Silent()):
+        write_histograms(journal, _Whole(module), 7)  # type: ignore[arg-type]
+    recorder.close()
+    assert seen == [(7, "weights/weight"), (7, "gradients/weight"), (7, "weights/bias")]
