@@ -16,6 +16,7 @@ VERBS = {
     "status": ("cluster", "Say what is running: the cluster, its jobs, gateways and endpoints."),
     "doctor": ("doctor", "Check this machine and say the remedy for what does not fit."),
     "run": ("run", "Run a job, with a live display."),
+    "inspect": ("inspect", "Say what a task costs before it runs, and after it, beside what was measured."),
     "actor": ("actor", "Play an environment and send the experience to a gateway."),
     "runs": ("runs", "List the runs, or show one."),
     "report": ("runs", "Write the one-page HTML report of a run."),

@@ -1,0 +1,165 @@
+"""How many floating point operations an operator does: torch's own formulas, and ours where it has none.
+
+Counted is what multiplies and adds matrices (a fused multiply-add is two), as everybody counts for MFU; what works
+element by element, moves or looks up is 0 by that convention. An operator of which neither we nor torch can say is
+*unknown*, which is never the same as 0. Pure functions of shapes; called by the Meter.
+
+Where torch's `FlopCounterMode` (2.13) is wrong: LSTM and fused attention count 0 on the CPU; Bilinear, matrix times
+vector and distances count 0 everywhere; custom operators count 0 in silence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+aten = torch.ops.aten
+
+Formula = Callable[[Sequence[Any], Any], int]  # of the operator's arguments and what it returned
+
+# Beginnings of aten operators that multiply and add in ways for which there is no formula here.
+_UNKNOWN_ATEN = (
+    *(
+        "linalg_",
+        "_linalg_",
+        "_sparse_",
+        "sparse_",
+        "cholesky",
+        "lu_solve",
+        "lu_unpack",
+        "ormqr",
+        "geqrf",
+        "triangular_",
+    ),
+    *(
+        "_nested_",
+        "_ctc_loss",
+        "_cudnn_ctc_loss",
+        "miopen_rnn",
+        "mkldnn_linear",
+        "_weight_int",
+        "_transform_bias_rescale",
+    ),
+    *("grid_sampler", "_grouped_mm", "_scaled_grouped_mm", "segment_reduce", "fbgemm_"),
+)
+# Namespaces whose operators move data or ask for metadata, and compute nothing.
+_FREE_NAMESPACES = frozenset(
+    {"prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "profiler"}
+)
+
+
+def count(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int | None:
+    """The operations of one call; 0 where nothing is multiplied, None where it is unknown."""
+    packet = op._overloadpacket
+    own = FORMULAS.get(packet)
+    if own is not None:
+        return own(args, out)
+    known = flop_registry.get(packet)
+    if known is not None:
+        return int(known(*args, **kwargs, out_val=out))
+    if op.namespace == "aten":
+        return None if packet.__name__.startswith(_UNKNOWN_ATEN) else 0
+    return 0 if op.namespace in _FREE_NAMESPACES else None
+
+
+def _rows(inputs: Tensor) -> int:
+    return int(inputs.numel() // max(inputs.shape[-1], 1))
+
+
+def _onednn_rnn(args: Sequence[Any], out: Any) -> int:
+    """One layer in one direction: every row of the input meets the input's and the hidden state's weights."""
+    inputs, weight_input, weight_hidden = args[0], args[1], args[2]
+    return 2 * _rows(inputs) * int(weight_input.numel() + weight_hidden.numel())
+
+
+def _cudnn_rnn(args: Sequence[Any], out: Any) -> int:
+    inputs, weights = args[0], args[1]
+    return 2 * _rows(inputs) * sum(int(weight.numel()) for weight in weights if weight.dim() == 2)
+
+
+def _twice(forward: Formula) -> Formula:
+    """A backward pass multiplies once for the inputs' gradient and once for the weights'."""
+    return lambda args, out: 2 * forward(args, out)
+
+
+def _trilinear(args: Sequence[Any], out: Any) -> int:
+    """aten multiplies three tensors element by element, broadcast against each other, and sums: 3 an element."""
+    shapes = []
+    for tensor, expanded in zip(args[:3], args[3:6], strict=True):
+        shape = list(tensor.shape)
+        for dimension in sorted(expanded):
+            shape.insert(dimension, 1)
+        shapes.append(shape)
+    return 3 * int(math.prod(torch.broadcast_shapes(*shapes)))
+
+
+def _attention(args: Sequence[Any], out: Any) -> int:
+    query, key, value = args[:3]
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(args: Sequence[Any], out: Any) -> int:
+    gradient, query, key, value = args[:4]
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+def _matrix_vector(args: Sequence[Any], out: Any) -> int:
+    return 2 * int(args[-2].numel())
+
+
+def _dot(args: Sequence[Any], out: Any) -> int:
+    return 2 * int(args[0].numel())
+
+
+def _outer(args: Sequence[Any], out: Any) -> int:
+    return 2 * int(out.numel())
+
+
+def _distances(args: Sequence[Any], out: Any) -> int:
+    """Each distance subtracts, raises and adds over the width."""
+    points = args[0] if args[0].dim() >= 2 else args[1]
+    return 3 * int(out.numel()) * int(points.shape[-1])
+
+
+def _distances_backward(args: Sequence[Any], out: Any) -> int:
+    return 3 * int(args[4].numel()) * int(args[1].shape[-1])
+
+
+def _fourier(args: Sequence[Any], out: Any) -> int:
+    """5 n log2 n for each transform of n points."""
+    longest = args[0] if args[0].numel() >= out.numel() else out
+    points = math.prod(longest.shape[dimension] for dimension in args[1])
+    return int(5 * longest.numel() * math.log2(max(points, 2)))
+
+
+def _integer_product(args: Sequence[Any], out: Any) -> int:
+    return 2 * int(out.numel()) * int(args[-2].shape[-1])
+
+
+FORMULAS: dict[Any, Formula] = {
+    aten.mkldnn_rnn_layer: _onednn_rnn,
+    aten.mkldnn_rnn_layer_backward: _twice(_onednn_rnn),
+    aten._cudnn_rnn: _cudnn_rnn,
+    aten._cudnn_rnn_backward: _twice(_cudnn_rnn),
+    aten._trilinear: _trilinear,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten._scaled_dot_product_fused_attention_overrideable: _attention,
+    aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward,
+    aten.mv: _matrix_vector,
+    aten.addmv: _matrix_vector,
+    aten.dot: _dot,
+    aten.vdot: _dot,
+    aten.addr: _outer,
+    aten._int_mm: _integer_product,
+    aten._cdist_forward: _distances,
+    aten._cdist_backward: _distances_backward,
+    aten._fft_r2c: _fourier,
+    aten._fft_c2r: _fourier,
+    aten._fft_c2c: _fourier,
+}

@@ -1,0 +1,71 @@
+"""The memory that tensors take while something runs, as the allocator itself tells it.
+
+Owns the two ways of asking: CUDA's statistics, and on the CPU the allocations that torch's profiler hears of, those
+inside of operators included. Called by the dry run and by the probe, around single steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+@dataclass
+class Growth:
+    """peak_bytes: the most that was allocated at once since the body began, without what was there before."""
+
+    peak_bytes: int = 0
+
+
+@contextmanager
+def growth(device: torch.device) -> Iterator[Growth]:
+    """Watch what this thread allocates in the body."""
+    found = Growth()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield found
+        torch.cuda.synchronize(device)
+        found.peak_bytes = torch.cuda.max_memory_allocated(device) - before
+        return
+    # The profiler before Kineto: it starts in microseconds, prints nothing, and knows of this thread alone.
+    torch.autograd._enable_profiler_legacy(  # type: ignore[attr-defined]
+        ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    )
+    try:
+        yield found
+    finally:
+        events = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
+        live = 0
+        for event in (event for thread in events for event in thread):
+            if str(event.kind()) == "memory_alloc":
+                live += event.cpu_memory_usage()
+                found.peak_bytes = max(found.peak_bytes, live)
+
+
+def bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Of the storages behind the tensors, each once; of a distributed tensor, what lies on this rank."""
+    storages = {}
+    for tensor in tensors:
+        if tensor is not None:
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
+            storages[storage.data_ptr() or id(storage)] = storage.nbytes()
+    return sum(storages.values())
+
+
+def state_of(modules: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, list[Tensor]]:
+    """The tensors that outlive a step: of the modules, and of the optimiser."""
+    modules = list(modules)
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    buffers = [buffer for module in modules for buffer in module.buffers()]
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return {"parameters": parameters + buffers, "optimizer": states}

@@ -1,0 +1,162 @@
+"""What one step takes, seen operator by operator: live bytes, floating point operations, bytes sent to other ranks.
+
+Owns a dispatch mode that is entered for single steps, in a dry run and in a running Trainer alike; a step that is not
+metered does not know of it. Never changes what is computed, and keeps no tensor alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.cost import flops, traffic
+
+
+@dataclass
+class Reading:
+    """What was counted between entering and leaving.
+
+    held_bytes:  of storages that were there before, and that something touched or that `hold` named
+    peak_bytes:  the most that was alive at once, held ones included
+    saved_bytes: alive when the first backward pass began, without the held ones: the activations
+    unknown:     operators of which nobody can say how much they compute, with their numbers of calls
+    """
+
+    held_bytes: int = 0
+    peak_bytes: int = 0
+    saved_bytes: int = 0
+    flops_forward: float = 0.0
+    flops_backward: float = 0.0
+    sent_bytes: float = 0.0
+    sent: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def flops(self) -> float:
+        return self.flops_forward + self.flops_backward
+
+
+class Meter(TorchDispatchMode):
+    """Counts in `reading` while entered; one use each."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reading = Reading()
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the storage's id
+        self._allocated_bytes = 0  # since entering, and still alive
+        self._most_bytes = 0
+        self._in_backward = False
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Count these as there from the beginning, touched or not."""
+        for tensor in tensors:
+            self._see(tensor, is_new=False)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(each, Tensor) and hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented  # a DTensor and its like: what it does inside is counted, on this rank's part
+        kwargs = kwargs or {}
+        for each in _tensors((args, kwargs)):
+            self._see(each, is_new=False)
+        if not self._in_backward and torch._C._current_graph_task_id() != -1:
+            self._in_backward = True
+            self.reading.saved_bytes = self._allocated_bytes
+        out = func(*args, **kwargs)
+        for each in _tensors(out):
+            self._see(each, is_new=True)
+        self._count(func, args, kwargs, out)
+        return out
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        operations = flops.count(func, args, kwargs, out)
+        if operations is None:
+            self.reading.unknown[str(func._overloadpacket)] += 1
+        elif torch._C._current_graph_task_id() != -1:
+            self.reading.flops_backward += operations
+        else:
+            self.reading.flops_forward += operations
+        sent = traffic.sent_bytes(func, args, out)
+        if sent:
+            self.reading.sent_bytes += sent
+            self.reading.sent[func._overloadpacket.__name__] += int(sent)
+
+    def _see(self, tensor: Tensor, is_new: bool) -> None:
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        storage = tensor.untyped_storage()
+        if id(storage) in self._alive:
+            return
+        size = storage.nbytes()
+        self._alive[id(storage)] = (weakref.ref(storage, self._forgetting(id(storage), is_new)), size)
+        if is_new:
+            self._grow(size)
+        else:
+            self.reading.held_bytes += size
+
+    def _forgetting(self, key: int, is_new: bool) -> Callable[[Any], None]:
+        myself = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            meter = myself()
+            if meter is not None:
+                _, size = meter._alive.pop(key)
+                meter._allocated_bytes -= size
+
+        return forget
+
+    def _grow(self, size: int) -> None:
+        self._allocated_bytes += size
+        self._most_bytes = max(self._most_bytes, self._allocated_bytes)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """FSDP frees and remakes what it has gathered by resizing storages in place, which no operator tells."""
+        if id(storage) not in self._alive:
+            self._alive[id(storage)] = (weakref.ref(storage, self._forgetting(id(storage), True)), 0)
+        reference, before = self._alive[id(storage)]
+        self._alive[id(storage)] = (reference, storage.nbytes())
+        self._grow(storage.nbytes() - before)
+
+
+@contextmanager
+def metered(held: Iterable[Tensor] = ()) -> Iterator[Reading]:
+    """Count what the body does; the reading is complete when the body has ended.
+
+    held: tensors that count as there all the time (parameters, optimiser state), touched or not
+    """
+    meter = Meter()
+    meter.hold(held)
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_tell(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        meter._resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign, assignment]
+    try:
+        with meter:
+            yield meter.reading
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        meter.reading.peak_bytes = meter.reading.held_bytes + meter._most_bytes
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))

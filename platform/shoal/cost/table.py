@@ -1,0 +1,116 @@
+"""What a run costs, as one flat table of numbers: the names, what they mean, and how they are shown.
+
+The same names stand in the events `cost_predicted` and `cost_measured` of a run's record, so that the two can be laid
+side by side. Called by whoever predicts, measures, records or prints costs. Pure values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PREDICTED, MEASURED = "cost_predicted", "cost_measured"  # kinds of events in the run record
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One number of the table. `unit` is one of count, operations, bytes, seconds, share."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+# "a rank": the rank that has most of it. A step is one step of the optimiser, over the whole global batch.
+QUANTITIES = (
+    Quantity("parameters", "count", "parameters of the model"),
+    Quantity("parameters_trainable", "count", "of these, trained"),
+    Quantity("parameters_rank", "count", "parameters on a rank"),
+    Quantity("flops_forward_sample", "operations", "forward, each sample"),
+    Quantity("flops_backward_sample", "operations", "backward, each sample"),
+    Quantity("flops_step", "operations", "a step, all ranks together"),
+    Quantity("flops_rank", "operations", "a step, on a rank"),
+    Quantity("memory_parameters", "bytes", "parameters and buffers on a rank"),
+    Quantity("memory_gradients", "bytes", "gradients on a rank"),
+    Quantity("memory_optimizer", "bytes", "optimiser states on a rank"),
+    Quantity("memory_activations", "bytes", "activations on a rank, when the first backward pass begins"),
+    Quantity("memory_peak", "bytes", "the most that is alive at once on a rank"),
+    Quantity("sent_bytes", "bytes", "a rank sends, each step"),
+    Quantity("bubble", "share", "of the step that stages of the pipeline have nothing to do"),
+    Quantity("step_s", "seconds", "a step"),
+    Quantity("latency_s", "seconds", "inference on one sample"),
+)
+BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}
+COMPARED = ("memory_peak", "flops_step", "sent_bytes", "bubble")  # what a prediction answers for, within 10%
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Numbers by name (those that are known), and in words what is not known.
+
+    unknown: operators and modules whose arithmetic nobody can tell: the FLOPs are without them
+    notes:   how the numbers were come by, where that is not the usual way
+    ranks:   for each rank that was looked at, its numbers
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    ranks: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> float:
+        return self.values.get(name, math.nan)
+
+    def details(self) -> dict[str, Any]:
+        """For an event of the run record; `of` reads it back."""
+        words = {name: list(value) for name, value in (("unknown", self.unknown), ("notes", self.notes)) if value}
+        return {**{name: value for name, value in self.values.items() if math.isfinite(value)}, **words}
+
+    @classmethod
+    def of(cls, details: Mapping[str, Any]) -> CostTable:
+        """From the details of an event; names that this version does not know are left out."""
+        values = {name: float(details[name]) for name in BY_NAME if name in details}
+        return cls(values, tuple(details.get("unknown", ())), tuple(details.get("notes", ())))
+
+
+def most(ranks: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """One table of many ranks: the largest of each number, the sum of what all do together, the mean bubble."""
+    rows = list(ranks.values())
+    names = {name for row in rows for name in row}
+    values = {name: max(row[name] for row in rows if name in row) for name in names}
+    if "flops_rank" in names:
+        values["flops_step"] = sum(row.get("flops_rank", 0.0) for row in rows)
+    if "bubble" in names:
+        values["bubble"] = sum(row.get("bubble", 0.0) for row in rows) / len(rows)
+    return {name: values[name] for name in BY_NAME if name in values}
+
+
+def off(predicted: float, measured: float) -> float:
+    """By what share the prediction misses what was measured; NaN where one is not known."""
+    if not (math.isfinite(predicted) and math.isfinite(measured)):
+        return math.nan
+    return (predicted - measured) / measured if measured else (0.0 if not predicted else math.inf)
+
+
+def shown(value: float, unit: str) -> str:
+    """`1.2 M`, `3.4 GFLOP`, `5.6 MiB`, `7.8 ms`, `9%`; a dash for what is not known."""
+    if not math.isfinite(value):
+        return "-"
+    if unit == "bytes":
+        return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    if unit == "seconds":
+        return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+    if unit == "share":
+        return f"{value:.1%}"
+    if unit == "operations":
+        return _scaled(value, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+    return f"{value:,.0f}"
+
+
+def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+    power = 0
+    while abs(value) >= base and power < len(units) - 1:
+        value, power = value / base, power + 1
+    return f"{value:.4g} {units[power]}"

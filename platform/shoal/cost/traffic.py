@@ -1,0 +1,106 @@
+"""How many bytes a rank sends in a collective: ring algorithms, by the sizes of what is handed over.
+
+For n ranks and a whole of S bytes: all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S, broadcast and
+reduce (n-1)/n S (a ring passes all but its end), a message S where it leaves and 0 where it arrives. Called by the
+Meter for each operator that it sees; knows nothing of plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+
+# operator -> (which of its arguments is the whole, factor of (n - 1) / n)
+_WHOLE: dict[str, tuple[int, float]] = {
+    "allreduce_": (0, 2.0),
+    "allreduce_coalesced_": (0, 2.0),
+    "_allgather_base_": (0, 1.0),
+    "allgather_": (0, 1.0),
+    "allgather_coalesced_": (0, 1.0),
+    "allgather_into_tensor_coalesced_": (0, 1.0),
+    "_reduce_scatter_base_": (1, 1.0),
+    "reduce_scatter_": (1, 1.0),
+    "reduce_scatter_tensor_coalesced_": (1, 1.0),
+    "alltoall_base_": (1, 1.0),
+    "alltoall_": (1, 1.0),
+    "broadcast_": (0, 1.0),
+    "reduce_": (0, 1.0),
+}
+# Functional collectives: whether the whole is what goes in (or what comes out), and the factor.
+_FUNCTIONAL: dict[str, tuple[bool, float]] = {
+    "all_reduce": (True, 2.0),
+    "all_reduce_coalesced": (True, 2.0),
+    "all_gather_into_tensor": (False, 1.0),
+    "all_gather_into_tensor_out": (False, 1.0),
+    "all_gather_into_tensor_coalesced": (False, 1.0),
+    "reduce_scatter_tensor": (True, 1.0),
+    "reduce_scatter_tensor_coalesced": (True, 1.0),
+    "all_to_all_single": (True, 1.0),
+    "broadcast": (True, 1.0),
+}
+
+
+def sent_bytes(op: Any, args: Sequence[Any], out: Any) -> float:
+    """What this rank sends in one call of `op`; 0 for everything that is no collective."""
+    name: str = op._overloadpacket.__name__
+    if op.namespace == "c10d":
+        if name == "send":
+            return float(_size(args[0]))
+        if name not in _WHOLE:
+            return 0.0
+        index, factor = _WHOLE[name]
+        return factor * _size(args[index]) * _share(_ranks(args))
+    if op.namespace in ("_c10d_functional", "_c10d_functional_autograd"):
+        name = name.removesuffix("_")
+        if name not in _FUNCTIONAL:
+            return 0.0
+        takes_whole, factor = _FUNCTIONAL[name]
+        return factor * _size(args[0] if takes_whole else out) * _share(_ranks_of_name(op, args))
+    return 0.0
+
+
+def _share(num_ranks: int) -> float:
+    return (num_ranks - 1) / num_ranks
+
+
+def _ranks(args: Sequence[Any]) -> int:
+    """The size of the group among the arguments."""
+    for each in args:
+        group = _unboxed(each)
+        if group is not None:
+            return group.size()
+    return dist.get_world_size()
+
+
+def _unboxed(value: Any) -> dist.ProcessGroup | None:
+    if isinstance(value, dist.ProcessGroup):
+        return value
+    if type(value).__name__ != "ScriptObject":
+        return None
+    try:
+        return dist.ProcessGroup.unbox(value)
+    except RuntimeError:  # another class: ReduceOp
+        return None
+
+
+def _ranks_of_name(op: Any, args: Sequence[Any]) -> int:
+    names = [argument.name for argument in op._schema.arguments]
+    group = args[names.index("group_name")]
+    if isinstance(group, str):
+        return _resolve_process_group(dist.GroupName(group)).size()
+    group = _unboxed(group) or dist.group.WORLD
+    assert group is not None
+    return int(group.size())
+
+
+def _size(value: Any) -> int:
+    """Bytes of the tensors in `value`, however nested."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return sum(_size(each) for each in value)
+    return 0
