@@ -1,0 +1,37 @@
+"""LeNet-5 (http://yann.lecun.com/exdb/publis/pdf/lecun-98.pdf, figure 2) with today's ReLU and max-pooling.
+
+Called by the recipe jobs/lenet.py and by benchmarks. A plain sequence of named layers, so that it can be cut anywhere.
+Legend: B images, C channels.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import nn
+
+
+class LeNet(nn.Sequential):
+    """Images float [B, 1, 28, 28] to logits [B, num_classes]; `narrow` divides every layer's width, for ablation.
+
+    Pooling comes before the ReLU: max-pooling and ReLU commute, and a quarter of the elements is left to rectify.
+    """
+
+    def __init__(self, num_classes: int = 10, narrow: int = 1, dropout: float = 0.0) -> None:
+        first, second, third, fourth = (width // narrow for width in (6, 16, 120, 84))
+        layers: dict[str, nn.Module] = {
+            "conv1": nn.Conv2d(1, first, 5, padding=2),  # [B, C, 28, 28]
+            "pool1": nn.MaxPool2d(2),
+            "relu1": nn.ReLU(),
+            "conv2": nn.Conv2d(first, second, 5),  # [B, C, 10, 10]
+            "pool2": nn.MaxPool2d(2),
+            "relu2": nn.ReLU(),
+            "flatten": nn.Flatten(),
+            "linear1": nn.Linear(second * 5 * 5, third),
+            "relu3": nn.ReLU(),
+            "linear2": nn.Linear(third, fourth),
+            "relu4": nn.ReLU(),
+            "dropout": nn.Dropout(dropout),
+            "output": nn.Linear(fourth, num_classes),
+        }
+        super().__init__(OrderedDict(layers))

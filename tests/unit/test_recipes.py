@@ -1,0 +1,232 @@
+"""The recipes' Tasks, on data small enough for unit tests: what they read, what they measure, and that they learn."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from shoal.data import Data
+from shoal.train.recipe import recipe_of
+from shoal.train.task import Task, load_file, make_task
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ["lenet", "transformer", "forecaster", "tabular"]
+
+
+def recipe(name: str) -> Any:
+    """The module of a recipe, loaded as the Trainer loads it."""
+    return load_file(ROOT / "jobs" / f"{name}.py", name)
+
+
+def task_of(name: str, **args: object) -> Task:
+    return make_task(str(ROOT / "jobs" / f"{name}.py"), args)
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    header = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
+    path.write_bytes(gzip.compress(header + values.astype(np.uint8).tobytes(), compresslevel=1))
+
+
+def fashion(folder: Path) -> Task:
+    """64 dark and bright images for each half."""
+    random = np.random.default_rng(0)
+    for part in ("train", "t10k"):
+        labels = np.arange(64) % 2
+        images = random.integers(0, 100, (64, 28, 28)) + 150 * labels[:, None, None]
+        write_idx(folder / f"{part}-images-idx3-ubyte.gz", images)
+        write_idx(folder / f"{part}-labels-idx1-ubyte.gz", labels)
+    return task_of("lenet", folder=str(folder))
+
+
+def text(folder: Path) -> Task:
+    (folder / "text.txt").write_text("to be or not to be, that is the question. " * 40)
+    return task_of("transformer", text=str(folder / "text.txt"), width=16, depth=1, heads=2, context=16)
+
+
+def load(folder: Path) -> Task:
+    return task_of("forecaster", num_hours=300, window=12, horizon=4, hidden=8)
+
+
+def tumours(folder: Path) -> Task:
+    return task_of("tabular", hidden=[16])
+
+
+SMALL: dict[str, Callable[[Path], Task]] = {
+    "lenet": fashion,
+    "transformer": text,
+    "forecaster": load,
+    "tabular": tumours,
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """scikit-learn takes a second to load: tests/training has the real table."""
+
+    def tables(split: int, standardise: bool) -> tuple[tuple[torch.Tensor, ...], ...]:
+        features = torch.randn(128, 30, generator=torch.Generator().manual_seed(split))
+        part = (features, (features[:, 0] > 0).long(), torch.arange(128) % 4 != 0)
+        return part, part
+
+    monkeypatch.setattr(recipe("tabular"), "tables", tables)
+
+
+def batch_of(source: Any, indices: np.ndarray) -> Any:
+    if isinstance(source, TensorDataset):
+        return tuple(tensor[torch.from_numpy(indices)] for tensor in source.tensors)
+    return source.batch(indices)
+
+
+def part_of(batch: Any, rows: slice) -> Any:
+    return batch[rows] if isinstance(batch, torch.Tensor) else tuple(each[rows] for each in batch)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_says_how_it_is_trained(name: str) -> None:
+    spec = recipe_of(str(ROOT / "jobs" / f"{name}.py"))
+    assert not spec.stop.is_empty
+    assert spec.name
+    accepted = spec.override(["parallel=ddp", "workers=2", "seed=3"])
+    assert accepted.degrees().data == 2
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_part_that_can_be_removed_makes_a_task_and_a_network(name: str) -> None:
+    parts = task_of(name).parts
+    assert len(parts) >= 3
+    for args in parts.values():
+        assert sum(each.numel() for each in task_of(name, **args).model().parameters()) > 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_few_steps_make_the_loss_smaller(name: str, tmp_path: Path) -> None:
+    task = SMALL[name](tmp_path)
+    torch.manual_seed(0)
+    model, data = task.model(), task.data()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batch = batch_of(data.train, np.arange(32))
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = task.loss(model(*task.inputs(batch)), batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.85 * losses[0]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_loss_and_every_metric_are_means_over_the_samples(name: str, tmp_path: Path) -> None:
+    """What a plan relies on when it splits a batch: 24 samples weigh three times as much as 8."""
+    task = SMALL[name](tmp_path)
+    torch.manual_seed(1)
+    model = task.model().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    batch = batch_of(task.data().validation, np.arange(3, 35) % len(task.data().validation))
+
+    def measured(part: Any) -> dict[str, float]:
+        outputs = model(*task.inputs(part))
+        found = {"loss": task.loss(outputs, part), **task.metrics(outputs, part)}
+        assert all(value.shape == () for value in found.values())
+        return {key: value.item() for key, value in found.items()}
+
+    whole, first, rest = measured(batch), measured(part_of(batch, slice(8))), measured(part_of(batch, slice(8, 32)))
+    for key, value in whole.items():
+        assert value == pytest.approx((first[key] + 3 * rest[key]) / 4, rel=1e-4), key
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_same_seed_gives_the_same_network_and_data(name: str, tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        task = SMALL[name](tmp_path)
+        torch.manual_seed(5)
+        model, data = task.model(), task.data()
+        batch = batch_of(data.train, np.arange(8))
+        found.append(task.loss(model.eval()(*task.inputs(batch)), batch).item())
+    assert found[0] == found[1]
+
+
+def test_lenet_takes_bytes_from_files_and_normalises_them_where_the_batch_is(tmp_path: Path) -> None:
+    task = fashion(tmp_path)
+    images, labels = batch = batch_of(task.data().train, np.arange(4))
+    assert images.dtype == torch.uint8
+    assert labels.tolist() == [0, 1, 0, 1]
+    (inputs,) = task.inputs(batch)
+    assert inputs.shape == (4, 1, 28, 28)
+    assert torch.allclose(inputs[:, 0] * 90 + 73, images.float(), atol=1e-3)
+
+
+def test_where_fashion_is_absent_images_are_generated_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = recipe("lenet")
+    small = [module.GeneratedStandIn(300, seed=1), module.GeneratedStandIn(100, seed=2)]
+    monkeypatch.setattr(module, "INSTALLED", "/nowhere/fashion-mnist")
+    monkeypatch.setattr(module, "GeneratedStandIn", lambda num_images, seed: small[seed - 1])
+    module.stand_ins.cache_clear()
+    data = task_of("lenet", folder="/nowhere/fashion-mnist").data()
+    module.stand_ins.cache_clear()
+    assert "GENERATED" in capsys.readouterr().out
+    images, labels = data.train.tensors
+    assert images.dtype == torch.uint8
+    assert images.shape == (300, 28, 28)
+    assert sorted(set(labels.tolist())) == list(range(10))
+    means = torch.stack([images[labels == label].float().mean(0) for label in range(10)]).flatten(1)
+    others, known = data.validation.tensors
+    nearest = torch.cdist(others.float().flatten(1), means).argmin(1)
+    assert (nearest == known).float().mean() > 0.5  # they can be learned
+
+
+def test_text_windows_follow_each_other_and_validation_is_text_never_trained_on(tmp_path: Path) -> None:
+    data = text(tmp_path).data()
+    written = (tmp_path / "text.txt").read_bytes()
+    assert bytes(data.train[0].tolist()) == written[:17]
+    assert bytes(data.train[1].tolist()) == written[8:25]
+    assert len(data.train[len(data.train) - 1]) == 17
+    first = written[len(written) * 9 // 10 :]
+    assert bytes(data.validation[0].tolist()) == first[:17]
+    with pytest.raises(IndexError):
+        data.train[len(data.train)]
+
+
+def test_the_perplexity_of_a_uniform_guess_is_the_number_of_bytes(tmp_path: Path) -> None:
+    task = text(tmp_path)
+    batch = batch_of(task.data().train, np.arange(4))
+    assert task.metrics(torch.zeros(4, 16, 256), batch)["perplexity"].item() == pytest.approx(256, rel=1e-4)
+    assert task.loss(torch.zeros(4, 16, 256), batch).item() == pytest.approx(math.log(256), rel=1e-5)
+
+
+def test_forecasting_zero_is_the_forecast_of_yesterday() -> None:
+    task, hours = load(Path()), recipe("forecaster").series(300)
+    data: Data = task.data()
+    assert len(data.train) == (300 - 24) * 4 // 5 - 12 - 4 + 1
+    batch = batch_of(data.train, np.array([10]))
+    begin = 24 + 10 + 12  # the first hour to forecast
+    naive = np.abs(hours[begin : begin + 4] - hours[begin - 24 : begin - 20]).mean()
+    found = task.metrics(torch.zeros(1, 4), batch)
+    assert found["mae"].item() == found["mae_seasonal_naive"].item() == pytest.approx(naive, rel=1e-5)
+    past = batch[0]
+    assert np.allclose(past[0, :, 0], hours[34:46] - hours[10:22])
+    assert np.allclose(past[0, :, 1], np.sin(2 * np.pi * np.arange(34, 46) / 24), atol=1e-6)
+
+
+def test_the_trees_are_measured_beside_the_network() -> None:
+    task = tumours(Path())
+    batch = batch_of(task.data().validation, np.arange(8))
+    outputs = torch.nn.functional.one_hot(batch[1], 2).float()
+    outputs[0] = outputs[0].flip(0)
+    found = task.metrics(outputs, batch)
+    assert found["accuracy"].item() == 7 / 8
+    assert found["accuracy_trees"].item() == 6 / 8
+    assert len(task.inputs(batch)) == 1
