@@ -130,4 +130,6 @@ def parallelize(
 
     Raises PlanError, with the remedy, when the model cannot be held by the plan; nothing has been communicated then.
     """
-    raise NotImplementedError
+    from shoal.parallel.layout import spread
+
+    return spread(model, learnable, spec, degrees, world, example, seed)

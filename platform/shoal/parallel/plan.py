@@ -88,6 +88,7 @@ class ParallelSpec(Spec):
 
     replicate:     copies of the model among the data ranks when sharded: one for each host, say (HSDP)
     accumulate:    micro-steps of which each step of the optimiser consists
+    dynamic:       which parameters a step uses may change (skipped layers, experts): replicas then look each time
     backend:       of the process group; None: nccl on CUDA, else gloo
     schedule:      of the pipeline, see torch.distributed.pipelining
     micro_batches: into which the pipeline splits a batch; None: two for each stage
@@ -101,6 +102,7 @@ class ParallelSpec(Spec):
     accumulate: int = Field(default=1, ge=1)
     precision: Precision = "fp32"
     compile: bool = False
+    dynamic: bool = False
     backend: str | None = None
     schedule: ScheduleName = "1f1b"
     micro_batches: int | None = Field(default=None, ge=1)

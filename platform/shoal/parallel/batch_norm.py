@@ -1,0 +1,117 @@
+"""Batch normalisation over all data ranks: the statistics are those of the global micro-batch, as in one process.
+
+`nn.SyncBatchNorm` does the same on CUDA only. One collective forward (each rank's count, mean and variance) and one
+backward. Called by every plan with more than one data rank, when it is made.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class DataRanks:
+    """The ranks that share a global batch, and the seconds that this one has waited for the others."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.waited_s = 0.0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataRanks:
+        return self  # a copy of a model speaks with the same ranks
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """Every rank's values, [R, *mine]."""
+        start_s = time.perf_counter()
+        everyone = mine.new_empty(self.size * mine.numel())
+        dist.all_gather_single(everyone, mine, self.group)
+        self.waited_s += time.perf_counter() - start_s
+        return everyone.view(self.size, *mine.shape)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over the ranks, in place."""
+        start_s = time.perf_counter()
+        dist.all_reduce(values, group=self.group)
+        self.waited_s += time.perf_counter() - start_s
+        return values
+
+
+class GlobalBatchNorm(_BatchNorm):
+    """A batch normalisation of any dimension (classes are swapped in place, so that names and hooks stay)."""
+
+    ranks: DataRanks
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Any [N, C, ...]: the class that this layer had before has no more to say."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not (self.training or self.running_mean is None):
+            return super().forward(input)
+        normalised: Tensor
+        normalised, mean, variance, count = _Normalise.apply(input, self.eps, self.ranks)  # type: ignore[no-untyped-call]
+        if self.training and self.track_running_stats:
+            self._track(mean, variance, count)
+        if not self.affine:
+            return normalised.to(input.dtype)
+        shape = [1, -1, *(1 for _ in input.shape[2:])]
+        return (normalised * self.weight.view(shape) + self.bias.view(shape)).to(input.dtype)
+
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1.0 / float(self.num_batches_tracked)
+        with torch.no_grad():
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+            unbiased = variance * (count / (count - 1))
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) over [N, C, ...], the moments being those of all ranks' values together."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, eps: float, ranks: DataRanks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        dims = [0, *range(2, input.ndim)]
+        variance, mean = torch.var_mean(values, dims, correction=0)
+        count = mean.new_tensor([values.numel() / values.shape[1]])
+        everyone = ranks.gather(torch.cat([count, mean, variance]))
+        counts, means, variances = everyone.split([1, len(mean), len(mean)], dim=1)  # [R, 1], [R, C], [R, C]
+        share = counts / counts.sum()
+        mean = (share * means).sum(0)
+        variance = (share * (variances + (means - mean).square())).sum(0)
+        shape = [1, -1, *(1 for _ in dims[1:])]
+        scale = (variance + eps).rsqrt().view(shape)
+        normalised = (values - mean.view(shape)) * scale
+        total = counts.sum()
+        ctx.save_for_backward(normalised, scale, total)
+        ctx.ranks, ctx.dims, ctx.dtype = ranks, dims, input.dtype
+        ctx.mark_non_differentiable(mean, variance, total)
+        return normalised, mean, variance, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        normalised, scale, total = ctx.saved_tensors
+        grad: Tensor = grads[0]
+        sums = ctx.ranks.sum(torch.stack([grad.sum(ctx.dims), (grad * normalised).sum(ctx.dims)]))  # [2, C]
+        mean_grad, mean_product = (sums / total).view(2, *scale.shape)
+        return (scale * (grad - mean_grad - normalised * mean_product)).to(ctx.dtype), None, None
+
+
+def globalise_batch_norm(model: nn.Module, ranks: DataRanks) -> None:
+    """Let every batch normalisation of `model` speak with the other data ranks, in place."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.__class__ = GlobalBatchNorm
+            assert isinstance(module, GlobalBatchNorm)
+            module.ranks = ranks

@@ -1,0 +1,64 @@
+"""What can be said against a plan before any process starts. Called by launchers, and again by `parallelize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from shoal.errors import PlanError
+from shoal.parallel.model import Learnable
+from shoal.parallel.plan import Degrees, ParallelSpec
+from shoal.parallel.precision import check_precision
+
+
+def check_plan(
+    model: nn.Module,
+    learnable: Learnable,
+    spec: ParallelSpec,
+    degrees: Degrees,
+    example: Any = None,
+    device: str | None = None,
+) -> None:
+    """Raises PlanError, naming layer and remedy, when `model` cannot be held so. Needs no process group.
+
+    example: a batch, from which layers that can be split are found; without it only a user's own plan is checked
+    device:  `cpu` or `cuda`, where it is known
+    """
+    if device is not None:
+        check_precision(spec.precision, device)
+    _check_parameters(model)
+    if degrees.pipeline > 1 and degrees.tensor > 1:
+        remedy = "use data x pipeline, or data x tensor"
+        raise PlanError("parallel.tensor", degrees.tensor, "stages cannot be split into layers as well", remedy)
+    if degrees.pipeline > 1 and degrees.shard and degrees.data > 1:
+        problem = "stages are replicated over data ranks, never sharded"
+        raise PlanError("parallel.shard", True, problem, "use shard=false with pipeline, or fsdp x tensor")
+    if degrees.shard and degrees.data > 1:
+        _check_shardable(model)
+    if degrees.tensor > 1:
+        from shoal.parallel.tensor_plan import tensor_plan
+
+        tensor_plan(model, learnable, degrees.tensor, example)
+
+
+def _check_parameters(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            remedy = "run one batch through the model in Task.model()"
+            raise PlanError("model", name, "is a parameter whose shape is not known yet", remedy)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise PlanError("model", type(model).__name__, "has no parameter to train", "set requires_grad on some")
+
+
+def _check_shardable(model: nn.Module) -> None:
+    dtypes: dict[object, str] = {}
+    for name, parameter in model.named_parameters():
+        dtypes.setdefault(parameter.dtype, name)
+        if parameter.ndim == 0:
+            problem = "is a parameter without a dimension, which cannot be sharded"
+            raise PlanError("parallel.shard", name, problem, "give it the shape [1], or use ddp")
+    if len(dtypes) > 1:
+        listed = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+        raise PlanError("parallel.shard", True, f"parameters of several types: {listed}", "use one dtype, or ddp")

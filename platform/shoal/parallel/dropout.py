@@ -1,0 +1,140 @@
+"""Dropout whose masks do not depend on the plan: the same seed, step and layer give each sample the same mask.
+
+Each mask is drawn for the whole global micro-batch, from a generator seeded by (seed, step, micro-step, layer, call),
+and each data rank takes the rows of its samples. `nn.Dropout` and `nn.Dropout1d/2d/3d` are treated so. What a model
+draws otherwise (functional dropout, as in `nn.MultiheadAttention` and between the layers of `nn.LSTM`, `AlphaDropout`,
+`torch.rand`) is seeded by (seed, step, micro-step, data rank): it can be repeated, and ranks that split layers agree on
+it, but data ranks draw independently of one another, and not what one process would have drawn.
+
+Called by every plan when it is made, and once for each micro-step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+_MASK_64 = (1 << 64) - 1
+
+
+def mixed(*words: int) -> int:
+    """A seed of 63 bits out of several numbers (SplitMix64's finaliser)."""
+    state = 0x9E3779B97F4A7C15
+    for word in words:
+        state = (state + word + 0x9E3779B97F4A7C15) & _MASK_64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
+        state ^= state >> 31
+    return state >> 1
+
+
+class Draws:
+    """All that is random within a step. One object for each rank, shared by its dropout layers."""
+
+    def __init__(self, seed: int, data_rank: int, num_data_ranks: int, device: torch.device) -> None:
+        self.seed, self.data_rank, self.num_data_ranks = seed, data_rank, num_data_ranks
+        self.num_samples = 0
+        self._generator = torch.Generator(device)
+        self._global = [torch.default_generator]
+        if device.type == "cuda":
+            self._global.append(torch.cuda.default_generators[device.index])
+        self._key = (seed, 0, 0)
+        self._calls: dict[tuple[int, ...], int] = {}
+        self._seen: dict[int, int] = {}
+        self._step = -1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Draws:
+        return self  # a copy of the model is still this rank's
+
+    def begin(self, step: int, micro_step: int, num_samples: int) -> None:
+        """What is drawn from here on belongs to this micro-step, of so many samples on this rank."""
+        if step != self._step:
+            self._calls.clear()
+            self._seen.clear()
+            self._step = step
+        self.num_samples = num_samples
+        self._key = (self.seed, step, micro_step)
+        seed = mixed(*self._key, self.data_rank)
+        for generator in self._global:
+            generator.manual_seed(seed)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def keep_mask(self, layer: int, shape: torch.Size, keep: float, like: Tensor, slices: tuple[int, int]) -> Tensor:
+        """Ones with probability `keep` and zeros, [*shape]: the part of this rank's samples in the global mask.
+
+        slices: (index, number) of the part that this rank holds of the last dimension
+        """
+        self._generator.manual_seed(self._seed_of_call(layer))
+        index, number = slices
+        full = [*shape[:-1], shape[-1] * number]
+        dim = self._sample_dim(shape)
+        if dim is not None:
+            full[dim] *= self.num_data_ranks
+        mask = torch.empty(full, dtype=like.dtype, device=like.device).bernoulli_(keep, generator=self._generator)
+        if dim is not None and self.num_data_ranks > 1:
+            mask = mask.narrow(dim, self.data_rank * shape[dim], shape[dim])
+        return mask if number == 1 else mask.narrow(-1, index * shape[-1], shape[-1])
+
+    def _seed_of_call(self, layer: int) -> int:
+        """A layer called again draws another mask, but not when activation checkpointing recomputes a call.
+
+        Recomputing restores the state of PyTorch's own generator: the token drawn from it tells which call it is.
+        """
+        token = int(torch.empty((), dtype=torch.int64).random_().item())
+        seed = self._seen.get(token)
+        if seed is None:
+            key = (*self._key, layer)
+            call = self._calls[key] = self._calls.get(key, -1) + 1
+            seed = self._seen[token] = mixed(*key, call)
+        return seed
+
+    def _sample_dim(self, shape: torch.Size) -> int | None:
+        """The dimension of the samples: the first, of which each sample may have several rows, or the second."""
+        if not self.num_samples or not len(shape):
+            return None
+        if shape[0] == self.num_samples:
+            return 0
+        if len(shape) > 1 and shape[1] == self.num_samples:
+            return 1
+        return 0 if shape[0] % self.num_samples == 0 else None
+
+
+class SeededDropout(nn.Dropout):
+    """`nn.Dropout` and its relatives, with masks from `Draws`. Zeroes whole channels when `channels` is true."""
+
+    draws: Draws
+    layer: int
+    channels: bool
+    slices: tuple[int, int]
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return input
+        if self.p == 1.0:
+            return input * 0.0
+        shape = input.shape
+        if self.channels:
+            shape = torch.Size([*shape[:2], *(1 for _ in shape[2:])])
+        mask: Tensor = self.draws.keep_mask(self.layer, shape, 1.0 - self.p, input, self.slices)
+        return input * mask.div_(1.0 - self.p)
+
+
+_CHANNELS = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True}
+
+
+def seed_dropout(model: nn.Module, draws: Draws, prefix: str = "") -> None:
+    """Let the dropout layers of `model` draw from `draws`, in place.
+
+    prefix: what stands before the names of `model`'s modules in the whole model, for a stage: layers are told apart by
+    their names there.
+    """
+    for name, module in model.named_modules():
+        if type(module) in _CHANNELS:
+            channels = _CHANNELS[type(module)]
+            module.__class__ = SeededDropout
+            assert isinstance(module, SeededDropout)
+            module.draws, module.layer, module.channels = draws, crc32(f"{prefix}{name}".encode()), channels
+            module.slices = (0, 1)

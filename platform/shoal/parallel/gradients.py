@@ -1,0 +1,78 @@
+"""What is done with gradients after the backward pass, wherever their parts lie: their global norm, and clipping.
+
+Called by every plan. Knows DTensors: a part that several ranks hold alike is counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+
+def clear(parameters: Iterable[nn.Parameter]) -> None:
+    """Forget all gradients."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def global_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> Tensor:
+    """The L2 norm of all gradients, of every part once. Collective where there are DTensors or a `group`.
+
+    group: over which parameters are spread whole, each on one rank of it (stages)
+    """
+    plain: list[Tensor] = []
+    split: dict[tuple[object, ...], list[DTensor]] = {}
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            split.setdefault((grad.device_mesh, grad.placements), []).append(grad)
+        elif grad is not None:
+            plain.append(grad)
+    squares = [_square(plain)] if plain else []
+    squares += [_square_of_split(grads) for grads in split.values()]
+    total = torch.stack(squares).sum() if squares else torch.zeros(())
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def clip(parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Scale the gradients to a global norm of at most `max_norm`; the norm before, as torch's `clip_grad_norm_`."""
+    parameters = list(parameters)
+    norm = global_norm(parameters, group)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor.to(grads[0].device))
+    return norm
+
+
+def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient by `factor`."""
+    grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)
+
+
+def _square(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([norm.float() for norm in torch._foreach_norm(tensors)]).square().sum()
+
+
+def _square_of_split(grads: list[DTensor]) -> Tensor:
+    mesh, placements = grads[0].device_mesh, grads[0].placements
+    assert not any(isinstance(placement, Partial) for placement in placements), placements
+    parts = [grad.to_local() for grad in grads]
+    total = _square([part for part in parts if part.numel()] or [parts[0].new_zeros(1)])
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            dist.all_reduce(total, group=mesh.get_group(dim))
+    return total

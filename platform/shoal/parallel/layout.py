@@ -1,0 +1,73 @@
+"""From degrees to processes: which groups a rank belongs to, and which implementation holds its model.
+
+Called by `parallelize`; the checks that need no process group are `check_plan`, which the launcher calls beforehand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shoal.errors import PlanError
+from shoal.parallel.checks import check_plan
+from shoal.parallel.model import Learnable, ParallelModel
+from shoal.parallel.plan import Coordinates, Degrees, ParallelSpec
+from shoal.parallel.world import World
+
+
+def spread(
+    model: nn.Module,
+    learnable: Learnable,
+    spec: ParallelSpec,
+    degrees: Degrees,
+    world: World,
+    example: Any,
+    seed: int,
+) -> ParallelModel:
+    """See `parallelize`."""
+    if degrees.workers != world.size:
+        raise PlanError("workers", world.size, f"does not fit {degrees.words}", f"start {degrees.workers} processes")
+    check_plan(model, learnable, spec, degrees, example, world.device.type)
+    if degrees.pipeline > 1:
+        from shoal.parallel.pipeline import build_pipeline
+
+        return build_pipeline(model, learnable, spec, degrees, world, example, seed)
+    if world.size == 1:
+        from shoal.parallel.whole import Single
+
+        return Single(model, learnable, spec, world, seed)
+    if degrees.tensor > 1:
+        from shoal.parallel.tensor import build_tensor
+
+        return build_tensor(model, learnable, spec, degrees, world, example, seed)
+    if degrees.shard:
+        from shoal.parallel.sharded import Sharded
+
+        return Sharded(model, learnable, spec, world, seed, make_mesh(degrees, world), data_group(degrees, world))
+    from shoal.parallel.replicated import Replicated
+
+    return Replicated(model, learnable, spec, world, example, seed, data_group(degrees, world))
+
+
+def make_mesh(degrees: Degrees, world: World) -> DeviceMesh:
+    """The ranks as [pipeline, replicate, shard, tensor]. Collective.
+
+    Without `shard`, each of the `data` ranks is a copy.
+    """
+    copies = degrees.replicate if degrees.shard else degrees.data
+    shape = (degrees.pipeline, copies, degrees.data // copies, degrees.tensor)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
+
+
+def data_group(degrees: Degrees, world: World) -> dist.ProcessGroup:
+    """The ranks that hold what this one holds and are fed other samples. Collective."""
+    if degrees.data == world.size:
+        world_group = dist.group.WORLD
+        assert world_group is not None
+        return world_group
+    firsts = [Coordinates(stage, 0, part) for stage in range(degrees.pipeline) for part in range(degrees.tensor)]
+    group, _ = dist.new_subgroups_by_enumeration([degrees.peers(degrees.rank(first), "data") for first in firsts])
+    return group

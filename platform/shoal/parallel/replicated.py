@@ -1,0 +1,93 @@
+"""Data parallel: each rank holds the whole model and a share of the batch; gradients are averaged as they appear.
+
+PyTorch's DistributedDataParallel does the work. Buffers are not broadcast: those that training changes (running
+statistics) are equal on every rank already, see `batch_norm`. Called by `parallelize`.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.errors import PlanError
+from shoal.parallel.batches import micro_batches
+from shoal.parallel.model import Learnable
+from shoal.parallel.plan import ParallelSpec
+from shoal.parallel.whole import Whole, compile_module
+from shoal.parallel.world import World
+
+
+class Replicated(Whole):
+    """DDP. Whether it must look for unused parameters at each step is found by trying one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        learnable: Learnable,
+        spec: ParallelSpec,
+        world: World,
+        example: Any,
+        seed: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        model.to(world.device)
+        order = _order_of_gradients(model, learnable, micro_batches(example, spec.accumulate)[0])
+        super().__init__(model, learnable, spec, world, seed, group)
+        self._may_skip = spec.dynamic or not all(world.gather(len(set(order)) == len(self._trainable)))
+        self._ddp = DistributedDataParallel(
+            model,
+            process_group=group,
+            forward_sync_buffers=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self._may_skip,
+        )
+        if spec.compile:
+            compile_module(self._ddp)
+        self._forward = self._ddp
+        self._waited_s = 0.0 if world.device.type == "cpu" else float("nan")  # CUDA's waits are not this process's
+        self._complete_s: float | None = None
+        if world.device.type == "cpu" and order:
+            order[-1].register_post_accumulate_grad_hook(self._last_gradient)
+
+    def _last_gradient(self, parameter: Tensor) -> None:
+        """Nothing is left to compute: what backward still takes is waiting for the other ranks."""
+        self._complete_s = time.perf_counter()
+
+    def _backward(self, loss: Tensor) -> None:
+        self._complete_s = None
+        super()._backward(loss)
+        self._waited_s += time.perf_counter() - (self._complete_s or time.perf_counter())
+        if not self._may_skip and any(parameter.grad is None for parameter in self._trainable):
+            name = next(name for name, each in self.named_parameters() if each.requires_grad and each.grad is None)
+            problem = f"{name} had a gradient at first, and has none in this step"
+            raise PlanError("parallel.dynamic", False, problem, "say parallel.dynamic=true when layers may be skipped")
+
+    def _exchange(self, last: bool) -> AbstractContextManager[object]:
+        return nullcontext() if last else self._ddp.no_sync()
+
+    @property
+    def communication_s(self) -> float:
+        return self._waited_s + (self._ranks.waited_s if self._ranks else 0.0)
+
+
+def _order_of_gradients(model: nn.Module, learnable: Learnable, batch: Any) -> list[nn.Parameter]:
+    """The parameters that get a gradient from `batch`, in that order. Leaves the model as it was."""
+    order: list[nn.Parameter] = []
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks = [each.register_post_accumulate_grad_hook(order.append) for each in parameters]
+    with torch.random.fork_rng():
+        learnable.loss(model(*learnable.inputs(batch)), batch).backward()
+    for hook in hooks:
+        hook.remove()
+    for parameter in parameters:
+        parameter.grad = None
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    return order

@@ -1,0 +1,170 @@
+"""A model's and an optimiser's state by names that do not depend on the plan, and taking it back.
+
+Called by every plan. What is given is ready for torch's distributed checkpoint (DCP): it holds the very tensors that
+are trained, or DTensors of them, so that a checkpoint read into it is already in place; `load` copies what is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from shoal.errors import SpecMismatch
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+def assign(target: Tensor, value: Tensor) -> None:
+    """Copy `value` into `target`, which may be split over ranks while `value` is whole."""
+    if value is target:
+        return
+    if isinstance(target, DTensor) and not isinstance(value, DTensor):
+        value = distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+    with torch.no_grad():
+        target.copy_(value)
+
+
+def load_model_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raises SpecMismatch, naming the first tensor that is missing, strange or of another shape."""
+    mine = module.state_dict()
+    for name in [*mine, *state]:
+        if name not in mine or name not in state:
+            problem = "is not in the model" if name not in mine else "is missing"
+            raise SpecMismatch(f"model.{name}", "", problem, "load it into the model that it was saved from")
+    others = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            others[name] = value
+        elif value.shape != mine[name].shape:
+            problem = f"the model has {list(mine[name].shape)}"
+            raise SpecMismatch(f"model.{name}", list(value.shape), problem, "load it into the model of these weights")
+        else:
+            assign(mine[name], value)
+    if others:  # what modules give by get_extra_state
+        module.load_state_dict(others, strict=False)
+
+
+def full_weights(state: Mapping[str, Any], keep: bool) -> dict[str, Tensor]:
+    """Whole tensors on the CPU, copied, where `keep`; {} elsewhere. Collective where there are DTensors."""
+    whole: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if keep:
+            whole[name] = full.detach().cpu().clone() if full is value else full.detach().cpu()
+    return whole
+
+
+def optimizer_state(named: Named, optimizer: Optimizer) -> dict[str, Any]:
+    """{parameter's name: {"state": {name: tensor}, "settings": the numbers of its group, in order of their names}}.
+
+    Parameters whose state was not yet made get it, as it is before the first step.
+    """
+    _initialise(optimizer)
+    found: dict[str, Any] = {}
+    for name, parameter, group in _members(named, optimizer):
+        state = {key: _as_tensor(value) for key, value in optimizer.state[parameter].items() if value is not None}
+        found[name] = {"state": state, "settings": torch.tensor(list(_settings(group)), dtype=torch.float64)}
+    return found
+
+
+def load_optimizer_state(named: Named, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raises SpecMismatch when a parameter's state is missing or has other parts than this optimiser keeps."""
+    _initialise(optimizer)
+    for name, parameter, group in _members(named, optimizer):
+        if name not in state:
+            raise SpecMismatch(f"optimizer.{name}", "", "is missing", "resume with the model that was saved")
+        mine, theirs = optimizer.state[parameter], state[name].get("state", {})
+        for key in [key for key, value in mine.items() if value is not None]:
+            if key not in theirs:
+                problem = f"has no {key}, which {type(optimizer).__name__} keeps"
+                raise SpecMismatch(f"optimizer.{name}", sorted(theirs), problem, "resume with the optimiser of the run")
+            if isinstance(mine[key], Tensor):
+                assign(mine[key], theirs[key])
+            else:
+                mine[key] = type(mine[key])(theirs[key].item())
+        _restore_settings(group, state[name]["settings"].tolist())
+
+
+def _members(named: Named, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
+    names = {parameter: name for name, parameter in named}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                yield names[parameter], parameter, group
+
+
+def _as_tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value)
+
+
+def _settings(group: Mapping[str, Any]) -> Iterator[float]:
+    """The numbers among a group's settings (rates, decays, betas): some optimisers change them as they go."""
+    for key in _numeric_keys(group):
+        value = group[key]
+        for each in value if isinstance(value, (tuple, list)) else [value]:
+            if type(each) in (int, float) or (isinstance(each, Tensor) and each.ndim == 0):
+                yield float(each)
+
+
+def _restore_settings(group: dict[str, Any], values: list[float]) -> None:
+    if len(values) != len(list(_settings(group))):
+        raise SpecMismatch("optimizer", len(values), "settings, not as many as were saved", "use the same optimiser")
+    rest = iter(values)
+
+    def restored(each: Any) -> Any:
+        if type(each) in (int, float):
+            return type(each)(next(rest))
+        if isinstance(each, Tensor) and each.ndim == 0:
+            each.fill_(next(rest))
+        return each
+
+    for key in _numeric_keys(group):
+        value = group[key]
+        if isinstance(value, (tuple, list)):
+            group[key] = type(value)(restored(each) for each in value)
+        else:
+            group[key] = restored(value)
+
+
+def _numeric_keys(group: Mapping[str, Any]) -> list[str]:
+    """`initial_lr` is a schedule's, which may be made before or after."""
+    return sorted(key for key in group if key not in ("params", "initial_lr"))
+
+
+def _initialise(optimizer: Optimizer) -> None:
+    """Let the optimiser make the state of parameters that have none, by a step that moves nothing.
+
+    The step runs with zero gradients and a zero rate on those parameters alone; counts are set back afterwards.
+    """
+    everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    new = [each for each in everything if each.requires_grad and not optimizer.state.get(each)]
+    if not new:
+        return
+    grads = [parameter.grad for parameter in everything]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    kept = [parameter.detach().clone() for parameter in new]
+    try:
+        for parameter in everything:
+            parameter.grad = None
+        for parameter in new:
+            parameter.grad = torch.zeros_like(parameter)
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        type(optimizer).step(optimizer)  # not the instance's, which a schedule wraps to count steps
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter, grad in zip(everything, grads, strict=True):
+            parameter.grad = grad
+    for parameter, value in zip(new, kept, strict=True):
+        assign(parameter.data, value)
+        for key, entry in optimizer.state[parameter].items():
+            if key == "step":
+                optimizer.state[parameter][key] = torch.zeros_like(entry) if isinstance(entry, Tensor) else 0

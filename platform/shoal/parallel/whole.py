@@ -1,0 +1,176 @@
+"""The whole model in one process; and what all plans do alike that hold a model whose forward pass is one call.
+
+`Replicated` and `Sharded` change what is called and when gradients are exchanged. Called by `parallelize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.errors import ConfigError, PlanError
+from shoal.parallel import gradients, state
+from shoal.parallel.batch_norm import DataRanks, globalise_batch_norm
+from shoal.parallel.batches import micro_batches, num_samples
+from shoal.parallel.dropout import Draws, seed_dropout
+from shoal.parallel.model import Learnable, ParallelModel
+from shoal.parallel.plan import ParallelSpec
+from shoal.parallel.precision import LossScale, autocast
+from shoal.parallel.world import World
+
+
+class Whole(ParallelModel):
+    """A model that each rank calls as a whole; alone, or (with `data_group`) beside ranks with other samples."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        learnable: Learnable,
+        spec: ParallelSpec,
+        world: World,
+        seed: int,
+        data_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.module = model
+        self.modules = [model]
+        self.data_rank = dist.get_rank(data_group) if data_group else 0
+        self.num_data_ranks = dist.get_world_size(data_group) if data_group else 1
+        self._learnable, self._spec, self._world = learnable, spec, world
+        self._data_group = data_group
+        self._ranks = DataRanks(data_group) if data_group else None
+        if self._ranks:
+            globalise_batch_norm(model, self._ranks)
+        self._draws = Draws(seed, self.data_rank, self.num_data_ranks, world.device)
+        seed_dropout(model, self._draws)
+        self._forward: nn.Module = model
+        self._scale = LossScale() if spec.precision == "fp16" else None
+        self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    # -- a step
+
+    def train_step(self, batch: Any, step: int) -> Tensor:
+        while True:
+            loss = self._gradients(batch, step)
+            if self._scale is None:
+                return loss
+            gradients.scale(self._trainable, 1.0 / self._scale.value)
+            if self._scale.update(bool(gradients.global_norm(self._trainable).isfinite())):
+                return loss
+
+    def _gradients(self, batch: Any, step: int) -> Tensor:
+        for parameter in self._trainable:
+            parameter.grad = None
+        accumulate = self._spec.accumulate
+        if accumulate == 1:
+            return self._micro_step(batch, step, 0)
+        parts = micro_batches(batch, accumulate)
+        losses = []
+        for index, part in enumerate(parts):
+            with self._exchange(index == accumulate - 1):
+                losses.append(self._micro_step(part, step, index))
+        return torch.stack(losses).mean()
+
+    def _micro_step(self, batch: Any, step: int, index: int) -> Tensor:
+        self._draws.begin(step, index, num_samples(batch))
+        with autocast(self._spec.precision, self._world.device):
+            outputs = self._forward(*self._learnable.inputs(batch))
+            loss = self._learnable.loss(outputs, batch)
+        if loss.ndim:
+            raise ConfigError("Task.loss", list(loss.shape), "is not a scalar", "return the mean over the samples")
+        scaled = loss if self._spec.accumulate == 1 else loss / self._spec.accumulate
+        self._backward(scaled if self._scale is None else scaled * self._scale.value)
+        return loss.detach()
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def _exchange(self, last: bool) -> AbstractContextManager[object]:
+        """The context of a micro-step: gradients are exchanged in the last one only."""
+        return nullcontext()
+
+    # -- evaluation
+
+    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
+        with evaluating(self.module), torch.no_grad(), autocast(self._spec.precision, self._world.device):
+            outputs = self.module(*self._learnable.inputs(batch))
+            means = {"loss": self._learnable.loss(outputs, batch), **self._learnable.metrics(outputs, batch)}
+        if not num_samples:
+            return {name: torch.zeros_like(mean, dtype=torch.float32) for name, mean in means.items()}
+        return {name: mean.float() * num_samples for name, mean in means.items()}
+
+    def total(self, values: Tensor) -> Tensor:
+        if self._data_group is None:
+            return values
+        summed = values.clone()
+        dist.all_reduce(summed, group=self._data_group)
+        return summed
+
+    def clip(self, max_norm: float) -> Tensor:
+        return gradients.clip(self._trainable, max_norm)
+
+    # -- state
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters()
+
+    def model_state(self) -> dict[str, Any]:
+        return self.module.state_dict()
+
+    def load_model_state(self, values: dict[str, Any]) -> None:
+        state.load_model_state(self.module, values)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return state.optimizer_state(self.named_parameters(), optimizer)
+
+    def load_optimizer_state(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
+        state.load_optimizer_state(self.named_parameters(), optimizer, values)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        return state.full_weights(self.model_state(), keep=self._world.is_first)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode within; afterwards each layer is in the mode that it was in (some may be frozen)."""
+    training = [each for each in module.modules() if each.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
+
+
+class Single(Whole):
+    """One process alone."""
+
+    def __init__(self, model: nn.Module, learnable: Learnable, spec: ParallelSpec, world: World, seed: int) -> None:
+        super().__init__(model.to(world.device), learnable, spec, world, seed)
+        if spec.compile:
+            compile_module(self.module)
+
+    @property
+    def communication_s(self) -> float:
+        return 0.0
+
+
+def compile_module(module: nn.Module) -> None:
+    """torch.compile, in place. What cannot be compiled raises PlanError at the first call, and never runs slowly."""
+    module.compile()
+    compiled = module._compiled_call_impl
+    assert compiled is not None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            problem = f"{type(module).__name__} cannot be compiled ({type(error).__name__}: {error})"
+            raise PlanError("parallel.compile", True, problem, "use compile=false") from error
+
+    module._compiled_call_impl = call
