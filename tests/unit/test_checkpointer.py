@@ -222,6 +222,13 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     checkpointer.close()
 
 
+def test_a_folder_that_is_not_shared_is_said(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "write_file", lambda path, pieces: folder.FileSum(0, ""))  # on another disk
+    checkpointer.save(1, state_of(1))
+    with pytest.raises(CheckpointError, match="rank 0 does not see the shard of rank 0"):
+        checkpointer.wait()
+
+
 class Crash(BaseException):
     """The process ends here."""
 
@@ -315,7 +322,7 @@ def test_preparing_allocates_what_every_save_uses(checkpointer: Checkpointer) ->
     assert checkpointer._staging._buffer.data_ptr() == buffer
 
 
-def test_large_tensors_are_copied_by_two_threads(checkpointer: Checkpointer) -> None:
+def test_tensors_larger_than_a_block_and_turned_ones(checkpointer: Checkpointer) -> None:
     generator = torch.Generator().manual_seed(0)
     big = {name: torch.randn(size, generator=generator) for name, size in {"a": 7_000, "b": 6 << 20, "c": 333}.items()}
     turned = torch.randn(3 << 10, 2 << 10, generator=generator).T

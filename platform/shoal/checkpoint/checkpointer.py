@@ -62,7 +62,7 @@ class Checkpointer:
     | saves in flight | one                                                         |
     | what blocks     | every method, while one is in flight: so a second save too  |
     | who unblocks    | the background thread when it has ended; else `timeout_s`   |
-    | close()         | waits for it, then ends threads and group                   |
+    | close()         | waits for it, then ends thread and group                    |
 
     Every method but `wait` and `close` is collective when torch.distributed runs with several ranks.
     """
@@ -76,7 +76,6 @@ class Checkpointer:
         self._token: str = self._ranks.broadcast(uuid.uuid4().hex[:8])
         self._num_saves = 0
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._helper = ThreadPoolExecutor(1, "staging")
         self._outline: tuple[Any, ...] | None = None
         self._staging: Staging | None = None
         self._index: dict[str, Any] = {}  # of the tensors; on the first rank
@@ -119,7 +118,7 @@ class Checkpointer:
             values = {name: encode(leaf.value, name) for name, leaf in leaves.items() if name not in tensors}
             notes = (encode(dict(extras or {}), "extras"), encode(dict(per_rank or {}), "per_rank"))
         staging = self._plan(tensors, step)
-        staging.fill(tensors, self._helper)
+        staging.fill(tensors)
         self._num_saves += 1
         draft = draft_of(self.folder, step, f"{self._token}-{self._num_saves}")
         job = Job(step, draft, path_of(self.folder, step), plan, best, self.keep, values, *notes)
@@ -210,7 +209,6 @@ class Checkpointer:
         finally:
             self._closed = True
             self._writer.shutdown(wait=False)
-            self._helper.shutdown()
             self._ranks.close()
 
     def __enter__(self) -> Self:
