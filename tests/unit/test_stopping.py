@@ -173,4 +173,8 @@ def test_the_same_network_evaluated_twice_counts_once() -> None:
     policy = _policy({"convergence": {"patience": 2}})
     assert _run(policy, [1.0, 2.0]) is None
     assert policy.after_evaluation(2, {"loss": 2.0}) is None
-    assert policy.after_evaluation(3, {"loss": 2.0}) is not None
+    stop = policy.after_evaluation(3, {"loss": 2.0})
+    assert stop is not None
+    resumed = _policy({"convergence": {"patience": 2}})
+    resumed.load_state_dict(policy.state_dict())
+    assert resumed.after_evaluation(3, {"loss": 2.0}) == stop  # what had converged has

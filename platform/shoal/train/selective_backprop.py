@@ -8,14 +8,16 @@ as they do without it; the weights move at those steps at which a whole batch of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.parallel.batches import map_tensors, num_samples, tensors_of
 from shoal.parallel.model import ParallelModel
+from shoal.parallel.whole import evaluating
 from shoal.train.average import gather_anew
 from shoal.train.spec import SelectiveSpec
 from shoal.train.task import Task
@@ -42,7 +44,7 @@ class SelectiveBackprop:
 
         Returns the mean loss over all candidates, detached, measured in evaluation mode. Collective.
         """
-        size = _size(batch)
+        size = num_samples(batch)
         losses = self._losses(batch, size)
         self._collect(batch, self._choose(losses.cpu()), size)
         if self._is_time(size, losses):
@@ -61,21 +63,16 @@ class SelectiveBackprop:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was taken."""
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        self._recent, self._waiting = state["recent"], _each(state["waiting"], lambda tensor: tensor.to(device))
-        self._num_waiting = 0 if self._waiting is None else _size(self._waiting)
+        self._recent, self._waiting = state["recent"], map_tensors(state["waiting"], lambda tensor: tensor.to(device))
+        self._num_waiting = 0 if self._waiting is None else num_samples(self._waiting)
         self._random.set_state(state["random"])
 
     @torch.no_grad()
     def _losses(self, batch: Any, size: int) -> Tensor:
         """[B]: without dropout, and without a trace in batch-norm statistics or in the random state of training."""
         module = self._model.modules[0]
-        modes = [(part, part.training) for part in module.modules()]
-        module.eval()
-        try:
+        with evaluating(module):
             outputs = module(*self._task.inputs(batch))
-        finally:
-            for part, training in modes:
-                part.training = training
         gather_anew([module])
         return _sample_losses(self._task, outputs, batch, size).float()
 
@@ -89,10 +86,10 @@ class SelectiveBackprop:
 
     def _collect(self, batch: Any, chosen: Tensor, size: int) -> None:
         """Put the chosen ones behind those that wait; at most two batches wait for slower ranks, the newest ones."""
-        new = _each(batch, lambda tensor: tensor[chosen.to(tensor.device)])
+        new = map_tensors(batch, lambda tensor: tensor[chosen.to(tensor.device)])
         joined = new if self._waiting is None else _joined(self._waiting, new)
         self._num_waiting = min(self._num_waiting + len(chosen), 2 * size)
-        self._waiting = _each(joined, lambda tensor: tensor[len(tensor) - self._num_waiting :])
+        self._waiting = map_tensors(joined, lambda tensor: tensor[len(tensor) - self._num_waiting :])
 
     def _is_time(self, size: int, losses: Tensor) -> bool:
         """Whether every data rank has a whole batch: gradients are a common affair."""
@@ -108,7 +105,7 @@ def _sample_losses(task: Task, outputs: Any, batch: Any, size: int) -> Tensor:
     name = type(task).__name__
     losses = task.sample_losses(outputs, batch)
     if losses is None:
-        if any(tensor.ndim == 0 or len(tensor) != size for tensor in _tensors(outputs)):
+        if any(tensor.ndim == 0 or len(tensor) != size for tensor in tensors_of(outputs)):
             raise ConfigError("selective_backprop", name, "the model's outputs do not have a row a sample", _REMEDY)
         ones = [slice(index, index + 1) for index in range(size)]
         losses = torch.stack([task.loss(_part(outputs, one), _part(batch, one)) for one in ones])
@@ -118,20 +115,8 @@ def _sample_losses(task: Task, outputs: Any, batch: Any, size: int) -> Tensor:
     return losses
 
 
-def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The batch with every tensor changed."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        return {name: _each(value, change) for name, value in batch.items()}
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        changed = [_each(value, change) for value in batch]
-        return changed if isinstance(batch, list) else tuple(changed)
-    return batch
-
-
 def _part(batch: Any, part: slice) -> Any:
-    return _each(batch, lambda tensor: tensor[part])
+    return map_tensors(batch, lambda tensor: tensor[part])
 
 
 def _split(batch: Any, size: int) -> tuple[Any, Any]:
@@ -139,15 +124,5 @@ def _split(batch: Any, size: int) -> tuple[Any, Any]:
 
 
 def _joined(first: Any, second: Any) -> Any:
-    tensors = iter(_tensors(second))
-    return _each(first, lambda tensor: torch.cat([tensor, next(tensors)]))
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _each(batch, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
-
-
-def _size(batch: Any) -> int:
-    return len(_tensors(batch)[0])
+    tensors = tensors_of(second)
+    return map_tensors(first, lambda tensor: torch.cat([tensor, next(tensors)]))

@@ -146,13 +146,12 @@ class StopPolicy:
         if spec is None:
             return None
         value = _value(metrics, spec.metric, "stop.convergence.metric")
-        if step == self._judged_step:
-            return None  # the same network again, as after a resumption: it counts once
-        self._judged_step = step
-        if not math.isnan(value) and (self._best is None or _improves(value, self._best[1], spec)):
-            self._best, self._num_since_best = (step, value), 0
-            return None
-        self._num_since_best += 1
+        if step != self._judged_step:  # the same network again, as after a resumption, counts once
+            self._judged_step = step
+            if not math.isnan(value) and (self._best is None or _improves(value, self._best[1], spec)):
+                self._best, self._num_since_best = (step, value), 0
+            else:
+                self._num_since_best += 1
         if self._best is None or self._num_since_best < spec.patience:
             return None
         best_step, best = self._best
