@@ -15,7 +15,6 @@
     ├── WeightsError           weights that are missing, damaged or of the wrong shape
     ├── RegistryError          a model, version or alias that does not exist or cannot be written
     ├── CheckpointError        a checkpoint that is missing or damaged, or could not be written
-    │   └── RankLost           a rank with which it is written or read died or does not answer
     ├── TrainError             a training run that cannot go on
     │   ├── NotFinite          a loss or gradient that is NaN or infinite (step, samples, last good checkpoint)
     │   ├── OutOfMemory        the device's memory is too small for a step; says what would have fitted
@@ -110,10 +109,6 @@ class RegistryError(ShoalError):
 
 class CheckpointError(ShoalError):
     """A checkpoint is missing or damaged, or could not be written."""
-
-
-class RankLost(CheckpointError):
-    """A rank with which a checkpoint is written or read died or does not answer."""
 
 
 class TrainError(ShoalError):

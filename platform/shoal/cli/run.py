@@ -18,11 +18,11 @@ from pathlib import Path
 
 import click
 import yaml
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 import shoal.runs
-from shoal.cli.display import RunView, plain_line, render, view_of
+from shoal.cli import display, train_display
 from shoal.cluster import jobs as ray_jobs
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.embedded import start
@@ -30,12 +30,14 @@ from shoal.cluster.handle import ClusterHandle
 from shoal.errors import ConfigError, RunError
 from shoal.home import access_token, home
 from shoal.runs import Run
+from shoal.runs.display import duration, number
 from shoal.runs.origin import COMMAND_VARIABLE, as_typed
 
 REFRESH_S = 0.25
 # What Ray and Serve say in a job's log about themselves.
 _RAYS_OWN = re.compile(r" job_manager\.py:|^Running entrypoint for job|^INFO .* serve \d+ -- |\(raylet\)")
 PLAIN_S = 2.0
+TRAINING = "train"  # the job of every recipe that trains
 ACTORS_END_S = 10.0
 
 
@@ -116,7 +118,7 @@ class _Session:
         self._resumed = before is not None
         self._actors: list[subprocess.Popen[bytes]] = []
         self._notes: list[str] = []
-        self._view: RunView | None = None
+        self._view: display.RunView | train_display.TrainView | None = None
         self._record: Run | None = None
         self._job: ray_jobs.Job | None = None
         self._printed = ("", 0.0)
@@ -161,7 +163,7 @@ class _Session:
         with Live(console=self._console, refresh_per_second=4, transient=True) as live:
             while not self._step():
                 if self._view is not None:
-                    live.update(render(self._view))
+                    live.update(_picture(self._view))
 
     def _step(self) -> bool:
         """Look at the run; True when the job is over."""
@@ -191,9 +193,14 @@ class _Session:
         addresses = {point.kind: point.address for point in self._record.endpoints() if point.state == "ready"}
         if "gateway" in addresses and not self._actors and self._num_actors:
             self._start_actors(self._record)
-        phase = self._phase(self._record, addresses)
-        target = (yaml.safe_load(self._record.spec) or {}).get("target_return")
-        self._view = view_of(self._record, phase, target, self._view, self._notes + self._dead_actors())
+        notes = self._notes + self._dead_actors()
+        if record.job == TRAINING:
+            before = self._view if isinstance(self._view, train_display.TrainView) else None
+            self._view = train_display.view_of(record, before, notes)
+            return
+        known = self._view if isinstance(self._view, display.RunView) else None
+        target = (yaml.safe_load(record.spec) or {}).get("target_return")
+        self._view = display.view_of(record, self._phase(record, addresses), target, known, notes)
 
     def _phase(self, record: Run, addresses: dict[str, str]) -> str:
         seen = record.last_events(since_resumed=True)
@@ -213,7 +220,7 @@ class _Session:
         phase, at = self._printed
         if self._view.phase != phase or time.monotonic() - at >= PLAIN_S:
             self._printed = (self._view.phase, time.monotonic())
-            self._console.print(plain_line(self._view))
+            self._console.print(_line(self._view), markup=False)
 
     # -- actors ---------------------------------------------------------------------------------------------------
 
@@ -281,6 +288,11 @@ class _Session:
         record = shoal.runs.load(self.run_id)
         events, models = record.last_events(since_resumed=True), record.models().to_dict("records")
         say = self._console.print
+        if "trained" in events:
+            trained = events["trained"]
+            found = ", ".join(f"{name} [bold]{number(value)}[/]" for name, value in trained["metrics"].items())
+            say(f"[green]{trained['detail']}[/] after {duration(trained['seconds'])}, step {trained['kept']:,} kept")
+            say(f"evaluated {found}" if found else "there was no validation data")
         if "solved" in events:
             seconds, steps = events["solved"]["seconds"], events["solved"]["steps"]
             say(f"[green]solved[/] {seconds:.1f} s after the first segment, with {steps:,} environment steps")
@@ -301,6 +313,14 @@ class _Session:
         say(f"  tensorboard --logdir {record.folder / 'tensorboard'}")
         for model in models:
             say(f"  shoal models show {model['name']}@{model['version']}")
+
+
+def _picture(view: display.RunView | train_display.TrainView) -> RenderableType:
+    return train_display.render(view) if isinstance(view, train_display.TrainView) else display.render(view)
+
+
+def _line(view: display.RunView | train_display.TrainView) -> str:
+    return train_display.plain_line(view) if isinstance(view, train_display.TrainView) else display.plain_line(view)
 
 
 def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Console) -> None:

@@ -20,11 +20,11 @@ from shoal.errors import ClusterError, ShoalError
 
 SpecT = TypeVar("SpecT", bound=Spec)
 NAMESPACE = "shoal"
-CHECK = "--check"
+CHECK, HELP = "--check", ("-h", "--help")
 
 
 def job_main(
-    spec: SpecT,
+    spec: SpecT | Callable[[list[str]], SpecT],
     run: Callable[[SpecT, str], object],
     job: str,
     check: Callable[[SpecT], object] = lambda spec: None,
@@ -32,15 +32,19 @@ def job_main(
 ) -> None:
     """Run `run(spec with the words applied, job)` on the cluster of $RAY_ADDRESS; exits 1 on a ShoalError.
 
+    spec: what the words change, or a function that finds it by looking at them
+
     Among the words, `--help` prints the fields, and `--check` ends after the words, and what `check` looks at, have
     been found good. With the word `resume=RUN`, what is not said again is as that run's record has it.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if "-h" in words or "--help" in words:
-        print(f"usage: python jobs/{job}.py [field=value ...]\n\nfields and their defaults:\n\n{spec.to_yaml()}")
-        return
+    fields = [word for word in words if word not in (CHECK, *HELP)]
     try:
-        chosen = _as_recorded(spec, words).override([word for word in words if word != CHECK])
+        base = _as_recorded(spec, fields) if isinstance(spec, Spec) else spec(fields)
+        if not set(HELP).isdisjoint(words):
+            print(f"usage: python jobs/{job}.py [field=value ...]\n\nfields and their defaults:\n\n{base.to_yaml()}")
+            return
+        chosen = base.override(fields)
         check(chosen)
         if CHECK in words:
             return

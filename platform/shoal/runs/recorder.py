@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+
 from shoal.errors import Closed, ConfigError, RunError
 from shoal.home import home
 from shoal.runs.database import BUSY_TIMEOUT_S, connect, transaction
@@ -196,6 +198,18 @@ class RunRecorder:
             self._pending.logged.append(entry)
             self._pending.num_rows += len(values)
 
+    def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        """Add a distribution to the TensorBoard files, which alone hold it: counts [bins] between edges [bins + 1]."""
+        with self._buffering:
+            self._require_open()
+        with self._mirroring:
+            try:
+                if self._tensorboard is None:
+                    self._tensorboard = EventFile(self.folder / "tensorboard")
+                self._tensorboard.add_histogram(int(step), time.time(), name, counts, edges)
+            except OSError as error:
+                self._warn_of_tensorboard(error)
+
     def weights_published(self, version: int, step: int, sha256: str, published_at: float) -> None:
         """Record that version `version` of the weights was handed out after step `step`."""
         row = (self._number, int(version), int(step), float(published_at), sha256)
@@ -337,7 +351,10 @@ class RunRecorder:
                     self._tensorboard.add(step, at, values)
                 self._tensorboard.flush()
             except OSError as error:
-                _log.warning("run %s: TensorBoard files cannot be written: %s", self.id, error)
+                self._warn_of_tensorboard(error)
+
+    def _warn_of_tensorboard(self, error: OSError) -> None:
+        _log.warning("run %s: TensorBoard files cannot be written: %s", self.id, error)
 
     def _write_until_stopped(self) -> None:
         last_problem = ""

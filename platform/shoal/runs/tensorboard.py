@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
 
 class EventFile:
     """One append-only event file in `folder`, made at once.
@@ -36,6 +38,24 @@ class EventFile:
 
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._writer.write(Event(wall_time=at, step=step, summary=Summary(value=scalars)).SerializeToString())
+
+    def add_histogram(self, step: int, at: float, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        """Append a distribution: counts [bins] between edges [bins + 1]."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+        centres = (edges[:-1] + edges[1:]) / 2
+        histogram = HistogramProto(
+            min=float(edges[0]),
+            max=float(edges[-1]),
+            num=float(counts.sum()),
+            sum=float((counts * centres).sum()),
+            sum_squares=float((counts * centres**2).sum()),
+            bucket_limit=edges[1:].astype(float).tolist(),
+            bucket=counts.astype(float).tolist(),
+        )
+        value = Summary.Value(tag=name, histo=histogram)
+        self._writer.write(Event(wall_time=at, step=step, summary=Summary(value=[value])).SerializeToString())
 
     def flush(self) -> None:
         """Hand everything to the operating system."""

@@ -123,6 +123,24 @@ def make_task(word: str, args: Mapping[str, Any]) -> Task:
     return task
 
 
+def data_of(task: Task, word: str) -> Data:
+    """What `task.data()` gives. Raises ConfigError when that is something else than a Data, and DataError."""
+    found: object = task.data()
+    if not isinstance(found, Data):
+        problem = f"{type(task).__name__}.data gave a {type(found).__name__}"
+        raise ConfigError("task", word, problem, "return shoal.data.Data(train=...)")
+    return found
+
+
+def model_of(task: Task, word: str) -> nn.Module:
+    """What `task.model()` gives. Raises ConfigError when that is no module."""
+    found: object = task.model()
+    if not isinstance(found, nn.Module):
+        problem = f"{type(task).__name__}.model gave a {type(found).__name__}"
+        raise ConfigError("task", word, problem, "return a torch.nn.Module")
+    return found
+
+
 def source_file(word: str) -> Path | None:
     """The file that `word` names, where it names one and not an installed module."""
     place = word.partition(":")[0]

@@ -1,0 +1,161 @@
+"""A training run on a cluster: checked, started, watched, started again when a worker is lost, and registered.
+
+    check ► record ► attempt (► attempt from the last checkpoint ...) ► register ► report
+
+Called by `jobs/train.py` and the recipes, in a process that is connected to a Ray cluster. It owns the order of things
+and the run record; the work is done by the Trainers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+import shoal.runs
+from shoal.cluster.driver import expected_run_id, job_main
+from shoal.errors import ClusterError, PlanError, RankLost
+from shoal.runs import RunRecorder
+from shoal.train.checks import Checked, check
+from shoal.train.ending import end_run
+from shoal.train.outcome import Outcome
+from shoal.train.ray_train import Fit, Message, Setting
+from shoal.train.recipe import spec_from_words
+from shoal.train.spec import TrainSpec
+
+JOB = "train"
+POLL_S = 0.25
+STOP_S = 12.0  # for the workers to save, before whoever asked for an end loses patience
+PRINT_S = 2.0
+ATTEMPTS_WITHOUT_PROGRESS = 3
+
+
+def train_main(spec: TrainSpec | None = None) -> None:
+    """The main function of a recipe's file, and of jobs/train.py, which has no spec of its own."""
+    if spec is None:
+        job_main(spec_from_words, run_training, job=JOB, check=check)
+        return
+    task = spec.task or os.path.relpath(sys.argv[0])
+    job_main(spec.model_copy(update={"task": task}), run_training, job=JOB, check=check)
+
+
+def run_training(spec: TrainSpec, job: str) -> str:
+    """Train to the end and return the run's id. Raises a ShoalError when that is not possible."""
+    checked = check(spec)
+    with _record(spec, job) as recorder:
+        _Flow(spec, checked, recorder).run()
+    shoal.runs.write_report(shoal.runs.load(recorder.id))
+    return recorder.id
+
+
+@contextmanager
+def _record(spec: TrainSpec, job: str) -> Iterator[RunRecorder]:
+    text = spec.to_yaml()
+    recorder = shoal.runs.reopen(spec.resume, text) if spec.resume else shoal.runs.create(job, text, expected_run_id())
+    with recorder:
+        yield recorder
+
+
+class _Flow:
+    """One run, over all attempts that it takes."""
+
+    def __init__(self, spec: TrainSpec, checked: Checked, recorder: RunRecorder) -> None:
+        self.spec, self.checked, self.recorder = spec, checked, recorder
+        self._step = -1  # the newest that was heard of
+        self._printed_at = 0.0
+
+    def run(self) -> None:
+        """Attempt until the run ends, or until workers were lost several times without a step between."""
+        print(f"run {self.recorder.id}: {self.spec.task} on {self.spec.workers} workers", flush=True)
+        require_room(self.spec)
+        lost_in_a_row = 0
+        while True:
+            before = self._step
+            try:
+                outcome = self._attempt()
+                break
+            except RankLost as error:
+                lost_in_a_row = 1 if self._step > before else lost_in_a_row + 1
+                self.recorder.event("workers_lost", step=self._step, error=str(error))
+                print(f"{error}; going on from the last checkpoint", flush=True)
+                if lost_in_a_row >= ATTEMPTS_WITHOUT_PROGRESS:
+                    raise
+        end_run(self.spec, outcome, self.checked, self.recorder, registers=True)
+        if outcome.is_interrupted:
+            raise KeyboardInterrupt
+        print(f"run {self.recorder.id}: {outcome.detail}; {_in_words(outcome.metrics)}", flush=True)
+
+    def _attempt(self) -> Outcome:
+        setting = Setting(
+            self.spec,
+            self.recorder.id,
+            self.recorder.folder,
+            Path.cwd(),
+            self.checked.flops_per_sample,
+            self.checked.peak_flops * self.spec.workers,
+        )
+        with closing(Fit(setting)) as fit:
+            try:
+                while not self._listen(fit, POLL_S):
+                    pass
+            except KeyboardInterrupt:
+                self._finish(fit)
+            return fit.outcome()
+
+    def _finish(self, fit: Fit) -> None:
+        """Let the workers save. Raises KeyboardInterrupt when they take too long."""
+        print("stopping: saving a checkpoint ...", flush=True)
+        fit.stop()
+        deadline = time.monotonic() + STOP_S
+        while not self._listen(fit, POLL_S):
+            if time.monotonic() > deadline:
+                raise KeyboardInterrupt
+
+    def _listen(self, fit: Fit, timeout_s: float) -> bool:
+        messages, is_over = fit.poll(timeout_s)
+        for message in messages:
+            self._record_message(message)
+        return is_over
+
+    def _record_message(self, message: Message) -> None:
+        kind, content = message
+        if kind == "log":
+            step, values = content
+            self._step = max(self._step, step)
+            self.recorder.log(step, values)
+            self._print(step, values)
+        elif kind == "event":
+            name, details = content
+            self.recorder.event(name, **details)
+        else:
+            self.recorder.histogram(*content)
+
+    def _print(self, step: int, values: dict[str, Any]) -> None:
+        is_evaluation = any(name.startswith("validation/") for name in values)
+        if not is_evaluation and time.monotonic() - self._printed_at < PRINT_S:
+            return
+        self._printed_at = time.monotonic()
+        print(f"step {step:6,} | {_in_words(values)}", flush=True)
+
+
+def require_room(spec: TrainSpec) -> None:
+    """Raises PlanError when the cluster can never hold so many workers, ClusterError when it has nothing free."""
+    resource = "GPU" if spec.device == "cuda" else "CPU"
+    there = int(ray.cluster_resources().get(resource, 0))
+    if there < spec.workers:
+        remedy = f"use workers={there}, or a larger cluster" if there else f"start a cluster with {resource}s"
+        raise PlanError("workers", spec.workers, f"the cluster has {there} {resource}s", remedy)
+    free = int(ray.available_resources().get(resource, 0))
+    if free < spec.workers:
+        problem = f"{spec.workers} workers need a {resource} each, and {free} of {there} are free"
+        raise ClusterError(f"{problem}: wait for what runs (`shoal status`), or use fewer workers")
+
+
+def _in_words(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())

@@ -1,0 +1,36 @@
+"""`python -m shoal.train task=my_task.py:MyTask a.b=c ...`: train here, without Ray. Under torchrun, one of its ranks.
+
+torchrun --nproc-per-node 2 -m shoal.train task=my_task.py:MyTask parallel=ddp
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from shoal.errors import ShoalError
+from shoal.train.alone import train_here
+from shoal.train.recipe import spec_from_words
+
+
+def main(words: list[str]) -> int:
+    """The exit status."""
+    if not words or words[0] in ("-h", "--help"):
+        print(f"{__doc__}\nfields and their defaults:\n\n{spec_from_words([]).to_yaml()}")
+        return 0
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        outcome = train_here(spec_from_words(words))
+    except ShoalError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    if is_first:
+        metrics = ", ".join(f"{name} {value:.4g}" for name, value in outcome.metrics.items())
+        print(f"run {outcome.run_id}: {outcome.detail}, {outcome.seconds:.1f} s. {metrics}", flush=True)
+        if outcome.is_interrupted:
+            print(f"Go on with: python -m shoal.train resume={outcome.run_id}", flush=True)
+    return 130 if outcome.is_interrupted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

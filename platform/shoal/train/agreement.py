@@ -1,0 +1,59 @@
+"""How ranks agree on what only one of them may have noticed: a request to stop, a clock, a loss that is not finite.
+
+Every so many steps the ranks exchange a few numbers, and all see the same maximum. How many steps lie between two
+exchanges is part of what is exchanged, so that a step of a millisecond is not burdened with one each. Called by the
+Trainer; decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shoal.parallel import World
+
+INTERVAL_S = 0.2
+MAX_INTERVAL = 1_000
+
+
+class Signs(NamedTuple):
+    """What a rank has noticed; among ranks, the maximum counts.
+
+    stop:          somebody asked for an end
+    elapsed_s:     of this life of the run
+    is_not_finite: a loss or gradient was not
+    """
+
+    stop: bool = False
+    elapsed_s: float = 0.0
+    is_not_finite: bool = False
+
+
+class Agreement:
+    """Exchanges signs after every `interval` steps, the same on all ranks; alone it only keeps the time."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        # A back end for CPU tensors of its own, so that an exchange never waits for the device.
+        self._group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self._interval, self._steps, self._last_s = 1, 0, time.monotonic()
+
+    def is_due(self) -> bool:
+        """Call once after each step: whether this is a step after which signs are exchanged."""
+        self._steps += 1
+        return self._steps >= self._interval
+
+    def exchange(self, mine: Signs) -> Signs:
+        """The maximum of every rank's signs. Collective."""
+        now = time.monotonic()
+        step_s = max((now - self._last_s) / max(self._steps, 1), 1e-6)
+        values = torch.tensor([float(mine.stop), mine.elapsed_s, float(mine.is_not_finite), step_s], dtype=torch.double)
+        if self._group is not None:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
+        stop, elapsed_s, is_not_finite, step_s = values.tolist()
+        self._interval = min(MAX_INTERVAL, 2 * self._interval, max(1, int(INTERVAL_S / step_s)))
+        self._steps, self._last_s = 0, now
+        return Signs(bool(stop), elapsed_s, bool(is_not_finite))

@@ -1,0 +1,103 @@
+"""Training without Ray: in this process, or in the ranks that torchrun has started; with a run record all the same.
+
+Called by `python -m shoal.train`, by `shoal ablate`, and by tests. The record is written by rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import shoal.runs
+from shoal.errors import ShoalError
+from shoal.home import home
+from shoal.parallel import World
+from shoal.runs import RunRecorder
+from shoal.train.assembly import set_threads
+from shoal.train.checks import check
+from shoal.train.ending import end_run
+from shoal.train.journal import Recorded, Silent
+from shoal.train.outcome import Outcome
+from shoal.train.spec import TrainSpec
+from shoal.train.task import make_task
+from shoal.train.trainer import Trainer
+
+JOB = "train"
+
+
+def train_here(spec: TrainSpec, job: str = JOB, *, registers: bool = True) -> Outcome:
+    """Train in this process, one of torchrun's ranks or the only one, and return how it ended.
+
+    Ctrl-C saves a checkpoint and ends the run as stopped. Raises ShoalError; the record then says why.
+
+    registers: put the network into the registry at the end
+    """
+    with ExitStack() as closing:
+        world = World.from_environment(spec.device, spec.parallel.backend)
+        closing.callback(world.close)
+        spec = spec.model_copy(update={"workers": world.size})
+        checked = check(spec)
+        set_threads(spec, os.cpu_count() or 1)
+        recorder, problem = None, ""
+        if world.is_first:
+            try:
+                recorder = closing.enter_context(_record(spec, job))
+            except ShoalError as error:
+                if world.size == 1:
+                    raise
+                problem = str(error)
+        run_id, problem = world.broadcast((recorder.id if recorder else "", problem))
+        if problem:
+            raise ShoalError(problem)
+        folder = home() / "runs" / run_id
+        stop = closing.enter_context(_interrupts())
+        journal = Recorded(recorder) if recorder else Silent()
+        trainer = Trainer(
+            spec,
+            make_task(spec.task, spec.args),
+            world,
+            folder,
+            run_id=run_id,
+            journal=journal,
+            should_stop=stop.is_set,
+        )
+        outcome = trainer.run()
+        if recorder is not None:
+            end_run(spec, outcome, checked, recorder, registers=registers)
+        world.barrier()
+        return outcome
+
+
+@contextmanager
+def _record(spec: TrainSpec, job: str) -> Iterator[RunRecorder]:
+    """The record of this run, or of the one that is resumed; written to the end by this process."""
+    text = spec.to_yaml()
+    recorder = shoal.runs.reopen(spec.resume, text) if spec.resume else shoal.runs.create(job, text)
+    with recorder:
+        yield recorder
+    if recorder.folder.is_dir():
+        shoal.runs.write_report(shoal.runs.load(recorder.id))
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set: the Trainer then saves and ends. A second Ctrl-C ends it at once."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def note(signum: int, frame: object) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,193 @@
+"""What a training run consists of on this rank: model, optimiser, loaders, average, and what there is to save of them.
+
+Made once from a spec and a Task, in an order that is the same on every rank. Called by the Trainer and the finders.
+Takes no step; decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.data import Data, Loader
+from shoal.data.example import example_batch
+from shoal.parallel import Degrees, World
+from shoal.parallel.batches import moved
+from shoal.parallel.model import ParallelModel, parallelize
+from shoal.train.average import Average
+from shoal.train.optimizers import make_optimizer
+from shoal.train.random_state import seed_everything
+from shoal.train.schedules import steps_of_epochs, total_steps_of
+from shoal.train.selective_backprop import SelectiveBackprop
+from shoal.train.spec import TrainSpec
+from shoal.train.task import Task, data_of, model_of
+
+
+class Stream:
+    """The training data without end: epoch after epoch, from wherever the loader stands."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self._batches = self._endless()
+
+    def next(self) -> Any:
+        """This rank's share of the next global batch. Raises DataError."""
+        return next(self._batches)
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
+
+
+@dataclass
+class Assembly:
+    """The parts. `steps_per_epoch` and `total_steps` are None where nothing says them.
+
+    num_parameters: of the whole model; a tied one counts once
+    """
+
+    spec: TrainSpec
+    task: Task
+    degrees: Degrees
+    model: ParallelModel
+    optimizer: Optimizer
+    training: Loader
+    stream: Stream
+    validation: Loader | None
+    average: Average | None
+    selective: SelectiveBackprop | None
+    steps_per_epoch: int | None
+    total_steps: int | None
+    num_parameters: int
+
+    def train_step(self, batch: Any, step: int) -> Tensor:
+        """One step over this rank's share: the gradients, and the mean loss, detached."""
+        if self.selective is not None:
+            return self.selective.train_step(batch, step)
+        return self.model.train_step(batch, step)
+
+    def epoch_of(self, step: int) -> float:
+        """Epochs that `step` steps make: a fraction where the length of one is known, else whole ones that ended."""
+        return step / self.steps_per_epoch if self.steps_per_epoch else float(self.training.epoch)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within, the model has the averaged weights, where the spec asks for an average."""
+        return self.average.applied() if self.average is not None else nullcontext()
+
+    # -- what there is to save ------------------------------------------------------------------------------------
+
+    def network_state(self) -> dict[str, Any]:
+        """What the network is, and its average: to be saved, or to be filled."""
+        state: dict[str, Any] = {"model": self.model.model_state()}
+        if self.average is not None:
+            state["average"] = self.average.state_dict()
+        return state
+
+    def load_network_state(self, state: dict[str, Any]) -> None:
+        """Take what `network_state` gave and a checkpoint has filled."""
+        self.model.load_model_state(state["model"])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
+
+    def state(self) -> dict[str, Any]:
+        """All that is tensors: the network, and the optimiser."""
+        return {**self.network_state(), "optimizer": self.model.optimizer_state(self.optimizer)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take what `state` gave and a checkpoint has filled."""
+        self.load_network_state(state)
+        self.model.load_optimizer_state(self.optimizer, state["optimizer"])
+
+    def position(self) -> dict[str, Any]:
+        """Where the data stands, for any number of ranks; rank 0's word counts for all."""
+        return self.training.state_dict()
+
+    def own_position(self) -> dict[str, Any]:
+        """What of the position is this rank's alone."""
+        own: dict[str, Any] = {"data": self.training.state_dict()}
+        if self.selective is not None:
+            own["selective"] = self.selective.state_dict()
+        return own
+
+    def load_position(self, position: dict[str, Any], own: dict[str, Any] | None) -> None:
+        """Go on in the data where a checkpoint stands; `own` is None when another number of ranks wrote it."""
+        self.training.load_state_dict(own["data"] if own is not None else position)
+        if self.selective is not None and own is not None:
+            self.selective.load_state_dict(own["selective"])
+
+    def close(self) -> None:
+        """End loaders and plan. Idempotent."""
+        self.training.close()
+        if self.validation is not None:
+            self.validation.close()
+        self.model.close()
+
+
+def assemble(spec: TrainSpec, task: Task, world: World) -> Assembly:
+    """Build everything for this rank of `world`.
+
+    Raises PlanError, DataError and ConfigError, on every rank alike, before anything is communicated.
+    """
+    degrees = spec.parallel.degrees(world.size)
+    spec.parallel.samples(spec.batch_size, degrees)
+    data = data_of(task, spec.task)
+    share = (degrees.coordinates(world.rank).data, degrees.data)
+    training = _loader(spec, data, world, share, is_training=True)
+    validation = _loader(spec, data, world, share, is_training=False) if data.validation is not None else None
+    seed_everything(spec.seed)
+    network = model_of(task, spec.task)
+    num_parameters = sum(parameter.numel() for parameter in network.parameters())
+    example = moved(example_batch(data.train, data.collate, spec.batch_size // degrees.data), world.device)
+    model = parallelize(network, task, spec.parallel, degrees, world, example, spec.seed)
+    optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
+    steps_per_epoch = training.num_batches
+    chosen = spec.selective_backprop
+    return Assembly(
+        spec,
+        task,
+        degrees,
+        model,
+        optimizer,
+        training,
+        Stream(training),
+        validation,
+        average=Average(model, spec.average) if spec.average is not None else None,
+        selective=SelectiveBackprop(chosen, model, task, spec.seed) if chosen is not None else None,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total_steps_of(spec, steps_per_epoch),
+        num_parameters=num_parameters,
+    )
+
+
+def evaluation_interval(spec: TrainSpec, steps_per_epoch: int | None) -> int | None:
+    """After how many steps the validation data is due; None: only at the end, as nothing tells what an epoch is."""
+    if spec.evaluate.every_steps is not None:
+        return spec.evaluate.every_steps
+    if steps_per_epoch is None:
+        return None
+    return steps_of_epochs(spec.evaluate.every_epochs, steps_per_epoch)
+
+
+def _loader(spec: TrainSpec, data: Data, world: World, share: tuple[int, int], *, is_training: bool) -> Loader:
+    return Loader(
+        data.train if is_training else data.validation,
+        batch_size=spec.batch_size if is_training else spec.evaluate.batch_size or spec.batch_size,
+        share=share,
+        seed=spec.seed,
+        spec=spec.loader,
+        device=world.device,
+        collate=data.collate,
+        shuffle=None if is_training else False,
+        drop_last=is_training,
+    )
+
+
+def set_threads(spec: TrainSpec, cores: int) -> None:
+    """Give torch as many threads as the spec says, or this rank's part of the cores."""
+    torch.set_num_threads(spec.threads or max(1, cores // spec.workers))

@@ -1,0 +1,283 @@
+"""What a run should be given before it is started: the learning rate, and the batch size that the memory holds.
+
+Called by `shoal find`. Each finder builds the Task's network for itself, in this process and without a plan, tries, and
+lets it go: nothing of a run, and no random number of the caller, is touched. What it found is drawn by `pictures`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from shoal.cost.alone import first_batch, undisturbed
+from shoal.cost.memory import bytes_of, growth, state_of
+from shoal.errors import OutOfMemory
+from shoal.parallel import World
+from shoal.parallel.batches import tensors_of
+from shoal.runs.display import size as in_bytes
+from shoal.train.assembly import Assembly, assemble
+from shoal.train.fitting import is_out_of_memory
+from shoal.train.optimizers import set_rate
+from shoal.train.spec import ScheduleSpec, TrainSpec
+from shoal.train.task import make_task
+
+SMOOTHED_SHARE = 0.03  # of the sweep: the width of the window in which losses are averaged
+DIVERGED = 4.0  # times the best loss
+WORTH_LOOKING = 0.1  # of the sweep: at its very beginning the smoothing has little to go by
+PRECISION = 32  # the largest batch is found to within a 32nd
+NUM_TIMED, TIMED_S = 5, 2.0
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class RateFound:
+    """A learning-rate range test (arXiv:1506.01186): one step at each rate, from low to high.
+
+    smoothed:   the losses, averaged over their neighbours on both sides, so that nothing is shifted
+    suggestion: where the smoothed loss falls steepest, by the logarithm of the rate; None when it never falls
+    lowest:     where it is lowest: a rate beyond is too high
+    diverged:   whether the sweep ended early for that
+    """
+
+    rates: list[float]
+    losses: list[float]
+    smoothed: list[float]
+    suggestion: float | None
+    lowest: float
+    diverged: bool
+
+
+@dataclass(frozen=True)
+class BatchTried:
+    """One batch size; rates are NaN where it did not fit.
+
+    memory_bytes: the most that was allocated at once: weights, optimiser, batch, activations and gradients
+    was_run:      False where the sizes before it said that it would not fit
+    """
+
+    batch_size: int
+    fits: bool
+    memory_bytes: int
+    step_s: float = math.nan
+    was_run: bool = True
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.batch_size / self.step_s
+
+
+@dataclass(frozen=True)
+class BatchFound:
+    """tried: in order of size. largest: that fits. fastest: in samples per second. limit_bytes: of memory."""
+
+    tried: list[BatchTried]
+    largest: int
+    fastest: int
+    limit_bytes: int
+    is_limited: bool
+
+
+def find_rate(spec: TrainSpec, lowest: float = 1e-7, highest: float = 10.0, num_steps: int = 100) -> RateFound:
+    """Train for up to `num_steps` steps, each at a higher rate, and look at the losses.
+
+    Raises what building the Task raises, and ConfigError for an optimiser without rate.
+    """
+    rates = np.geomspace(lowest, highest, num_steps).tolist()
+    losses: list[float] = []
+    with _alone(spec) as parts:
+        own = parts.optimizer.param_groups[0]["initial_lr"]
+        for step, rate in enumerate(rates):
+            set_rate(parts.optimizer, rate / own)
+            losses.append(_step(parts, parts.stream.next(), step))
+            if _has_diverged(losses):
+                break
+    diverged = len(losses) < num_steps or not math.isfinite(losses[-1])
+    return judge_rates(rates[: len(losses)], losses, diverged)
+
+
+def judge_rates(rates: list[float], losses: list[float], diverged: bool) -> RateFound:
+    """What a sweep says. Pure."""
+    finite = [loss for loss in losses if math.isfinite(loss)]  # only the last can be otherwise
+    rates = rates[: len(finite)]
+    smoothed = _smoothed(np.asarray(finite), max(1.0, SMOOTHED_SHARE * len(rates)))
+    if len(rates) < 3:
+        return RateFound(rates, finite, smoothed.tolist(), None, rates[0] if rates else math.nan, diverged)
+    best = int(smoothed.argmin())
+    first = min(int(WORTH_LOOKING * len(rates)), best)
+    slopes = np.gradient(smoothed, np.log(rates))[first : best + 1]
+    steepest = first + int(slopes.argmin())
+    suggestion = rates[steepest] if slopes.min() < 0 and best > 0 else None
+    return RateFound(rates, finite, smoothed.tolist(), suggestion, rates[best], diverged)
+
+
+def find_batch(
+    spec: TrainSpec, limit_bytes: int | None = None, up_to: int = 65_536, longest_s: float = 10.0
+) -> BatchFound:
+    """The largest batch that one worker can step on, by doubling and bisection, and the speed at each size.
+
+    limit_bytes: of memory; None: what the device has free now, of a CPU's memory four fifths. On a CPU, a size that
+                 would not fit by the sizes before it is not tried: the machine is left usable.
+    up_to:       where the search ends; no more than there are samples
+    longest_s:   of a step; where it takes longer, sizes are not doubled any further
+
+    Raises OutOfMemory when not even one sample fits.
+    """
+    with _alone(spec) as parts:
+        limit = limit_bytes or _free_bytes(parts)
+        up_to = min(up_to, _num_samples(parts, up_to))
+        trial = _Trial(parts, limit)
+        largest = search(lambda size: trial.fits(size), up_to, lambda: trial.slowest_s() > longest_s)
+        if largest == 0:
+            raise OutOfMemory(f"not even one sample fits into {in_bytes(limit)}: shard or split the model")
+    tried = sorted(trial.tried.values(), key=lambda each: each.batch_size)
+    fastest = max((each for each in tried if each.fits), key=lambda each: each.samples_per_s)
+    return BatchFound(tried, largest, fastest.batch_size, limit, any(not each.fits for each in tried))
+
+
+def search(fits: Callable[[int], bool], up_to: int, is_enough: Callable[[], bool] = lambda: False) -> int:
+    """The largest size in [1, up_to] that fits, to within a 32nd below it; 0 when none does.
+
+    `fits` must be true up to some size and false beyond. Sizes are doubled until one does not fit or it is enough.
+    """
+    low, high = 0, 1
+    while fits(high):
+        low = high
+        if low == up_to or is_enough():
+            return low
+        high = min(2 * low, up_to)
+    while high - low > max(1, low // PRECISION):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+class _Trial:
+    """Steps on batches of given sizes, remembering what each took."""
+
+    def __init__(self, parts: Assembly, limit_bytes: int) -> None:
+        self._parts, self._limit_bytes = parts, limit_bytes
+        self._data = parts.task.data()
+        self._device = parts.device
+        self.tried: dict[int, BatchTried] = {}
+
+    def fits(self, size: int) -> bool:
+        """Try this size, unless what is known already says that it cannot fit."""
+        expected = self._expected_bytes(size)
+        if self._device.type == "cpu" and expected > self._limit_bytes:
+            self.tried[size] = BatchTried(size, False, expected, was_run=False)
+        else:
+            self.tried[size] = self._run(size)
+        return self.tried[size].fits
+
+    def slowest_s(self) -> float:
+        return max(each.step_s for each in self.tried.values() if each.fits)
+
+    def _expected_bytes(self, size: int) -> int:
+        """By the line through the two largest sizes that fitted; 0 when there are no two yet."""
+        known = sorted((each.batch_size, each.memory_bytes) for each in self.tried.values() if each.fits)[-2:]
+        if len(known) < 2:
+            return 0
+        (small, least), (large, most) = known
+        return int(most + (most - least) / (large - small) * (size - large))
+
+    def _run(self, size: int) -> BatchTried:
+        try:
+            memory_bytes, step_s = measure_step(self._parts, first_batch(self._data, size, self._device))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            memory_bytes, step_s = self._limit_bytes, math.nan
+            return BatchTried(size, False, self._limit_bytes)
+        finally:
+            for group in self._parts.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+        if memory_bytes > self._limit_bytes:
+            return BatchTried(size, False, memory_bytes)
+        return BatchTried(size, True, memory_bytes, step_s)
+
+
+def measure_step(parts: Assembly, batch: Any) -> tuple[int, float]:
+    """Bytes allocated at the peak of a step, all that was there before included; and the seconds of one, the median."""
+    _step(parts, batch, 0)  # the optimiser's state, and what is made at a first call
+    parameters = [parameter for _, parameter in parts.model.named_parameters()]
+    for parameter in parameters:
+        parameter.grad = None
+    there = state_of(parts.model.modules, parts.optimizer)
+    held_bytes = bytes_of([*there["parameters"], *there["optimizer"], *tensors_of(batch)])
+    with growth(parts.device) as grown:
+        _step(parts, batch, 1)
+    seconds: list[float] = []
+    while not seconds or (len(seconds) < NUM_TIMED and sum(seconds) < TIMED_S):
+        began_s = time.perf_counter()
+        _step(parts, batch, 2 + len(seconds))
+        seconds.append(time.perf_counter() - began_s)
+    return held_bytes + grown.peak_bytes, float(np.median(seconds))
+
+
+@contextmanager
+def _alone(spec: TrainSpec) -> Iterator[Assembly]:
+    """The parts of a run on one device, without a plan, a schedule, an average or a choice of samples."""
+    plan = spec.parallel.model_copy(
+        update={"data": 1, "replicate": 1, "shard": False, "tensor": 1, "pipeline": 1, "accumulate": 1}
+    )
+    changes = {"parallel": plan, "workers": 1, "schedule": ScheduleSpec(), "average": None, "selective_backprop": None}
+    alone = spec.model_copy(update=changes)
+    with undisturbed(spec.seed, spec.threads or os.cpu_count() or 1):
+        parts = assemble(alone, make_task(spec.task, spec.args), World.alone(spec.device))
+        with closing(parts):
+            yield parts
+
+
+def _step(parts: Assembly, batch: Any, step: int) -> float:
+    """One step of the optimiser; the loss before it, known when the device is done."""
+    loss = parts.model.train_step(batch, step)
+    if parts.spec.clip_norm is not None:
+        parts.model.clip(parts.spec.clip_norm)
+    parts.optimizer.step()
+    parts.model.optimizer_stepped()
+    return float(loss)
+
+
+def _has_diverged(losses: list[float]) -> bool:
+    last = losses[-1]
+    if not math.isfinite(last):
+        return True
+    best, first = min(losses), losses[0]
+    return last - best > (DIVERGED - 1) * max(abs(best), 0.1 * abs(first))
+
+
+def _smoothed(losses: np.ndarray, width: float) -> np.ndarray:
+    """Each loss averaged with its neighbours, by a bell curve of standard deviation `width`, in steps."""
+    steps = np.arange(len(losses))
+    weights = np.exp(-0.5 * ((steps[:, None] - steps[None, :]) / width) ** 2)
+    averaged: np.ndarray = (weights @ losses) / weights.sum(axis=1)
+    return averaged
+
+
+def _num_samples(parts: Assembly, otherwise: int) -> int:
+    source = parts.task.data().train
+    return len(source) if hasattr(source, "__len__") else otherwise
+
+
+def _free_bytes(parts: Assembly) -> int:
+    """Of the device; of a CPU's memory four fifths of what is free, also within a container's limit."""
+    if parts.device.type == "cuda":
+        return torch.cuda.mem_get_info(parts.device)[0] + torch.cuda.memory_reserved(parts.device)
+    free = psutil.virtual_memory().available
+    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return int(free * 0.8)

@@ -1,0 +1,77 @@
+"""Out of memory: what it was, and what would have fitted.
+
+Called by the Trainer when a step raised. Tells an allocation that failed, and a peer that is gone, from every other
+error, which is passed on as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shoal.errors import OutOfMemory, RankLost
+from shoal.parallel.batches import map_tensors, num_samples
+from shoal.train.assembly import Assembly
+
+# What torch says of host memory, for which it raises a plain RuntimeError.
+_CPU = re.compile(r"DefaultCPUAllocator: .*(can't allocate memory|not enough memory)|unable to mmap", re.DOTALL)
+# What gloo and NCCL say when the other end of a connection is gone.
+_PEER = re.compile(r"Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited|Timed out")
+
+
+def explained(error: BaseException, parts: Assembly, batch: Any, step: int) -> BaseException:
+    """OutOfMemory saying what would have fitted, RankLost, or the error itself."""
+    if is_out_of_memory(error):
+        size = num_samples(batch) // parts.spec.parallel.accumulate
+        fitting = None
+        if parts.degrees.workers == 1:  # with peers, a trial would wait for theirs
+            fitting = largest_that_fits(lambda part: parts.model.train_step(part, step), _first(batch, size))
+        return explain(error, step, size, fitting)
+    if parts.degrees.workers > 1 and _PEER.search(str(error)):
+        first = str(error).splitlines()[0]
+        return RankLost(f"step {step}: another process of the group died or stopped answering ({first[:200]})")
+    return error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a device or on the host."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or _CPU.search(str(error)) is not None
+
+
+def largest_that_fits(step: Callable[[Any], object], batch: Any) -> int:
+    """The largest number of samples, by halving, for which `step` goes through; 0 when not even one does."""
+    size = num_samples(batch) // 2
+    while size:
+        try:
+            step(_first(batch, size))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            return size
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        size //= 2
+    return 0
+
+
+def _first(batch: Any, size: int) -> Any:
+    return map_tensors(batch, lambda tensor: tensor[:size] if tensor.ndim else tensor)
+
+
+def explain(error: BaseException, step: int, size: int, fitting: int | None) -> OutOfMemory:
+    """The error that a user sees.
+
+    size:    samples that one micro-step had on this rank
+    fitting: how many would have fitted; None when that could not be tried
+    """
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    problem = f"step {step}: the memory is too small for {size} samples at a time ({first[:200]})"
+    if fitting is None:
+        return OutOfMemory(f"{problem}. Raise parallel.accumulate, or lower batch_size")
+    if fitting == 0:
+        return OutOfMemory(f"{problem}; not even one would have fitted. Split the model: parallel=fsdp workers=2")
+    return OutOfMemory(f"{problem}; {fitting} would have fitted: multiply parallel.accumulate by {-(-size // fitting)}")

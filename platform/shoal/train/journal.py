@@ -1,0 +1,59 @@
+"""What a Trainer tells the outside while it runs: metrics and events, from rank 0 alone.
+
+`Journal` is where they go: into the run record when this process writes it, into a mailbox when the driver does
+(ray_train.py), nowhere on other ranks. Called by the Trainer; never answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from shoal.runs import RunRecorder
+
+
+class Journal(Protocol):
+    """Receives what happens in a run. Every method returns at once."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Metrics of one step."""
+        ...
+
+    def event(self, kind: str, /, **details: object) -> None:
+        """Something happened; details are JSON-able."""
+        ...
+
+    def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        """A distribution at one step: counts [bins] between edges [bins + 1]."""
+        ...
+
+
+class Silent:
+    """The journal of ranks that write nothing."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def event(self, kind: str, /, **details: object) -> None:
+        """Nothing."""
+
+    def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        """Nothing."""
+
+
+class Recorded:
+    """Straight into the run record, which this process writes."""
+
+    def __init__(self, recorder: RunRecorder) -> None:
+        self._recorder = recorder
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._recorder.log(step, values)
+
+    def event(self, kind: str, /, **details: object) -> None:
+        self._recorder.event(kind, **details)
+
+    def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        self._recorder.histogram(step, name, counts, edges)

@@ -1,0 +1,149 @@
+"""What of a training run outlives its processes: when it is saved, what is saved, and going on from it.
+
+Owns the contents of a checkpoint (network, optimiser, average, position in the data, random states, progress). Called
+by the Trainer, on every rank at the same step. How a checkpoint is written is `shoal.checkpoint`'s affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from shoal.checkpoint import Checkpointer, Extras, Found, write_synced
+from shoal.errors import CheckpointError
+from shoal.parallel import World
+from shoal.train.assembly import Assembly
+from shoal.train.journal import Journal
+from shoal.train.random_state import random_state, set_random_state
+from shoal.train.spec import CheckpointSpec
+
+
+@dataclass
+class Progress:
+    """How far a run has come, over all of its lives; JSON-able.
+
+    step:         steps of the optimiser that are done
+    elapsed_s:    of training and evaluation
+    training_s:   of training alone
+    evaluated:    the step of the last evaluation, whose results are `metrics`
+    policy:       what the StopPolicy needs to go on
+    """
+
+    step: int = 0
+    elapsed_s: float = 0.0
+    training_s: float = 0.0
+    evaluated: int = -1
+    metrics: dict[str, float] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """`damaged` names the newer checkpoints that were passed over, each with the reason."""
+
+    progress: Progress
+    damaged: list[str]
+
+
+class Keeper:
+    """The checkpoints of one run, as this rank sees them."""
+
+    def __init__(self, spec: CheckpointSpec, assembly: Assembly, world: World, folder: Path, journal: Journal) -> None:
+        self._spec, self._assembly, self._world, self._journal = spec, assembly, world, journal
+        self._checkpointer = Checkpointer(folder, keep=spec.keep, asynchronous=spec.asynchronous)
+        self._saved_step = -1
+        self._saved_elapsed_s = 0.0
+
+    def restore(self) -> Restored | None:
+        """Fill everything from the newest good checkpoint; None when there is none. Collective."""
+        found = self._checkpointer.latest()
+        if found is None:
+            return None
+        state = self._assembly.state()
+        extras = self._checkpointer.load(found, state)
+        self._assembly.load_state(state)
+        self._assembly.load_position(extras.extras["position"], extras.own["position"] if extras.own else None)
+        if extras.own is not None:  # else another number of ranks goes on, whose randomness is its own
+            set_random_state(extras.own["random"])
+        progress = Progress(**extras.extras["progress"])
+        self._saved_step, self._saved_elapsed_s = progress.step, progress.elapsed_s
+        return Restored(progress, found.damaged)
+
+    def is_due_at(self, step: int) -> bool:
+        """Whether the spec asks for a checkpoint after this step."""
+        return self._spec.every_steps is not None and step % self._spec.every_steps == 0
+
+    def is_due_after(self, elapsed_s: float) -> bool:
+        """Whether the spec asks for a checkpoint by time; the same on all ranks for the same, agreed time."""
+        return self._spec.every_steps is None and elapsed_s - self._saved_elapsed_s >= self._spec.every_s
+
+    def save(self, progress: Progress, *, best: bool = False, must: bool = False) -> None:
+        """Save everything as it is now, unless that was done at this step. Collective.
+
+        A disk that does not take it is no reason to stop training: it is said in the journal, and tried again when the
+        next checkpoint is due. With `must`, and at the end, the CheckpointError is raised.
+        """
+        if self._saved_step == progress.step and not best:
+            return
+        own = {"random": random_state(), "position": self._assembly.own_position()}
+        extras = {"progress": asdict(progress), "position": self._assembly.position()}
+        state, plan = self._assembly.state(), self._assembly.degrees.words
+        try:
+            self._checkpointer.save(progress.step, state, extras, per_rank=own, plan=plan, best=best)
+        except CheckpointError as error:
+            self._lost(error, progress.step, must)
+            self._checkpointer.save(progress.step, state, extras, per_rank=own, plan=plan, best=best)
+        self._saved_step, self._saved_elapsed_s = progress.step, progress.elapsed_s
+
+    def wait(self, *, must: bool = False) -> None:
+        """Until what was saved is on the disk. Collective."""
+        try:
+            self._checkpointer.wait()
+        except CheckpointError as error:
+            self._saved_step = -1
+            self._lost(error, None, must)
+
+    def newest(self) -> str | None:
+        """The newest good checkpoint in words, for a message; None when there is none. Collective."""
+        try:
+            self.wait()
+            found = self._checkpointer.latest()
+        except CheckpointError:
+            return None
+        return str(found.path) if found is not None else None
+
+    def load_best(self) -> Progress | None:
+        """Put the network in place that was saved as the best one; None when there is none. Collective."""
+        found = self._checkpointer.best()
+        if found is None:
+            return None
+        state = self._assembly.network_state()
+        extras = self._checkpointer.load(found, state)
+        self._assembly.load_network_state(state)
+        return Progress(**extras.extras["progress"])
+
+    def close(self) -> None:
+        """Let the checkpointer go. Idempotent."""
+        try:
+            self._checkpointer.close()
+        except CheckpointError as error:
+            self._lost(error, None, must=False)
+
+    def _lost(self, error: CheckpointError, step: int | None, must: bool) -> None:
+        if must:
+            raise error
+        self._journal.event("checkpoint_failed", step=step, error=str(error))
+
+
+def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write a whole network as safetensors, whole or not at all. Raises OSError."""
+    plain = {name: weight.detach().contiguous().clone() for name, weight in weights.items()}  # tied ones lie twice
+    write_synced(path, safetensors.torch.save(plain))
+
+
+__all__ = ["Extras", "Found", "Keeper", "Progress", "Restored", "write_weights"]

@@ -1,0 +1,67 @@
+"""What a step costs as it happens: seconds, samples, the shares lost to waiting. Called by the Trainer at each report.
+
+Reads clocks that others keep; adds two numbers on the path of a step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Meter:
+    """Rates since the last report, and the seconds of all training steps.
+
+    flops_per_sample: forward and backward; NaN when unknown
+    peak_flops:       per second, of the devices together; NaN when unknown
+    """
+
+    def __init__(self, flops_per_sample: float = math.nan, peak_flops: float = math.nan) -> None:
+        self._flops_per_sample, self._peak_flops = flops_per_sample, peak_flops
+        self._training_before_s = 0.0
+        self._began_s = self._reported_s = time.perf_counter()
+        self._steps = self._samples = 0
+        self._paused_s = self._paused_before_s = 0.0
+        self._waited_s = self._communicated_s = 0.0
+
+    def begin(self, training_s: float) -> None:
+        """The steps begin now; earlier lives of the run have spent `training_s` on theirs."""
+        self._training_before_s = training_s
+        self._began_s = self._reported_s = time.perf_counter()
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of training steps, over all lives: evaluation and checkpoints are not counted."""
+        return self._training_before_s + time.perf_counter() - self._began_s - self._paused_s
+
+    def step(self, num_samples: int) -> None:
+        """Count a step over so many samples, of all ranks."""
+        self._steps += 1
+        self._samples += num_samples
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens within (an evaluation, a checkpoint) is no part of a step."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused_s += time.perf_counter() - began_s
+
+    def report(self, waited_s: float, communicated_s: float) -> dict[str, float]:
+        """Rates since the last report, given the sums of seconds spent waiting for data and for other ranks."""
+        now_s, steps = time.perf_counter(), self._steps
+        elapsed_s = max(now_s - self._reported_s - (self._paused_s - self._paused_before_s), 1e-9)
+        per_s = self._samples / elapsed_s
+        rates = {
+            "samples/per_s": per_s,
+            "step/seconds": elapsed_s / max(steps, 1),
+            "wait/data": min(1.0, (waited_s - self._waited_s) / elapsed_s),
+            "wait/communication": min(1.0, (communicated_s - self._communicated_s) / elapsed_s),
+            "flops/utilisation": per_s * self._flops_per_sample / self._peak_flops,
+        }
+        self._reported_s, self._steps, self._samples = now_s, 0, 0
+        self._paused_before_s, self._waited_s, self._communicated_s = self._paused_s, waited_s, communicated_s
+        return {name: value for name, value in rates.items() if math.isfinite(value)} if steps else {}

@@ -1,0 +1,276 @@
+"""The training loop of one rank: step, evaluate, save, stop. The same in one process, under torchrun and under Ray.
+
+Owns the order of things; what each of them does lies beside it: `assembly` (model, optimiser, loaders), `keeping`
+(checkpoints), `stopping` (decisions), `agreement` (what ranks must decide alike). Called by the shells (`alone`,
+`ray_train`), which give it a world, a folder and a journal. Imports no Ray; starts and ends no process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import NotFinite, TrainError
+from shoal.parallel import World
+from shoal.train.agreement import Agreement, Signs
+from shoal.train.assembly import assemble, evaluation_interval
+from shoal.train.evaluation import evaluate
+from shoal.train.expense import TRAINING_S
+from shoal.train.fitting import explained
+from shoal.train.histograms import write_histograms
+from shoal.train.journal import Journal, Silent
+from shoal.train.keeping import Keeper, Progress, write_weights
+from shoal.train.meter import Meter
+from shoal.train.optimizers import set_rate
+from shoal.train.outcome import Outcome
+from shoal.train.schedules import learning_rate_at, momentum_at
+from shoal.train.spec import TrainSpec
+from shoal.train.stopping import Stop, StopPolicy
+from shoal.train.task import Task
+
+
+@dataclass(frozen=True)
+class _Recent:
+    """A step since the last exchange of signs: what it measured is looked at later, when the device is done with it."""
+
+    step: int
+    loss: Tensor
+    norm: Tensor | None
+    indices: list[int] | None
+
+    def is_finite(self) -> bool:
+        norm = self.norm if self.norm is not None else self.loss
+        return bool(torch.isfinite(self.loss)) and bool(torch.isfinite(norm))
+
+
+class Trainer:
+    """Trains `task` as `spec` says. One object for each rank of `world`; each does the same at the same step.
+
+    folder:      of the run; checkpoints lie in it, and training goes on from the newest good one
+    should_stop: asked now and then; once true on any rank, all save and end
+    flops_per_sample, peak_flops: for the share of the device's arithmetic in use; NaN where unknown
+    """
+
+    def __init__(
+        self,
+        spec: TrainSpec,
+        task: Task,
+        world: World,
+        folder: Path,
+        *,
+        run_id: str = "",
+        journal: Journal | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+        flops_per_sample: float = float("nan"),
+        peak_flops: float = float("nan"),
+    ) -> None:
+        self.spec, self.task, self.world, self.folder = spec, task, world, folder
+        self._run_id, self._should_stop = run_id, should_stop
+        self._journal: Journal = journal if journal is not None and world.is_first else Silent()
+        self._parts = parts = assemble(spec, task, world)
+        self._evaluation_interval = evaluation_interval(spec, parts.steps_per_epoch)
+        self._meter = Meter(flops_per_sample, peak_flops)
+        self._policy = StopPolicy(spec.stop, world.size, spec.price_per_device_hour)
+        self._agreement = Agreement(world)
+        self._keeper = Keeper(spec.checkpoint, parts, world, folder / "checkpoints", self._journal)
+        self._progress = Progress()
+        self._began_s = time.monotonic()
+        self._elapsed_s = 0.0  # of this life, as all ranks have agreed
+        self._recent: list[_Recent] = []
+        self._losses: list[Tensor] = []  # since the last report
+
+    def run(self) -> Outcome:
+        """Train to the end and return how it ended, alike on every rank.
+
+        Raises NotFinite, OutOfMemory, DataError, CheckpointError, RankLost or ConfigError.
+        """
+        with ExitStack() as closing:
+            closing.callback(self._parts.close)
+            closing.callback(self._keeper.close)
+            self._begin()
+            return self._end(self._step_until_stopped())
+
+    # -- before ---------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        parts = self._parts
+        restored = self._keeper.restore()
+        if restored is not None:
+            self._progress = restored.progress
+            self._policy.load_state_dict(restored.progress.policy)
+            self._journal.event("restored", step=restored.progress.step, damaged=restored.damaged)
+        self._journal.event(
+            "training",
+            step=self._progress.step,
+            plan=parts.degrees.words,
+            workers=self.world.size,
+            device=str(self.world.device),
+            parameters=parts.num_parameters,
+            steps_per_epoch=parts.steps_per_epoch,
+            total_steps=parts.total_steps,
+        )
+        self._began_s = time.monotonic()
+        self._meter.begin(self._progress.training_s)
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def _step_until_stopped(self) -> Stop:
+        """What is due after a step is done in one fixed order, alike on every rank."""
+        stop = self._policy.after_step(self._progress.step, self._epoch(), 0.0)  # a run may have ended already
+        if self._progress.evaluated == self._progress.step and self._progress.metrics:
+            stop = self._policy.after_evaluation(self._progress.step, self._progress.metrics)
+        while stop is None:
+            self._step(self._parts.stream.next())
+            stop = self._after_step()
+        return stop
+
+    def _epoch(self) -> float:
+        return self._parts.epoch_of(self._progress.step)
+
+    def _step(self, batch: Any) -> None:
+        parts, step, schedule = self._parts, self._progress.step, self.spec.schedule
+        rate = learning_rate_at(step, schedule, parts.total_steps)
+        set_rate(parts.optimizer, rate, momentum_at(step, schedule, parts.total_steps))
+        norm = None
+        try:
+            loss = parts.train_step(batch, step)
+            if self.spec.clip_norm is not None:
+                norm = parts.model.clip(self.spec.clip_norm)
+            parts.optimizer.step()
+        except (MemoryError, RuntimeError) as error:
+            better = explained(error, parts, batch, step)
+            if better is error:
+                raise
+            raise better from error
+        parts.model.optimizer_stepped()
+        if parts.average is not None:
+            parts.average.update()
+        self._recent.append(_Recent(step, loss, norm, parts.training.last_indices))
+        self._progress.step = step + 1
+        self._meter.step(self.spec.batch_size)
+
+    def _after_step(self) -> Stop | None:
+        step, epoch = self._progress.step, self._epoch()
+        stop = self._policy.after_step(step, epoch, self._elapsed_s)
+        is_logged = step % self.spec.log_every_steps == 0
+        is_evaluated = self._evaluation_interval is not None and step % self._evaluation_interval == 0
+        is_saved = self._keeper.is_due_at(step)
+        if not (self._agreement.is_due() or is_logged or is_evaluated or is_saved or stop):
+            return None
+        signs = self._exchange()
+        stop = self._policy.after_step(step, epoch, self._elapsed_s)  # time may be up, as all know now
+        if is_logged or stop:
+            self._log()
+        if is_evaluated or (stop and self._progress.evaluated != step):
+            stop = self._evaluate() or stop
+        if signs.stop and stop is None:
+            return Stop("interrupted", f"interrupted at step {step:,}", step, step)
+        if stop is None and (is_saved or self._keeper.is_due_after(self._progress.elapsed_s)):
+            self._save()
+        return stop
+
+    def _exchange(self) -> Signs:
+        """Look at the steps since the last time, and hear of the other ranks. Raises NotFinite, on all ranks or none.
+
+        Nothing is saved, evaluated or reported before this has found every loss so far to be finite.
+        """
+        is_finite = all(recent.is_finite() for recent in self._recent)
+        signs = self._agreement.exchange(Signs(self._should_stop(), time.monotonic() - self._began_s, not is_finite))
+        self._progress.elapsed_s += signs.elapsed_s - self._elapsed_s
+        self._elapsed_s = signs.elapsed_s
+        if signs.is_not_finite:
+            self._refuse_what_is_not_finite()
+        self._losses += [recent.loss for recent in self._recent]
+        self._recent.clear()
+        return signs
+
+    def _refuse_what_is_not_finite(self) -> None:
+        bad = next((recent for recent in self._recent if not recent.is_finite()), None)
+        found = [each for each in self.world.gather((bad.step, bad.indices) if bad else None) if each is not None]
+        step = min(at for at, _ in found)
+        indices = [index for at, known in found if at == step and known is not None for index in known]
+        raise NotFinite("the loss or its gradient", step, sorted(set(indices)) or None, self._keeper.newest())
+
+    def _log(self) -> None:
+        parts, step = self._parts, self._progress.step
+        values = {
+            "train/step": float(step),
+            "train/loss": self._mean_loss(),
+            "train/learning_rate": float(parts.optimizer.param_groups[0]["lr"]),
+            "train/epoch": self._epoch(),
+            **self._meter.report(parts.training.wait_s, parts.model.communication_s),
+        }
+        self._journal.log(step, values)
+        every = self.spec.histograms_every_steps
+        if every is not None and step % every == 0:
+            write_histograms(self._journal, parts.model, step)
+
+    def _mean_loss(self) -> float:
+        """Over the steps since the last report and over all data ranks. Collective."""
+        total = torch.stack(self._losses).double().sum() if self._losses else torch.zeros((), dtype=torch.double)
+        count = float(len(self._losses))
+        self._losses.clear()
+        summed, counted = self._parts.model.total(torch.stack([total, total.new_tensor(count)])).tolist()
+        return float(summed / counted) if counted else float("nan")
+
+    def _evaluate(self) -> Stop | None:
+        step, parts = self._progress.step, self._parts
+        if parts.validation is None:
+            return None
+        with self._meter.paused(), parts.averaged():
+            metrics = evaluate(parts.model, parts.validation)
+        self._progress.evaluated, self._progress.metrics = step, metrics
+        self._progress.training_s = self._meter.training_s
+        named = {f"validation/{name}": value for name, value in metrics.items()}
+        self._journal.log(step, {**named, TRAINING_S: self._progress.training_s})
+        stop = self._policy.after_evaluation(step, metrics)
+        if self._policy.best_step == step:
+            self._save(best=True)
+        return stop
+
+    def _save(self, *, best: bool = False, must: bool = False) -> None:
+        with self._meter.paused():
+            self._progress.training_s = self._meter.training_s
+            self._progress.policy = self._policy.state_dict()
+            self._keeper.save(self._progress, best=best, must=must)
+
+    # -- after ----------------------------------------------------------------------------------------------------
+
+    def _end(self, stop: Stop) -> Outcome:
+        self._save(must=stop.reason == "interrupted")
+        self._keeper.wait(must=stop.reason == "interrupted")
+        progress, kept = self._progress, stop.keep_step
+        if stop.reason == "interrupted":
+            outcome = Outcome(self._run_id, stop.reason, stop.detail, progress.step, kept, progress.elapsed_s)
+            self._journal.event("stopped", reason=stop.reason, detail=stop.detail, step=stop.step)
+            return outcome
+        metrics = progress.metrics
+        if kept != progress.step:
+            best = self._keeper.load_best()
+            kept = best.step if best is not None else progress.step
+            metrics = best.metrics if best is not None else metrics
+        self._journal.event("stopped", reason=stop.reason, detail=stop.detail, step=stop.step, kept=kept)
+        ended = Outcome(self._run_id, stop.reason, stop.detail, progress.step, kept, progress.elapsed_s, metrics)
+        return replace(ended, weights=self._write_weights())
+
+    def _write_weights(self) -> Path:
+        """The whole network in one safetensors file, as it is evaluated: averaged, where that was asked for."""
+        path, problem = self.folder / "model.safetensors", ""
+        with self._parts.averaged():
+            weights = self._parts.model.full_weights()
+        if self.world.is_first:
+            try:
+                write_weights(path, weights)
+            except OSError as error:
+                problem = f"the trained network could not be written to {path}: {error}"
+        problem = self.world.broadcast(problem)
+        if problem:
+            raise TrainError(problem)
+        return path
