@@ -1,0 +1,200 @@
+"""The training loop in one process: what it measures, when it stops, what it keeps, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from shoal.errors import NotFinite, SpecMismatch
+from shoal.parallel import World
+from shoal.train.outcome import Outcome
+from shoal.train.spec import TrainSpec
+from shoal.train.trainer import Trainer
+from train_task import Toy, seen
+
+STEPS_PER_EPOCH = 8
+
+
+class Notes:
+    """A journal that keeps everything."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[int, dict[str, float]] = {}
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.histograms: list[tuple[int, str]] = []
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.metrics.setdefault(step, {}).update(values)
+
+    def event(self, kind: str, /, **details: object) -> None:
+        json.dumps(details)
+        self.events.append((kind, details))
+
+    def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        self.histograms.append((step, name))
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {step: values["train/loss"] for step, values in self.metrics.items() if "train/loss" in values}
+
+
+def spec_of(**changes: Any) -> TrainSpec:
+    base = {
+        "task": "Toy",
+        "batch_size": 32,
+        "stop": {"epochs": 2},
+        "log_every_steps": 1,
+        "optimizer": {"learning_rate": 0.01},
+        "checkpoint": {"asynchronous": False},
+    }
+    return TrainSpec.parse({**base, **changes})
+
+
+def train(folder: Path, spec: TrainSpec, journal: Notes | None = None, **args: Any) -> Outcome:
+    should_stop: Callable[[], bool] = args.pop("should_stop", lambda: False)
+    folder.mkdir(exist_ok=True)
+    world = World.alone("cpu")
+    return Trainer(spec, Toy(**args), world, folder, run_id="r", journal=journal, should_stop=should_stop).run()
+
+
+def weights_of(outcome: Outcome) -> dict[str, torch.Tensor]:
+    assert outcome.weights is not None
+    return safetensors.torch.load_file(outcome.weights)
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, weight in one.items():
+        assert torch.equal(weight, other[name]), name
+
+
+def test_it_learns_and_says_how_it_went(tmp_path: Path) -> None:
+    notes = Notes()
+    outcome = train(tmp_path, spec_of(stop={"epochs": 4}), notes)
+    assert (outcome.reason, outcome.steps, outcome.kept) == ("epochs", 32, 32)
+    assert outcome.metrics["accuracy"] > 0.9
+    assert sorted(notes.losses) == list(range(1, 33))
+    assert notes.losses[32] < notes.losses[1] / 3
+    evaluated = [step for step, values in notes.metrics.items() if "validation/accuracy" in values]
+    assert evaluated == [8, 16, 24, 32]
+    last = notes.metrics[32]
+    assert last["train/epoch"] == 4.0
+    assert 0 <= last["wait/data"] <= 1
+    assert {"samples/per_s", "step/seconds", "time/training_s", "train/learning_rate"} <= last.keys()
+    assert [kind for kind, _ in notes.events] == ["training", "stopped"]
+
+
+def test_the_weights_that_are_left_are_those_that_were_evaluated(tmp_path: Path) -> None:
+    outcome = train(tmp_path, spec_of())
+    model = Toy().model()
+    model.load_state_dict(weights_of(outcome))
+    validation = Toy().data().validation
+    assert validation is not None
+    features = torch.stack([features for features, _, _ in validation])
+    classes = torch.stack([label for _, _, label in validation])
+    found = (model.eval()(features).argmax(-1) == classes).float().mean()
+    assert float(found) == pytest.approx(outcome.metrics["accuracy"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "extras", [{}, {"average": 0.9}, {"clip_norm": 0.5, "schedule": {"name": "one_cycle"}}], ids=str
+)
+@pytest.mark.parametrize("stopped_at", [5, 8, 13])
+def test_a_resumed_run_has_the_losses_of_the_undisturbed_one_to_the_bit(
+    tmp_path: Path, stopped_at: int, extras: dict[str, Any]
+) -> None:
+    spec = spec_of(**extras)
+    whole, first, second = Notes(), Notes(), Notes()
+    expected = train(tmp_path / "whole", spec, whole)
+    steps = iter(range(1, 100))
+    part = train(tmp_path / "parts", spec, first, should_stop=lambda: next(steps) >= stopped_at)
+    assert (part.reason, part.steps, part.weights) == ("interrupted", stopped_at, None)
+    resumed = train(tmp_path / "parts", spec, second)
+    assert first.losses | second.losses == whole.losses
+    assert min(second.losses) == stopped_at + 1
+    assert second.events[0] == ("restored", {"step": stopped_at, "damaged": []})
+    assert_same(weights_of(resumed), weights_of(expected))
+    assert resumed.metrics == expected.metrics
+
+
+def test_no_sample_is_seen_twice_or_skipped_over_a_stop_in_mid_epoch(tmp_path: Path) -> None:
+    steps = iter(range(1, 100))
+    spec = spec_of(stop={"epochs": 1})
+    train(tmp_path / "run", spec, notes=str(tmp_path), should_stop=lambda: next(steps) >= 3)
+    train(tmp_path / "run", spec, notes=str(tmp_path))
+    assert sorted(seen(tmp_path)) == list(range(256))
+
+
+def test_a_run_that_had_ended_ends_again_at_once(tmp_path: Path) -> None:
+    first = train(tmp_path, spec_of(stop={"epochs": 4, "target": "accuracy>=0.9"}))
+    again, notes = train(tmp_path, spec_of(stop={"epochs": 4, "target": "accuracy>=0.9"}), given := Notes()), given
+    assert first.reason == again.reason == "target"
+    assert (again.steps, again.metrics) == (first.steps, first.metrics)
+    assert notes.losses == {}
+
+
+def test_more_epochs_can_be_asked_for_later(tmp_path: Path) -> None:
+    train(tmp_path, spec_of(stop={"epochs": 1}))
+    assert train(tmp_path, spec_of(stop={"epochs": 2})).steps == 16
+
+
+def test_a_target_ends_it_where_it_is_met(tmp_path: Path) -> None:
+    outcome = train(tmp_path, spec_of(stop={"epochs": 50, "target": "accuracy>=0.9"}))
+    assert outcome.reason == "target"
+    assert outcome.metrics["accuracy"] >= 0.9
+    assert outcome.steps < 50 * STEPS_PER_EPOCH
+
+
+def test_under_convergence_the_best_network_is_kept(tmp_path: Path) -> None:
+    spec = spec_of(
+        stop={"steps": 200, "convergence": {"metric": "accuracy", "patience": 2}}, evaluate={"every_steps": 4}
+    )
+    notes = Notes()
+    outcome = train(tmp_path, spec, notes)
+    accuracy = {step: v["validation/accuracy"] for step, v in notes.metrics.items() if "validation/accuracy" in v}
+    assert outcome.reason == "convergence"
+    assert outcome.kept < outcome.steps == max(accuracy)
+    assert outcome.metrics["accuracy"] == accuracy[outcome.kept] == max(accuracy.values())
+
+
+def test_a_loss_that_is_not_finite_stops_it_with_step_samples_and_checkpoint(tmp_path: Path) -> None:
+    spec = spec_of(stop={"epochs": 3}, checkpoint={"every_steps": 2, "asynchronous": False})
+    with pytest.raises(NotFinite) as raised:
+        train(tmp_path / "run", spec, notes=str(tmp_path), fault="nan", fault_step=5)
+    lines = (tmp_path / "samples-0.jsonl").read_text().splitlines()
+    assert raised.value.step == 5
+    assert raised.value.indices == sorted(json.loads(lines[5]))
+    assert str(raised.value.checkpoint).endswith("step-000000004")
+    notes = Notes()
+    train(tmp_path / "run", spec, notes, notes=str(tmp_path))
+    assert min(notes.losses) == 5  # from the last good one
+
+
+def test_an_error_of_the_users_own_comes_out_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a fault of the user's own"):
+        train(tmp_path / "run", spec_of(), notes=str(tmp_path), fault="raise", fault_step=1)
+
+
+def test_histograms_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
+    notes = Notes()
+    train(tmp_path, spec_of(stop={"steps": 4}, histograms_every_steps=2), notes)
+    assert {step for step, _ in notes.histograms} == {2, 4}
+    assert {"weights/0.weight", "gradients/0.weight"} <= {name for _, name in notes.histograms}
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, spec_of(stop={"steps": 2}))
+    with pytest.raises(SpecMismatch):
+        train(tmp_path, spec_of(stop={"steps": 4}), hidden=8)
+
+
+def test_selective_backprop_learns_too(tmp_path: Path) -> None:
+    outcome = train(tmp_path, spec_of(stop={"epochs": 6}, selective_backprop={"beta": 1.0}))
+    assert outcome.metrics["accuracy"] > 0.8
