@@ -72,7 +72,7 @@ def test_ranks_share_each_global_batch_whole(
     ]
     order = permutation(num_samples, 0, 0).tolist() if shuffle else list(range(num_samples))
     by_rank = [seen(loader) for loader in loaders]
-    assert {len(batches) for batches in by_rank} == {len(loaders[0])}
+    assert {len(batches) for batches in by_rank} == {loaders[0].num_batches}
     for step, parts in enumerate(zip(*by_rank, strict=True)):
         assert flat(parts) == order[step * batch_size : (step + 1) * batch_size]
         assert max(map(len, parts)) - min(map(len, parts)) <= (not drop_last)

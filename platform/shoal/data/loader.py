@@ -7,16 +7,21 @@ Trainer. Never communicates: every rank works out its own share.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 
+from shoal.data.course import Course, MapCourse, StreamCourse
+from shoal.data.device import mover
 from shoal.data.order import MapOrder, Share
-from shoal.data.reader import Made, MapReader
+from shoal.data.pool import WorkerPool
+from shoal.data.reader import Ended, Inline, Made, MapReader, Reader
 from shoal.data.source import Batch, Collate, Source, is_iterable
 from shoal.data.spec import LoaderSpec
-from shoal.errors import ConfigError, DataError, SpecMismatch
+from shoal.data.stream import stream_reader
+from shoal.errors import ConfigError, DataError
 
 
 class Loader:
@@ -54,76 +59,116 @@ class Loader:
         self.wait_s = 0.0
         self.num_samples = self.num_global = 0
         self.last_indices: list[int] | None = None
+        share = Share(*share)
+        _check_batch_size(batch_size, share, drop_last or hasattr(source, "batches"))
         shuffle = self.spec.shuffle if shuffle is None else shuffle
-        num_samples = _count(source, batch_size, Share(*share), drop_last)
-        self._order = MapOrder(num_samples, batch_size, Share(*share), seed, shuffle, drop_last)
-        self._reader = MapReader(source, collate, seed)
+        reader: Reader
+        self._course: Course
+        if is_iterable(source):
+            reader = stream_reader(source, collate, seed, batch_size, share, drop_last, self.spec.workers)
+            self._course = StreamCourse(reader)
+        else:
+            reader = MapReader(source, collate, seed)
+            num_samples = _count(source, batch_size, drop_last)
+            self._course = MapCourse(MapOrder(num_samples, batch_size, share, seed, shuffle, drop_last))
+        self._feed = WorkerPool(reader, self.spec) if self.spec.workers else Inline(reader)
+        self._mover = mover(self.device, self.spec.pin)
+        self._moving: deque[Made | Ended] = deque()
+        self._is_placed = False  # whether the feed stands where the position is
 
     @property
     def num_batches(self) -> int | None:
-        """Of a whole epoch, the same on every rank; None when an iterable does not tell."""
-        return self._order.num_batches
+        """Of a whole epoch, the same on every rank; None for an iterable."""
+        return self._course.num_batches
 
-    def __len__(self) -> int:
-        return self._order.num_batches
+    @property
+    def state_is_per_rank(self) -> bool:
+        """Whether every rank must keep a state of its own (`shard`, `batches`); else that of any one does for all."""
+        return self._course.is_per_rank
 
     def __iter__(self) -> Iterator[Batch]:
-        """From the position to the end of the epoch; then the position is the next epoch's beginning."""
+        """From the position to the end of the epoch; then the position is the next epoch's beginning.
+
+        Raises DataError, naming the samples where they are known.
+        """
         while (made := self._next()) is not None:
+            self._course.delivered(made, self.position)
             self.position += made.num_global
             self.num_samples, self.num_global = made.num_samples, made.num_global
             self.last_indices = None if made.indices is None else made.indices[: made.num_samples].tolist()
             yield made.batch
-        self.seek(self.epoch + 1)
+        self._course.forget()
+        self.epoch, self.position = self.epoch + 1, 0
 
     def _next(self) -> Made | None:
+        if self._course.is_over(self.position):
+            return None
         began_s = time.perf_counter()
-        request = self._order.request(self.epoch, self.position)
-        made = None if request is None else self._reader.read_inline(request)
+        if not self._is_placed:
+            self._moving.clear()
+            self._feed.restart(self._course.plan(self.epoch, self.position), self._course.turn(self.position))
+        self._is_placed = False  # unless all goes well
+        made = self._moved()
+        self._is_placed = isinstance(made, Made)
         self.wait_s += time.perf_counter() - began_s
-        return made
+        if isinstance(made, Made):
+            return made
+        self._course.ended(made, self.position)
+        return None
+
+    def _moved(self) -> Made | Ended:
+        """The next batch, on the device; the ones after it are on their way there."""
+        while len(self._moving) <= self._mover.ahead and not (self._moving and isinstance(self._moving[-1], Ended)):
+            made = self._feed.next()
+            self._moving.append(made._replace(batch=self._mover.begin(made.batch)) if isinstance(made, Made) else made)
+        first = self._moving.popleft()
+        return first._replace(batch=self._mover.finish(first.batch)) if isinstance(first, Made) else first
 
     def seek(self, epoch: int, position: int = 0) -> None:
         """Go on from `position` global samples of `epoch`."""
-        self.epoch, self.position = epoch, position
+        self._course.forget()
+        self.epoch, self.position, self._is_placed = epoch, position, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data stands, in global samples: any number of ranks, workers or samples per batch goes on there.
+        """Where the data stands, in global samples: any number of ranks, workers or samples per batch goes on there
+        (except `state_is_per_rank`). What has been prefetched and not given out does not count.
 
         Taken within the last step of an epoch and loaded again, it gives one empty iteration: the end of the epoch.
         """
-        order = self._order
-        return {
-            "kind": "map",
-            "epoch": self.epoch,
-            "position": self.position,
-            "seed": order.seed,
-            "shuffle": order.shuffle,
-            "num_samples": order.num_samples,
-        }
+        return {"epoch": self.epoch, "position": self.position, **self._course.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises SpecMismatch when the order of the samples is not the same any more."""
-        mine = self.state_dict()
-        for name in ("kind", "num_samples", "shuffle", "seed"):
-            if state.get(name) != mine[name]:
-                problem = f"the position was taken with {name} = {state.get(name)!r}: samples would repeat or be missed"
-                raise SpecMismatch(f"data.{name}", mine[name], problem, "resume with what the run began with")
-        self.seek(state["epoch"], state["position"])
+        """Go on where `state` was taken. Raises SpecMismatch when the samples would not come in the same order."""
+        self._course.load(state)
+        self.epoch, self.position, self._is_placed = state["epoch"], state["position"], False
+
+    def worker_pids(self) -> list[int]:
+        """The processes that make batches now."""
+        return self._feed.pids()
 
     def close(self) -> None:
-        """End the workers. May be called again."""
+        """End the worker processes. May be called again; the loader gives nothing more."""
+        self._moving.clear()
+        self._is_placed = False
+        self._feed.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
-def _count(source: Source, batch_size: int, share: Share, drop_last: bool) -> int:
-    """The number of samples. Raises ConfigError or DataError when they do not make one batch for every rank."""
-    if batch_size < 1 or (drop_last and batch_size % share.size):
+def _check_batch_size(batch_size: int, share: Share, is_equal: bool) -> None:
+    if batch_size < 1 or (is_equal and batch_size % share.size):
         near = max(batch_size // share.size, 1) * share.size
         problem = f"does not divide by {share.size} data ranks"
         raise ConfigError("batch_size", batch_size, problem, f"for example {near} or {near + share.size}")
+
+
+def _count(source: Source, batch_size: int, drop_last: bool) -> int:
+    """The number of samples. Raises DataError when they do not make one batch."""
     name = type(source).__name__
-    if is_iterable(source):
-        raise ConfigError("data", name, "is iterable", "give it __len__ and __getitem__")
     num_samples = len(source)
     if not num_samples:
         raise DataError("data", name, "is empty")

@@ -8,7 +8,7 @@ that bit stream for all time, which it does not for `Generator.permutation`. Ste
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,22 @@ class MapRequest(NamedTuple):
     num_global: int
     num_samples: int
     indices: Indices
+
+
+class StreamRequest(NamedTuple):
+    """The batch of an iterable that begins after `position` global samples of the epoch.
+
+    restart: from a fresh iterator; with `state` from where that was taken, (position, the dataset's own state)
+    """
+
+    epoch: int
+    position: int
+    restart: bool
+    state: tuple[int, Any] | None
+    indices: None = None
+
+
+Request = MapRequest | StreamRequest
 
 
 @lru_cache(maxsize=2)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import TensorDataset, default_collate, default_convert
 
-from shoal.data.order import Indices, MapRequest
+from shoal.data.order import Indices, MapRequest, Request
 from shoal.data.source import Batch, Collate, Source
 from shoal.errors import DataError, ShoalError
 
@@ -31,6 +31,49 @@ class Made(NamedTuple):
     state: Any = None
 
 
+class Ended(NamedTuple):
+    """In place of a batch: the iterable has no more of them."""
+
+    num_items: int  # that it gave in this epoch, as far as this reader has seen
+
+
+class Reader(Protocol):
+    """Makes batches. Picklable, so that a worker process can do it."""
+
+    draws: bool  # whether the dataset may draw random numbers
+
+    def read(self, request: Any) -> Made | Ended:
+        """What is asked for. Raises DataError."""
+        ...
+
+
+class Inline:
+    """Reads in the training process, when a batch is asked for. The process's random numbers are left as they were."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._plan: Iterator[Request] = iter(())
+
+    def restart(self, plan: Iterator[Request], turn: int = 0) -> None:
+        """Follow this plan from now on."""
+        self._plan = plan
+
+    def next(self) -> Made | Ended:
+        """What the plan's next request asks for. Raises DataError."""
+        request = next(self._plan)
+        if not self._reader.draws:
+            return self._reader.read(request)
+        with _random_state_kept():
+            return self._reader.read(request)
+
+    def pids(self) -> list[int]:
+        """None but this."""
+        return []
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 class MapReader:
     """Reads a map-style dataset, a whole batch at once where the dataset can.
 
@@ -40,24 +83,17 @@ class MapReader:
 
     def __init__(self, source: Source, collate: Collate | None, seed: int) -> None:
         self._source, self._collate, self._seed = source, collate, seed
-        self._draws = not (getattr(source, "deterministic", False) or isinstance(source, TensorDataset))
+        self.draws = not (getattr(source, "deterministic", False) or isinstance(source, TensorDataset))
 
     def read(self, request: MapRequest) -> Made:
         """The batch of the request. Raises DataError naming the samples."""
-        if self._draws:
-            _seed_all(self._seed, request.epoch, int(request.indices[0]))
+        if self.draws:
+            seed_all(self._seed, request.epoch, int(request.indices[0]))
         try:
             batch = self._make(request.indices)
         except Exception as error:  # the dataset is the user's code: whatever it raises is said with its samples
             raise unreadable(error, self._source, request.indices) from error
         return Made(batch, request.num_samples, request.num_global, request.indices)
-
-    def read_inline(self, request: MapRequest) -> Made:
-        """`read` in the training process: its random numbers are left as they were."""
-        if not self._draws:
-            return self.read(request)
-        with _random_state_kept():
-            return self.read(request)
 
     def _make(self, indices: Indices) -> Batch:
         source = self._source
@@ -90,7 +126,8 @@ def name_samples(indices: Indices) -> str:
     return f"{named}, ... {len(indices)} in all" if len(indices) > NUM_NAMED else named
 
 
-def _seed_all(seed: int, epoch: int, index: int) -> None:
+def seed_all(seed: int, epoch: int, index: int) -> None:
+    """Every random number that a dataset may draw, of torch, `random` and NumPy, follows from these."""
     words = np.random.SeedSequence([seed, epoch, index]).generate_state(3)
     torch.default_generator.manual_seed(int(words[0]))
     random.seed(int(words[1]))

@@ -36,9 +36,9 @@ def is_iterable(source: Source) -> bool:
     """False for a map-style dataset. Raises ConfigError for what is no dataset at all."""
     if isinstance(source, IterableDataset):
         return True
-    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+    if hasattr(source, "__len__") and (hasattr(source, "__getitem__") or hasattr(source, "batch")):
         return False
-    if hasattr(source, "__iter__") or hasattr(source, "batches"):
+    if any(hasattr(source, name) for name in ("__iter__", "shard", "batches")):
         return True
     remedy = "give it __len__ and __getitem__, or __iter__"
     raise ConfigError("data", type(source).__name__, "is neither a map-style nor an iterable dataset", remedy)

@@ -1,0 +1,129 @@
+"""Objects handed from one process to another through memory that both map: arrays and tensors are never copied twice.
+
+    one object   one anonymous file (memfd): [sizes] [pickle] [buffer] [buffer] ...
+    one message  one byte over a socket, with that file's descriptor beside it
+
+The file has no name, so that nothing is left of it when a process dies, and no limit of /dev/shm holds for it. Called
+by the pool and by the worker processes.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64
+_ARRIVED = b"\x01"
+
+
+class _Pickler(pickle.Pickler):
+    """Keeps arrays and plain CPU tensors out of the pickle, and notes the modules that the reader will need."""
+
+    def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffers.append)
+        self.modules: set[str] = set()
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is Tensor and _is_plain(value):
+            flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            return _tensor, (pickle.PickleBuffer(flat.data), value.dtype, tuple(value.shape))
+        if isinstance(value, type | FunctionType) and value.__module__:
+            self.modules.add(value.__module__)
+        return NotImplemented
+
+
+def _is_plain(value: Tensor) -> bool:
+    on_cpu = value.device.type == "cpu" and value.layout is torch.strided and value.numel() > 0
+    return on_cpu and not (value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg())
+
+
+def _tensor(memory: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(memory, dtype=dtype).reshape(shape)
+
+
+def pack(value: Any) -> tuple[int, set[str]]:
+    """A descriptor of a file that holds `value`, and the modules that its classes and functions are from.
+
+    Raises what pickle raises when it cannot.
+    """
+    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    pickler = _Pickler(file, buffers)
+    pickler.dump(value)
+    parts = [file.getbuffer(), *(buffer.raw() for buffer in buffers)]
+    sizes = struct.pack(f"<{1 + len(parts)}Q", len(parts), *(part.nbytes for part in parts))
+    descriptor = os.memfd_create("shoal-data")
+    try:
+        _write(descriptor, memoryview(sizes), 0)
+        for part, offset in zip(parts, _offsets([part.nbytes for part in parts]), strict=True):
+            _write(descriptor, part, offset)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor, pickler.modules
+
+
+def unpack(descriptor: int, private: bool = False) -> Any:
+    """The object in the file; its arrays and tensors lie in the mapped file, which goes with the last of them.
+
+    private: many processes read this file: what one writes is its own
+    """
+    size_bytes = os.fstat(descriptor).st_size
+    kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED | mmap.MAP_POPULATE
+    memory = memoryview(mmap.mmap(descriptor, size_bytes, flags=kind, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+    (count,) = struct.unpack_from("<Q", memory)
+    sizes = struct.unpack_from(f"<{count}Q", memory, 8)
+    header, *buffers = (memory[at : at + size] for size, at in zip(sizes, _offsets(sizes), strict=True))
+    return pickle.loads(header, buffers=buffers)
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    offsets, at = [], 8 * (1 + len(sizes))
+    for size in sizes:
+        at = -(-at // _ALIGNMENT) * _ALIGNMENT
+        offsets.append(at)
+        at += size
+    return offsets
+
+
+def _write(descriptor: int, part: memoryview, offset: int) -> None:
+    while part.nbytes:
+        written = os.pwrite(descriptor, part, offset)
+        part, offset = part[written:], offset + written
+
+
+def send(connection: socket.socket, value: Any) -> None:
+    """Hand `value` over. Raises what pickle raises, and OSError when nobody is there."""
+    descriptor, _ = pack(value)
+    try:
+        send_packed(connection, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def send_packed(connection: socket.socket, descriptor: int) -> None:
+    """Hand over what `pack` gave; the descriptor stays the caller's."""
+    socket.send_fds(connection, [_ARRIVED], [descriptor])
+
+
+def receive(connection: socket.socket, private: bool = False) -> Any:
+    """The next object. Raises EOFError when the other process is gone, TimeoutError when none comes in time."""
+    try:
+        arrived, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionError as error:
+        raise EOFError from error
+    if not arrived:
+        raise EOFError
+    try:
+        return unpack(descriptors[0], private)
+    finally:
+        os.close(descriptors[0])

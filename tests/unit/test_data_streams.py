@@ -1,0 +1,184 @@
+"""Iterables: the same batches for any number of ranks and workers, exact places, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from torchdata.nodes import IterableWrapper
+from torchdata.nodes import Loader as NodesLoader
+
+from data_sources import Shards, Stream
+from shoal.data import Loader, LoaderSpec
+from shoal.data.order import Request
+from shoal.data.reader import Ended, Made, Reader
+from shoal.errors import ConfigError, DataError, SpecMismatch
+
+
+class OneProcessPool:
+    """The pool's order of events, with readers in this process."""
+
+    def __init__(self, reader: Reader, spec: LoaderSpec) -> None:
+        payload = pickle.dumps(reader)
+        self._readers: list[Reader] = [pickle.loads(payload) for _ in range(spec.workers)]
+
+    def restart(self, plan: Iterator[Request], turn: int = 0) -> None:
+        self._plan, self._turn = plan, turn
+
+    def next(self) -> Made | Ended:
+        self._turn += 1
+        return self._readers[(self._turn - 1) % len(self._readers)].read(next(self._plan))
+
+
+@pytest.fixture(autouse=True)
+def _workers_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.data.loader.WorkerPool", OneProcessPool)
+
+
+def loaders(source: Any, ranks: int, workers: int, **options: Any) -> list[Loader]:
+    spec = LoaderSpec(workers=workers)
+    return [Loader(source, batch_size=4, share=(rank, ranks), spec=spec, **options) for rank in range(ranks)]
+
+
+def global_batches(group: list[Loader], steps: int | None = None) -> list[list[int]]:
+    """Each the ranks' parts in a row; to the end of the epoch, or so many."""
+    found = []
+    for parts in zip(*group, strict=steps is None):
+        values = [part["inputs"] if isinstance(part, dict) else part for part in parts]
+        found.append([int(n) for part, loader in zip(values, group, strict=True) for n in part[: loader.num_samples]])
+        if len(found) == steps:
+            break
+    return found
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 0), (1, 3), (2, 2), (4, 1)])
+def test_a_plain_stream_goes_on_exactly_under_another_division(stateful: bool, ranks: int, workers: int) -> None:
+    source = Stream(30, stateful)
+    expected = [list(range(4 * step, 4 * step + 4)) for step in range(7)]
+    assert global_batches(loaders(source, 1, 0)) == expected
+    before = loaders(source, ranks, workers)
+    assert global_batches(before, 3) == expected[:3]
+    after = loaders(source, 3 - min(ranks, 2), 2 - workers // 2)
+    for loader in after:
+        loader.load_state_dict(before[-1].state_dict())
+        assert loader.position == 12
+    assert global_batches(after) == expected[3:]
+    assert global_batches(after, 2) == [[1000 + n for n in batch] for batch in expected[:2]]  # epoch 1
+
+
+def test_evaluation_gives_every_item_of_a_stream_once() -> None:
+    group = loaders(Stream(9, stateful=False), 3, 2, drop_last=False)
+    assert global_batches(group) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    assert [loader.num_samples for loader in group] == [1, 0, 0]
+
+
+def test_noise_in_a_stream_is_the_same_after_a_resume() -> None:
+    source = Stream(20, stateful=False)
+    loader = Loader(source, batch_size=4, seed=2)
+    torch.manual_seed(0)
+    batches = [(batch["noise"], loader.state_dict()) for batch in loader]
+    assert torch.equal(torch.rand(3), torch.manual_seed(0) and torch.rand(3))
+    again = Loader(source, batch_size=4, seed=2, spec=LoaderSpec(workers=2))
+    again.load_state_dict(batches[1][1])
+    for batch, (noise, _) in zip(again, batches[2:], strict=True):
+        assert torch.equal(batch["noise"], noise)
+
+
+def test_torchdatas_pipelines_keep_their_state() -> None:
+    read: list[int] = []
+
+    def source() -> NodesLoader[int]:
+        return NodesLoader(IterableWrapper(each for each in range(12) if read.append(each) is None))
+
+    loader = Loader(source(), batch_size=4)
+    first = next(iter(loader)).tolist()
+    assert loader.state_dict()["states"][0][0] == 4
+    again = Loader(NodesLoader(IterableWrapper(range(12))), batch_size=4)
+    again.load_state_dict(loader.state_dict())
+    assert first + torch.cat(list(again)).tolist() == list(range(12))
+
+
+def test_shards_are_read_by_one_each_and_only_their_own_division_resumes_them() -> None:
+    group = loaders(Shards(50), 2, 2)
+    batches = global_batches(group)
+    assert batches[:3] == [[0, 4, 2, 6], [1, 5, 3, 7], [8, 12, 10, 14]]
+    assert len(batches) == 12  # each of four shares holds at least 12: six batches of two
+    assert len({n for batch in batches for n in batch}) == 48
+    global_batches(group, 5)
+    states = [loader.state_dict() for loader in group]
+    for loader, state in zip(group, states, strict=True):
+        assert loader.state_is_per_rank
+        loader.load_state_dict(state)
+    assert global_batches(group) == batches[5:]
+    with pytest.raises(
+        SpecMismatch, match=r"data.data_ranks = 4: .* with data_ranks = 2: each rank and worker reads a"
+    ):
+        loaders(Shards(50), 4, 2)[0].load_state_dict(states[0])
+    with pytest.raises(SpecMismatch, match=r"data.workers = 3: .*or give the dataset a plain __iter__"):
+        loaders(Shards(50), 2, 3)[0].load_state_dict(states[0])
+    with pytest.raises(SpecMismatch, match=r"data.rank = 1"):
+        group[1].load_state_dict(states[0])
+    evaluated = global_batches(loaders(Shards(10), 2, 2, drop_last=False))
+    assert evaluated == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+class Torch(IterableDataset[int]):
+    """An iterable in torch's own way, with a length that it does not keep."""
+
+    def __init__(self, length: int, num_items: int) -> None:
+        self.length, self.num_items = length, num_items
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.num_items))
+
+
+class NoLength:
+    def shard(self, index: int, count: int) -> range:
+        return range(10)
+
+
+def test_streams_that_yield_too_little() -> None:
+    with pytest.raises(DataError, match="Stream': is empty: it has yielded nothing"):
+        next(iter(Loader(Stream(0, stateful=False), batch_size=2)))
+    with pytest.raises(DataError, match=r"yields 3 samples, too few for one batch of 4. lower batch_size"):
+        next(iter(Loader(Stream(3, stateful=False), batch_size=4)))
+    with pytest.raises(DataError, match="has yielded 9 samples, and says that it has 12"):
+        list(Loader(Torch(12, 9), batch_size=4))
+    with pytest.raises(DataError, match="one of its shares has less than 25"):
+        global_batches(loaders(Shards(50, short=3), 2, 0))
+    with pytest.raises(DataError, match="yields 6 samples, too few"):
+        global_batches(loaders(Shards(6), 2, 2))
+    with pytest.raises(ConfigError, match=r"NoLength': has shard\(\), but no length"):
+        Loader(NoLength(), batch_size=2)
+    assert len(list(Loader(Torch(9, 9), batch_size=4))) == 2
+
+
+def test_a_batch_ahead_on_a_device_does_not_count_before_it_is_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device:
+        ahead = 1
+        events: list[str] = []  # noqa: RUF012
+
+        def begin(self, batch: Any) -> Any:
+            self.events.append(f"begin {batch['inputs'][0]}")
+            return batch
+
+        def finish(self, moving: Any) -> Any:
+            self.events.append(f"finish {moving['inputs'][0]}")
+            return moving
+
+    monkeypatch.setattr("shoal.data.loader.mover", lambda device, pin: Device())
+    loader = Loader(Stream(12, stateful=True), batch_size=4)
+    batches = iter(loader)
+    next(batches)
+    assert Device.events == ["begin 0", "begin 4", "finish 0"]
+    assert loader.state_dict()["states"] == [(4, {"next": 4})]
+    assert [batch["inputs"][0] for batch in batches] == [4, 8]
+    assert [batch["inputs"][0] for batch in loader] == [1000, 1004, 1008]
