@@ -54,7 +54,7 @@ class LoadTask(Task):
     def __init__(
         self,
         *,
-        num_hours: int = 8760,
+        num_hours: int = 17_520,
         window: int = 36,
         horizon: int = 12,
         hidden: int = 32,

@@ -13,6 +13,7 @@
 `args.tied=true` lets input and output share one table.
 """
 
+import math
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, ClassVar
@@ -80,11 +81,13 @@ class TextTask(Task):
         return nn.functional.cross_entropy(outputs.flatten(0, 1), batch[:, 1:].long().flatten())
 
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
-        """The perplexity is the mean of the windows' own, which is at least that of the mean loss."""
+        """The perplexity of the text is e ** loss. A mean over windows is only that of the windows' own, which is larger:
+        the first bytes of each have little to go by."""
         targets = batch[:, 1:].long()
         losses = nn.functional.cross_entropy(outputs.transpose(1, 2), targets, reduction="none").mean(1)  # [B]
         return {
-            "perplexity": losses.exp().mean(),
+            "bits_per_byte": losses.mean() / math.log(2),
+            "window_perplexity": losses.exp().mean(),
             "accuracy": (outputs.argmax(-1) == targets).float().mean(),
         }
 

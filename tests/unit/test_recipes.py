@@ -203,7 +203,9 @@ def test_text_windows_follow_each_other_and_validation_is_text_never_trained_on(
 def test_the_perplexity_of_a_uniform_guess_is_the_number_of_bytes(tmp_path: Path) -> None:
     task = text(tmp_path)
     batch = batch_of(task.data().train, np.arange(4))
-    assert task.metrics(torch.zeros(4, 16, 256), batch)["perplexity"].item() == pytest.approx(256, rel=1e-4)
+    found = task.metrics(torch.zeros(4, 16, 256), batch)
+    assert found["window_perplexity"].item() == pytest.approx(256, rel=1e-4)
+    assert found["bits_per_byte"].item() == pytest.approx(8, rel=1e-4)
     assert task.loss(torch.zeros(4, 16, 256), batch).item() == pytest.approx(math.log(256), rel=1e-5)
 
 
