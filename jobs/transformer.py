@@ -81,8 +81,8 @@ class TextTask(Task):
         return nn.functional.cross_entropy(outputs.flatten(0, 1), batch[:, 1:].long().flatten())
 
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
-        """The perplexity of the text is e ** loss. A mean over windows is only that of the windows' own, which is larger:
-        the first bytes of each have little to go by."""
+        """The perplexity of the text is e ** loss. A mean over windows is only that of the windows' own, which is
+        larger: the first bytes of each have little to go by."""
         targets = batch[:, 1:].long()
         losses = nn.functional.cross_entropy(outputs.transpose(1, 2), targets, reduction="none").mean(1)  # [B]
         return {
