@@ -1,0 +1,364 @@
+"""Where a model can be cut into stages, found from one real pass, and where it should be, found by timing another.
+
+A cut lies just before a call of a module whose first tensor argument is all that the rest of the pass needs of what
+came before: no other edge of the autograd graph crosses it. So any model that is sequential in its calls can be cut, at
+whatever depth, with whatever code between its modules, and nothing is traced or rewritten. Called by `pipeline`.
+Knows no process group; leaves the model's weights, buffers, gradients and random state as they were.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import PlanError
+
+NUM_TIMED = 2  # passes, after one that warms up; the fastest counts
+
+
+@dataclass
+class Call:
+    """One call of a module during a pass. `last` is the last call within it: a call's inner ones follow it."""
+
+    module: str
+    last: int = -1
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Just before call number `call`, which takes the tensor that is handed over as `argument` (position or name)."""
+
+    call: int
+    module: str
+    argument: int | str
+
+
+@dataclass
+class Survey:
+    """What one pass has shown: the parts between every possible cut, in order.
+
+    cuts:       between part i and part i + 1
+    inner:      other names of a cut: modules that begin at the same place
+    parameters: the parts in which a parameter is used, by its first name; [] where none does
+    buffers:    the part that computes with a buffer first
+    cost_s:     seconds of each part, forward and backward
+    """
+
+    calls: list[Call]
+    cuts: list[Cut]
+    inner: dict[str, Cut]
+    parameters: dict[str, list[int]]
+    buffers: dict[str, int]
+    cost_s: list[tuple[float, float]] = field(default_factory=list)
+
+
+def survey(model: nn.Module, run: Callable[[], Tensor], device: torch.device) -> Survey:
+    """Find every possible cut, and what each part between two of them costs.
+
+    run: one pass over a micro-batch, giving the loss
+    """
+    with _undisturbed(model), torch.enable_grad():
+        found = _find_cuts(model, run)
+        found.cost_s = _time_parts(model, run, found.cuts, device)
+    return found
+
+
+def choose(found: Survey, num_stages: int, wanted: Sequence[str] | None) -> list[Cut]:
+    """The cuts between so many stages: those that the user wants, or those whose slowest stage is fastest.
+
+    Raises PlanError when there are too few places, or when a wanted one is none.
+    """
+    if wanted is not None:
+        return _wanted(found, num_stages, wanted)
+    places = _worthwhile(found)
+    if len(places) + 1 < num_stages:
+        named = ", ".join(found.cuts[place].module for place in places) or "none"
+        problem = (
+            f"needs {num_stages} stages, but the model can be cut at {len(places)} places only, where one tensor is "
+            f"handed on and parameters lie on both sides ({named})"
+        )
+        remedy = "use fewer stages, a schedule with one stage for each rank, or a model that is a chain of blocks"
+        raise PlanError("parallel.pipeline", num_stages, problem, remedy)
+    edges = [0, *(place + 1 for place in places), len(found.cost_s)]
+    costs = [sum(map(sum, found.cost_s[begin:end])) for begin, end in pairwise(edges)]
+    return [found.cuts[places[end - 1]] for end in balance(costs, num_stages)]
+
+
+def _worthwhile(found: Survey) -> list[int]:
+    """The cuts between which there always is a parameter."""
+    used = {part for parts in found.parameters.values() for part in parts}
+    places: list[int] = []
+    begin = 0
+    for place in range(len(found.cuts)):
+        if any(begin <= part <= place for part in used) and any(part > place for part in used):
+            places.append(place)
+            begin = place + 1
+    return places
+
+
+def balance(costs: Sequence[float], num_stages: int) -> list[int]:
+    """Where stages after the first begin, so that the costliest of these contiguous stages is as cheap as can be."""
+    total = [0.0, *accumulate(costs)]
+    # best[j]: the smallest maximum of the first j parts in so many stages; begin[j]: where the last of these begins
+    best = list(total)
+    begins: list[list[int]] = []
+    for stages in range(2, num_stages + 1):
+        row, begin = [float("inf")] * len(total), [0] * len(total)
+        for end in range(stages, len(total)):
+            for start in range(stages - 1, end):
+                slowest = max(best[start], total[end] - total[start])
+                if slowest < row[end]:
+                    row[end], begin[end] = slowest, start
+        best = row
+        begins.append(begin)
+    found: list[int] = []
+    end = len(costs)
+    for begin in reversed(begins):
+        end = begin[end]
+        found.append(end)
+    return found[::-1]
+
+
+def _wanted(found: Survey, num_stages: int, wanted: Sequence[str]) -> list[Cut]:
+    if len(wanted) != num_stages - 1:
+        problem = f"names {len(wanted)} cuts for {num_stages} stages"
+        raise PlanError("pipeline_cuts", list(wanted), problem, f"name {num_stages - 1} modules")
+    known = found.inner | {cut.module: cut for cut in reversed(found.cuts)}
+    cuts: list[Cut] = []
+    for name in wanted:
+        if name not in known:
+            called = any(call.module == name for call in found.calls)
+            problem = "more than its first tensor is handed on there" if called else "no module of this name is called"
+            raise PlanError("pipeline_cuts", name, problem, f"cut at {', '.join(cut.module for cut in found.cuts)}")
+        cuts.append(known[name])
+    if sorted({cut.call for cut in cuts}) != [cut.call for cut in cuts]:
+        raise PlanError("pipeline_cuts", list(wanted), "are not in the order of the calls", "sort them, each once")
+    return cuts
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor] | None:
+    """The argument through which a chain hands on what it has computed: the first that has a gradient."""
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for position, value in named:
+        if isinstance(value, Tensor) and value.requires_grad:
+            return position, value
+    return None
+
+
+def with_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], position: int | str, value: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments but for one."""
+    if isinstance(position, str):
+        return args, kwargs | {position: value}
+    return (*args[:position], value, *args[position + 1 :]), kwargs
+
+
+@dataclass
+class _Entry:
+    """A candidate: a call whose first tensor passes through a node of the graph that stands for the cut."""
+
+    cut: Cut
+    sequence: int
+    tensor: Tensor | None
+    is_overwritten: bool = False
+
+
+class _Recorder:
+    """Hooks on every module that note calls, and put a node of its own before each call's first tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: list[Call] = []
+        self.entries: list[_Entry] = []
+        self.inner: dict[str, int] = {}
+        self._open: list[tuple[int, _Entry | None]] = []
+        self._places: dict[int, int] = {}  # sequence number of an entry's node: its index
+        self._names = {module: name for name, module in model.named_modules()}
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        index, name = len(self.calls), self._names[module]
+        self.calls.append(Call(name))
+        found = first_tensor(args, kwargs) if torch.is_grad_enabled() else None
+        if found is None:
+            self._open.append((index, None))
+            return None
+        position, tensor = found
+        before = None if tensor.grad_fn is None else self._places.get(_sequence(tensor.grad_fn))
+        if before is not None:  # what encloses this call begins at the same place
+            self.inner.setdefault(name, before)
+            self._open.append((index, None))
+            return None
+        copy = tensor.clone()
+        assert copy.grad_fn is not None
+        entry = _Entry(Cut(index, name, position), _sequence(copy.grad_fn), copy)
+        self._places[entry.sequence] = len(self.entries)
+        self.entries.append(entry)
+        self._open.append((index, entry))
+        return with_argument(args, kwargs, position, copy)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        index, entry = self._open.pop()
+        self.calls[index].last = len(self.calls) - 1
+        if entry is not None and entry.tensor is not None:
+            entry.is_overwritten = entry.tensor._version > 0  # a leaf, as a stage receives one, cannot be
+            entry.tensor = None
+
+
+def _sequence(node: Any) -> int:
+    number: int = node._sequence_nr()
+    return number
+
+
+@contextmanager
+def _hooked(model: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any] | None = None) -> Iterator[None]:
+    handles = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
+    if leave is not None:
+        handles += [module.register_forward_hook(leave) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _find_cuts(model: nn.Module, run: Callable[[], Tensor]) -> Survey:
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    recorder = _Recorder(model)
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)  # so that the graph shows where it is used
+        with _hooked(model, recorder.enter, recorder.leave):
+            loss = run()
+        sequences = [entry.sequence for entry in recorder.entries]
+        crossed, used = _walk(loss, sequences)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    valid = [not across and not entry.is_overwritten for across, entry in zip(crossed, recorder.entries, strict=True)]
+    part_of = [0, *accumulate(int(each) for each in valid)]  # by the number of entries that came before
+    cuts = [entry.cut for entry, each in zip(recorder.entries, valid, strict=True) if each]
+    inner = {name: recorder.entries[place].cut for name, place in recorder.inner.items() if valid[place]}
+    parts = {parameter: sorted({part_of[place] for place in places}) for parameter, places in used.items()}
+    called = _first_calls(recorder.calls, [cut.call for cut in cuts])
+    parameters: dict[str, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        parameters[name] = parts.get(parameter) or ([called[owner]] if owner in called else [])
+    firsts = {module: name for name, module in model.named_modules()}
+    buffers = {
+        f"{prefix}.{name}" if prefix else name: called.get(firsts[module], 0)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, _ in module.named_buffers(recurse=False)
+    }
+    return Survey(recorder.calls, cuts, inner, parameters, buffers)
+
+
+def _walk(loss: Tensor, sequences: list[int]) -> tuple[list[bool], dict[Tensor, set[int]]]:
+    """Which candidates are crossed by an edge of the graph other than their own, and which parts use a parameter."""
+    change = [0] * (len(sequences) + 1)
+    used: dict[Tensor, set[int]] = {}
+    waiting: list[Any] = [loss.grad_fn]
+    seen = {loss.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        number = _sequence(node)
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            if hasattr(following, "variable"):
+                used.setdefault(following.variable, set()).add(bisect_left(sequences, number))
+                continue
+            change[bisect_right(sequences, _sequence(following))] += 1
+            change[max(bisect_right(sequences, _sequence(following)), bisect_left(sequences, number))] -= 1
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return [count > 0 for count in accumulate(change)][: len(sequences)], used
+
+
+def _first_calls(calls: Sequence[Call], cut_calls: list[int]) -> dict[str, int]:
+    """The part in which a module is called first."""
+    first: dict[str, int] = {}
+    for index, call in enumerate(calls):
+        first.setdefault(call.module, bisect_right(cut_calls, index))
+    return first
+
+
+def _time_parts(
+    model: nn.Module, run: Callable[[], Tensor], cuts: list[Cut], device: torch.device
+) -> list[tuple[float, float]]:
+    """Seconds forward and backward of each part: one pass whose graph is severed at every cut, part by part."""
+    best = [(float("inf"), float("inf"))] * (len(cuts) + 1)
+    for _ in range(NUM_TIMED + 1):
+        passed = _timed_pass(model, run, cuts, device)
+        best = [(min(a, c), min(b, d)) for (a, b), (c, d) in zip(best, passed, strict=True)]
+        model.zero_grad(set_to_none=True)
+    return best
+
+
+def _timed_pass(
+    model: nn.Module, run: Callable[[], Tensor], cuts: list[Cut], device: torch.device
+) -> list[tuple[float, float]]:
+    at = {cut.call: cut.argument for cut in cuts}
+    handed: list[tuple[Tensor, Tensor]] = []  # what a part gives, and the leaf that the next one takes instead
+    moments_s: list[float] = []
+    num_calls = 0
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        position = at.get(num_calls - 1)
+        if position is None:
+            return None
+        given = kwargs[position] if isinstance(position, str) else args[position]
+        handed.append((given, given.detach().requires_grad_()))
+        moments_s.append(_now_s(device))
+        return with_argument(args, kwargs, position, handed[-1][1])
+
+    moments_s.append(_now_s(device))
+    with _hooked(model, enter):
+        result = run()
+    moments_s.append(_now_s(device))
+    forward_s = [after - before for before, after in pairwise(moments_s)]
+    backward_s: list[float] = []
+    gradient = None
+    for given, leaf in [*reversed(handed), (None, None)]:
+        began_s = _now_s(device)
+        if result.requires_grad:
+            result.backward(gradient)
+        backward_s.append(_now_s(device) - began_s)
+        if given is not None and leaf is not None:
+            result, gradient = given, leaf.grad
+    return list(zip(forward_s, reversed(backward_s), strict=True))
+
+
+def _now_s(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Whatever passes run within: buffers, gradients and random state are as before."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            for parameter, _ in gradients:
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

@@ -1,0 +1,310 @@
+"""Pipeline parallel: each rank holds some stages of the model, and micro-batches pass through them on a schedule.
+
+The schedules are those of torch.distributed.pipelining; a stage is the model's own forward between two cuts. Gradients
+are those of one process that accumulates over the same micro-batches. A parameter that several stages use lies on the
+rank of each, and its gradients are summed over them, so that the copies stay equal. Batch statistics are those of a
+micro-batch, over all data ranks. Called by `parallelize`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.errors import ConfigError, PlanError
+from shoal.parallel import gradients, state
+from shoal.parallel.batch_norm import DataRanks, globalise_batch_norm
+from shoal.parallel.batches import map_tensors, micro_batches, num_samples, tensors_of
+from shoal.parallel.dropout import seed_dropout
+from shoal.parallel.model import Learnable, ParallelModel
+from shoal.parallel.pipeline_exchange import Groups, receive, send, sum_gradients
+from shoal.parallel.pipeline_layout import Layout, lay_out
+from shoal.parallel.pipeline_schedules import SPLITTING, check, stage_ranks
+from shoal.parallel.pipeline_stages import Clock, StageDraws, StageModule, build_schedule
+from shoal.parallel.pipeline_views import GatedModel, views_of
+from shoal.parallel.pipeline_weights import Weights
+from shoal.parallel.plan import Degrees, ParallelSpec
+from shoal.parallel.precision import autocast
+from shoal.parallel.whole import evaluating
+from shoal.parallel.world import World
+
+
+def build_pipeline(
+    model: nn.Module,
+    learnable: Learnable,
+    spec: ParallelSpec,
+    degrees: Degrees,
+    world: World,
+    example: Any,
+    seed: int,
+) -> ParallelModel:
+    """This rank's stages of `model`. Collective. Raises PlanError, on every rank, when it cannot be cut or run so."""
+    num_micro_batches = spec.num_micro_batches(degrees)
+    _check(spec, degrees, num_micro_batches)
+    model.to(world.device)
+    ranks = stage_ranks(spec.schedule, degrees.pipeline)
+    batch = micro_batches(example, spec.accumulate * num_micro_batches)[0]
+    layout = lay_out(model, learnable, batch, len(ranks), world, lambda: autocast(spec.precision, world.device))
+    held = {ranks[stage] for stages in layout.parameters.values() for stage in stages}
+    for rank in range(degrees.pipeline):
+        if rank not in held:
+            cuts = [cut.module for cut in layout.cuts]
+            raise PlanError("pipeline_cuts", cuts, f"leave rank {rank} without a parameter", "cut elsewhere")
+    return Pipelined(model, learnable, spec, degrees, world, layout, seed)
+
+
+def _check(spec: ParallelSpec, degrees: Degrees, num_micro_batches: int) -> None:
+    check(spec.schedule, degrees.pipeline, num_micro_batches)
+    if degrees.tensor > 1:
+        raise PlanError("parallel.tensor", degrees.tensor, "does not go with a pipeline", "use pipeline with data")
+    if degrees.shard and degrees.data > 1:
+        raise PlanError("parallel.shard", True, "does not go with a pipeline", "use pipeline with data, unsharded")
+    if spec.precision == "fp16":
+        raise PlanError("parallel.precision", spec.precision, "does not go with a pipeline", "use bf16")
+    if spec.compile and spec.schedule in SPLITTING:
+        problem = f"the schedule {spec.schedule} splits the backward pass, which compiled modules do not allow"
+        raise PlanError("parallel.compile", True, problem, "use compile=false, or schedule=1f1b")
+
+
+class Pipelined(ParallelModel):
+    """The stages of this rank. The ranks of one pipeline are fed the same samples.
+
+    layout: what each stage has
+    clock:  what this rank computed, and how long its schedules took
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        learnable: Learnable,
+        spec: ParallelSpec,
+        degrees: Degrees,
+        world: World,
+        layout: Layout,
+        seed: int,
+    ) -> None:
+        self.layout, self.clock, self.modules = layout, Clock(), [model]
+        self.data_rank, self.num_data_ranks = degrees.coordinates(world.rank).data, degrees.data
+        self._model, self._learnable, self._spec, self._degrees, self._world = model, learnable, spec, degrees, world
+        self._groups = Groups(degrees, world.rank)
+        self._rank, self._stage_ranks = self._groups.at.pipeline, stage_ranks(spec.schedule, degrees.pipeline)
+        own = [stage for stage, rank in enumerate(self._stage_ranks) if rank == self._rank]
+        self._has_last = len(self._stage_ranks) - 1 in own
+        self._num_micro_batches = spec.num_micro_batches(degrees)
+        self._data_ranks = DataRanks(self._groups.data) if self._groups.data is not None else None
+        if self._data_ranks is not None:
+            globalise_batch_norm(model, self._data_ranks)
+        calls, cuts = layout.calls, layout.cuts
+        self._draws = StageDraws(seed, self.data_rank, degrees.data, world.device, calls, cuts)
+        seed_dropout(model, self._draws)
+        self._weights = Weights(model, layout, self._stage_ranks, self._rank)
+        ties = [(self._groups.among(ranks), names) for ranks, names in self._weights.tied.items()]
+        kept = self._weights.kept
+        self._ties = [(group, [kept[name] for name in names]) for group, names in ties if group is not None]
+        if spec.compile:
+            _compile(model, [name for name, stage in layout.blocks.items() if stage in own])
+        self._gated = GatedModel(model, views_of(calls, cuts))
+        self._stages = {each: StageModule(each, self._weights.of_stage(each), self._compute) for each in own}
+        self._schedules: dict[Any, Any] = {}
+        self._handed: dict[int, Tensor] = {}  # by stage, a tensor like those that it hands on, without memory
+        self._batches: list[Any] = []  # under way
+        self._step, self._first_index = 0, 0
+        self._names: list[str] = []  # of what evaluate gives
+        self._reduced_s = 0.0
+
+    # -- a step
+
+    def train_step(self, batch: Any, step: int) -> Tensor:
+        gradients.clear(self._weights.kept.values())
+        self._step = step
+        batches = micro_batches(batch, self._spec.accumulate * self._num_micro_batches)
+        losses: list[Tensor] = []
+        for first in range(0, len(batches), self._num_micro_batches):
+            self._first_index, self._batches = first, batches[first : first + self._num_micro_batches]
+            losses += self._run(self._schedule(self._batches[0]))
+        self._batches = []
+        self._reduce()
+        if not losses:
+            return torch.zeros((), device=self._world.device)
+        return torch.stack(losses).detach().sum()
+
+    def _run(self, schedule: Any) -> list[Tensor]:
+        """One schedule, start to end; the losses on the rank of the last stage."""
+        losses: list[Tensor] = []
+        index = torch.arange(self._num_micro_batches)
+        began_s = time.perf_counter()
+        try:
+            schedule.step(index, target=index, losses=losses, return_outputs=False)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, Exception) and "failed to run forward" in str(error):
+                raise error.__cause__ from None  # what the model or the loss has raised
+            raise
+        self.clock.total_s += time.perf_counter() - began_s
+        return losses
+
+    def _compute(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        batch = self._batches[micro_batch]
+        self._draws.begin_stage(stage, self._step, self._first_index + micro_batch, num_samples(batch))
+        with autocast(self._spec.precision, self._world.device):
+            handed: Tensor = self._gated.run(stage, self._learnable.inputs(batch), received)
+            if stage == len(self._stage_ranks) - 1:
+                return self._share_of_loss(self._learnable.loss(handed, batch))
+        handed = handed.contiguous()
+        return handed if handed.requires_grad else handed.detach().requires_grad_()
+
+    def _share_of_loss(self, loss: Tensor) -> Tensor:
+        if loss.ndim:
+            raise ConfigError("Task.loss", list(loss.shape), "is not a scalar", "return the mean over the samples")
+        return loss / (self._spec.accumulate * self._num_micro_batches)
+
+    def _schedule(self, batch: Any) -> Any:
+        """The schedule for micro-batches of this form; what stages hand on is found by a pass without gradients."""
+        key = tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(batch))
+        if key not in self._schedules:
+            with evaluating(self._model), torch.no_grad():
+                self._forward(batch)
+            assert self._groups.pipeline is not None
+            self._schedules[key] = build_schedule(
+                self._spec.schedule,
+                self._stages,
+                self._handed,
+                len(self._stage_ranks),
+                self._num_micro_batches,
+                self._world.device,
+                self._groups.pipeline,
+                self.clock,
+            )
+        return self._schedules[key]
+
+    def _reduce(self) -> None:
+        began_s = time.perf_counter()
+        if self._groups.data is not None:
+            sum_gradients(self._weights.trainable, self._groups.data, 1.0 / self.num_data_ranks)
+        for group, tied in self._ties:
+            sum_gradients([parameter for parameter in tied if parameter.requires_grad], group)
+        self._reduced_s += time.perf_counter() - began_s
+
+    # -- evaluation
+
+    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
+        sums: list[Tensor] = []
+        with evaluating(self._model), torch.no_grad():
+            for part, share in _slices(batch, self._num_micro_batches):
+                outputs = self._forward(part)
+                if self._has_last:
+                    with autocast(self._spec.precision, self._world.device):
+                        loss = self._learnable.loss(outputs, part)
+                        means = {"loss": loss, **self._learnable.metrics(outputs, part)}
+                    names = list(means)
+                    sums.append(torch.stack([mean.double() for mean in means.values()]) * share)
+        last = self._degrees.rank(self._groups.at._replace(pipeline=self._stage_ranks[-1]))
+        if not self._names:
+            box = [names if self._has_last else None]
+            dist.broadcast_object_list(box, last, self._groups.pipeline)
+            self._names = box[0] or []
+        blank = torch.zeros(len(self._names), dtype=torch.float64, device=self._world.device)
+        means_of_all = torch.stack(sums).sum(0) if self._has_last else blank
+        dist.broadcast(means_of_all, last, self._groups.pipeline)
+        values = means_of_all * num_samples if num_samples else blank
+        return dict(zip(self._names, values.float().unbind(), strict=True))
+
+    def _forward(self, batch: Any) -> Any:
+        """The model's outputs, on the rank of the last stage; None elsewhere."""
+        group, inputs, handed = self._groups.pipeline, self._learnable.inputs(batch), None
+        assert group is not None
+        last = len(self._stage_ranks) - 1
+        for stage in self._stages:
+            before = self._stage_ranks[stage - 1] if stage else self._rank
+            if before != self._rank:
+                handed = receive(before, group, self._world.device)
+            if handed is not None:
+                self._handed[stage - 1] = _like(handed)
+            with autocast(self._spec.precision, self._world.device):
+                handed = self._gated.run(stage, inputs, handed)
+            if stage == last:
+                return handed
+            self._handed[stage] = _like(handed)
+            if self._stage_ranks[stage + 1] != self._rank:
+                send(handed, self._stage_ranks[stage + 1], group)
+                handed = None
+        return None
+
+    def total(self, values: Tensor) -> Tensor:
+        summed = values.clone() if self._has_last else torch.zeros_like(values)
+        dist.all_reduce(summed)
+        return summed
+
+    def clip(self, max_norm: float) -> Tensor:
+        norm = gradients.global_norm(self._weights.counted, self._groups.pipeline)
+        gradients.scale(self._weights.kept.values(), float((max_norm / (norm + 1e-6)).clamp(max=1.0)))
+        return norm
+
+    # -- state
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._weights.kept.items())
+
+    def model_state(self) -> dict[str, Any]:
+        return self._weights.state()
+
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        self._weights.load(state)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return state.optimizer_state(self.named_parameters(), optimizer)
+
+    def load_optimizer_state(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
+        state.load_optimizer_state(self.named_parameters(), optimizer, values)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        if self.data_rank != 0:
+            return {}
+        return self._weights.gather(self._rank, self._degrees.peers(self._world.rank, "pipeline"))
+
+    # -- time
+
+    @property
+    def communication_s(self) -> float:
+        if self._world.device.type != "cpu":
+            return float("nan")  # the host does not wait for what the device does
+        return self.clock.total_s - self.clock.busy_s + self._reduced_s
+
+    def idle_share(self) -> float:
+        """Of the time of all schedules so far, the part in which ranks of this pipeline have waited. Collective."""
+        times = torch.tensor([self.clock.busy_s, self.clock.total_s], dtype=torch.float64, device=self._world.device)
+        dist.all_reduce(times, group=self._groups.pipeline)
+        return 1.0 - float(times[0] / times[1]) if self._world.device.type == "cpu" else float("nan")
+
+    def close(self) -> None:
+        self._gated.remove()
+        self._schedules.clear()
+
+
+def _slices(batch: Any, parts: int) -> Iterator[tuple[Any, float]]:
+    """At most `parts` contiguous pieces of any batch, each with its share of the samples."""
+    size = num_samples(batch)
+    each = max(1, -(-size // parts))
+    for begin in range(0, size, each):
+        end = min(size, begin + each)
+        yield map_tensors(batch, partial(_rows, begin, end)), (end - begin) / size
+
+
+def _rows(begin: int, end: int, tensor: Tensor) -> Tensor:
+    return tensor[begin:end] if tensor.ndim else tensor
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=True)
+
+
+def _compile(model: nn.Module, blocks: list[str]) -> None:
+    for name in blocks:
+        module = model.get_submodule(name)
+        module.forward = torch.compile(module.forward)
