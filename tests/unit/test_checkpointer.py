@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import resource
 import signal
 import threading
@@ -121,7 +122,7 @@ def test_going_back_gives_up_what_came_later(checkpointer: Checkpointer) -> None
     state = state_of(0)
     checkpointer.load(newest(checkpointer), state)
     assert_equal(state, state_of(96))
-    with pytest.raises(CheckpointError, match="step-000000091"):
+    with pytest.raises(CheckpointError, match=r"step-000000091 in .* there is no such checkpoint"):
         checkpointer.find(91)
 
 
@@ -410,3 +411,13 @@ def test_close_waits_says_what_failed_and_may_be_repeated(tmp_path: Path, monkey
     failing.__exit__(ZeroDivisionError, ZeroDivisionError(), None)  # hides nothing more important
     with pytest.raises(ConfigError, match="keep"):
         Checkpointer(tmp_path, keep=0)
+
+
+def test_the_pages_python_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    exec(compile(block, page.name, "exec"), {})
+    assert capsys.readouterr().out == "10 640 tensor([1., 1., 1.])\n"

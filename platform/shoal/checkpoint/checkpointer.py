@@ -64,7 +64,7 @@ class Checkpointer:
     | who unblocks    | the background thread when it has ended; else `timeout_s`   |
     | close()         | waits for it, then ends thread and group                    |
 
-    Every method but `wait` and `close` is collective when torch.distributed runs with several ranks.
+    With several ranks every method is called on all of them, in the same order: a save that failed is an error on each.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2, asynchronous: bool = True, timeout_s: float = 300.0) -> None:

@@ -119,6 +119,8 @@ def best_step(place: Path) -> int | None:
 
 def read_manifest(path: Path) -> dict[str, Any] | str:
     """What the manifest says, or what is wrong with it."""
+    if not path.exists():
+        return "there is no such checkpoint"
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
     except OSError as error:
