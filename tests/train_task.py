@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -97,12 +98,13 @@ class Toy(Task):
     def _noted(self, loss: Tensor, indices: Tensor) -> Tensor:
         if self.step_s:
             time.sleep(self.step_s)
-        if self.notes is None:
+        given = indices.tolist()
+        if self.notes is None or given == list(range(len(given))):  # the example that a plan tries a model with
             return loss
-        rank = int(os.environ.get("RANK", "0"))
+        rank = dist.get_rank() if dist.is_initialized() else 0
         path = self.notes / f"samples-{rank}.jsonl"
         with path.open("a") as file:
-            file.write(json.dumps(indices.tolist()) + "\n")
+            file.write(json.dumps(given) + "\n")
         step = len(path.read_text().splitlines()) - 1
         return self._failed(loss) if rank == self.fault_rank and step == self.fault_step else loss
 

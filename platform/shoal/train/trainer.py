@@ -192,11 +192,15 @@ class Trainer:
         return signs
 
     def _refuse_what_is_not_finite(self) -> None:
+        """Name the step, and the samples of the ranks whose own loss it was: the others have it by their gradients."""
         bad = next((recent for recent in self._recent if not recent.is_finite()), None)
-        found = [each for each in self.world.gather((bad.step, bad.indices) if bad else None) if each is not None]
-        step = min(at for at, _ in found)
-        indices = [index for at, known in found if at == step and known is not None for index in known]
-        raise NotFinite("the loss or its gradient", step, sorted(set(indices)) or None, self._keeper.newest())
+        mine = (bad.step, bool(torch.isfinite(bad.loss)), bad.indices) if bad is not None else None
+        found = [each for each in self.world.gather(mine) if each is not None]
+        step, is_gradient, _ = min(found, key=lambda each: each[:2])
+        guilty = [indices or [] for at, only, indices in found if (at, only) == (step, is_gradient)]
+        indices = sorted({index for each in guilty for index in each})
+        what = "the gradient" if is_gradient else "the loss"
+        raise NotFinite(what, step, indices or None, self._keeper.newest())
 
     def _log(self) -> None:
         parts, step = self._parts, self._progress.step

@@ -1,0 +1,155 @@
+"""The training loop on several ranks: the same losses as alone, one decision for all, going on under another plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from programs import RanksFailed, run_ranks
+from shoal.errors import NotFinite, RankLost
+from shoal.parallel import World
+from shoal.train.spec import TrainSpec
+from train_task import Toy, seen
+
+STEPS = 12
+# Sums over ranks are taken in another order than over the rows of one batch: float32, a dozen steps of Adam.
+TOLERANCE = 1e-4
+
+
+class Losses:
+    """A journal that keeps the losses by step."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, float] = {}
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if "train/loss" in values:
+            self.by_step[step] = values["train/loss"]
+
+    def event(self, kind: str, /, **details: object) -> None:
+        pass
+
+    def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        pass
+
+
+def spec_of(plan: Any, **changes: Any) -> TrainSpec:
+    base = {
+        "task": "Toy",
+        "parallel": plan,
+        "batch_size": 32,
+        "stop": {"steps": STEPS},
+        "log_every_steps": 1,
+        "optimizer": {"learning_rate": 0.01},
+        "clip_norm": 1.0,
+        "average": 0.9,
+        "checkpoint": {"every_steps": 3},
+    }
+    return TrainSpec.parse({**base, **changes})
+
+
+def train(
+    world: World, folder: Path, spec: TrainSpec, args: dict[str, Any], stop_at: int | None = None, stopper: int = 0
+) -> tuple[dict[int, float], Any]:
+    """The program of a rank: (losses by step, on rank 0; the outcome)."""
+    from shoal.train.trainer import Trainer
+
+    losses, calls = Losses(), iter(range(1, 1000))
+
+    def should_stop() -> bool:
+        return stop_at is not None and world.rank == stopper and next(calls) >= stop_at
+
+    trainer = Trainer(spec, Toy(**args), world, folder, journal=losses, should_stop=should_stop)
+    return losses.by_step, trainer.run()
+
+
+def refused(world: World, folder: Path, spec: TrainSpec, args: dict[str, Any], kind: type[Exception]) -> Exception:
+    """The program of a rank that must fail: what it raised."""
+    with pytest.raises(kind) as raised:
+        train(world, folder, spec, args)
+    return raised.value
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of one process."""
+    [(losses, _)] = run_ranks(train, 1, tmp_path_factory.mktemp("alone"), spec_of("single"), {})
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    return dict(losses)
+
+
+def train_each(
+    world: World, folder: Path, plans: list[str], args: dict[str, Any]
+) -> list[tuple[dict[int, float], Any]]:
+    """The program of a rank: one run after the other, each under a plan of its own."""
+    return [train(world, folder / plan, spec_of(plan), args) for plan in plans]
+
+
+def test_every_plan_has_the_losses_of_one_process(alone: dict[int, float], tmp_path: Path) -> None:
+    plans = ["ddp", "fsdp", "tensor"]
+    first, second = run_ranks(train_each, 2, tmp_path, plans, {})
+    for plan, (losses, outcome), (_, same) in zip(plans, first, second, strict=True):
+        assert losses == pytest.approx(alone, rel=TOLERANCE), plan
+        assert outcome == same
+        assert outcome.metrics["accuracy"] > 0.5
+
+
+def test_a_pipeline_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    args = {"dropout": 0.0}  # it takes a batch in micro-batches, each with a dropout mask of its own
+    [(expected, _)] = run_ranks(train, 1, tmp_path / "one", spec_of("single"), args)
+    results = run_ranks(train, 2, tmp_path / "two", spec_of("pipeline"), args)
+    assert results[0][0] == pytest.approx(expected, rel=TOLERANCE)
+    assert results[0][1] == results[1][1]
+
+
+def test_a_run_goes_on_under_other_plans_and_numbers_of_workers(alone: dict[int, float], tmp_path: Path) -> None:
+    folder, notes = tmp_path / "run", tmp_path / "notes"
+    notes.mkdir()
+    losses: dict[int, float] = {}
+    for plan, size, until in [("fsdp", 2, 3), ("ddp", 2, 6), ("tensor", 2, 8), ("single", 1, 10), ("fsdp", 2, STEPS)]:
+        spec = spec_of(plan, stop={"steps": until}, schedule={"total_steps": STEPS})
+        losses |= run_ranks(train, size, folder, spec, {})[0][0]
+    assert losses == pytest.approx(alone, rel=TOLERANCE)
+
+
+def test_what_one_rank_is_asked_all_do_at_the_same_step(alone: dict[int, float], tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    args = {"notes": str(notes)}
+    results = run_ranks(train, 2, tmp_path / "run", spec_of("ddp"), args, 5, 1)
+    assert {outcome.steps for _, outcome in results} == {5}
+    assert all(outcome.is_interrupted for _, outcome in results)
+    spec = spec_of("ddp", stop={"epochs": 1})
+    later = run_ranks(train, 2, tmp_path / "run", spec, args)[0][0]
+    assert sorted(seen(notes)) == list(range(256))
+    assert results[0][0] | later == pytest.approx({step: alone[step] for step in range(1, 9)}, rel=TOLERANCE)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all_with_its_samples(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    args = {"notes": str(notes), "fault": "nan", "fault_step": 4, "fault_rank": 1}
+    errors = run_ranks(refused, 2, tmp_path / "run", spec_of("ddp"), args, NotFinite)
+    assert errors[0].step == errors[1].step == 4
+    assert errors[0].indices == errors[1].indices
+    assert len(errors[0].indices) == 16
+    assert errors[0].checkpoint.endswith("step-000000003")
+
+
+def test_a_killed_rank_is_a_rank_lost_for_the_others_and_the_run_goes_on_exactly(
+    alone: dict[int, float], tmp_path: Path
+) -> None:
+    folder, notes = tmp_path / "run", tmp_path / "notes"
+    notes.mkdir()
+    args = {"notes": str(notes), "fault": "kill", "fault_step": 7, "fault_rank": 1}
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(train, 2, folder, spec_of("ddp"), args)
+    assert RankLost.__name__ in failed.value.causes[0]
+    assert "exit code -9" in failed.value.causes[1]
+    again = run_ranks(train, 2, folder, spec_of("ddp"), {})[0][0]
+    assert min(again) in (4, 7)  # from step 3 or 6: the newest checkpoint that was whole
+    assert again == pytest.approx({step: alone[step] for step in again}, rel=TOLERANCE)
