@@ -150,14 +150,16 @@ class Ledger:
 
     def end_open_leases(self, consumer: str) -> int:
         """`consumer` asks for a new lease, so nobody will settle those that are open: its own, whose answer was lost
-        (LEASE_LOST), and those of others, which are dead (LEARNER_CRASH). Returns how many segments that were."""
+        (LEASE_LOST), and those of others, which are dead (LEARNER_CRASH). Returns how many segments that were; durable
+        on return, as the lease that follows is: a crash between the two must not open them again."""
         with self.lock:
-            num_segments = 0
-            for lease_id, lease in list(self._leases.items()):
+            ended = list(self._leases.items())
+            for lease_id, lease in ended:
                 reason = DropReason.LEASE_LOST if lease.consumer == consumer else DropReason.LEARNER_CRASH
                 self.drop_queued(self._end_lease(lease_id), reason)
-                num_segments += len(lease.keys)
-            return num_segments
+            if ended:
+                self.commit()
+            return sum(len(lease.keys) for _, lease in ended)
 
     def drop_queued(self, keys: Iterable[ActorKey], reason: DropReason) -> None:
         """Count one queued segment of each key as dropped."""

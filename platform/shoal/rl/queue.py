@@ -146,8 +146,7 @@ class ExperienceQueue:
         min_steps, max_steps, max_segments, timeout_s, number = request
         deadline = time.monotonic() + timeout_s
         with self._arrived:
-            if self.ledger.end_open_leases(consumer):
-                self.ledger.commit()
+            self.ledger.end_open_leases(consumer)
             self._newest_take = (consumer, number)
             self._wanted = (min_steps, max_segments)
             while not self._closed and not self._is_enough(min_steps, max_segments):
