@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import gzip
+import os
 import pickle
+import shutil
 import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
+import pyarrow as arrow
 import pytest
 import torch
+from PIL import Image
+from pyarrow import parquet
 
-from shoal.data import Loader
-from shoal.data.formats import Idx
-from shoal.errors import DataError
+from shoal.data import Loader, LoaderSpec, fingerprint
+from shoal.data.formats import Hdf5, Idx, ImageFolder, NumpyFiles, Parquet, RayData
+from shoal.errors import ConfigError, DataError
 
 IMAGES = np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3)
 LABELS = np.array([3, 1, 4, 1, 5, 9], dtype=np.uint8)
@@ -68,3 +76,201 @@ def test_idx_files_that_are_not_right(mnist: Path) -> None:
     (mnist / "none").write_bytes(idx_bytes(IMAGES[:0]))
     with pytest.raises(DataError, match="is empty"):
         Idx(mnist / "none")
+
+
+X = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
+Y = np.arange(50, dtype=np.int64) * 2
+MIXED = np.array([31, 4, 5, 4, 49, 0, 7, 30])  # runs, gaps, one twice
+
+
+def assert_batch(batch: Any) -> None:
+    """A dict of the rows of X and Y in MIXED order."""
+    assert torch.equal(batch["inputs"], torch.from_numpy(X[MIXED]))
+    assert batch["target"].tolist() == Y[MIXED].tolist()
+
+
+@pytest.mark.parametrize("chunks", [None, (4, 3)])
+def test_hdf5(tmp_path: Path, chunks: tuple[int, int] | None) -> None:
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("some/x", data=X, chunks=chunks, compression="gzip" if chunks else None)
+        file["y"] = Y
+        file["words"] = ["a", "bc"]
+        file["short"] = Y[:7]
+        file["one"] = 1.0
+    dataset = pickle.loads(pickle.dumps(Hdf5(path, {"inputs": "some/x", "target": "y"})))
+    assert_batch(dataset.batch(MIXED))
+    assert len(dataset) == 50
+    x, y = Hdf5(path, ["some/x", "y"])[-1]
+    assert torch.equal(x, torch.from_numpy(X[-1]))
+    assert y == 98
+    for fields, problem in [
+        (["x"], r"fields = 'x': is no dataset in data.h5. there are: one, short, some/x, words, y"),
+        (["some"], "is no dataset"),
+        (["y", "short"], r"ragged: its fields have unequal lengths \(y 50, short 7\)"),
+        (["words"], "ragged or no numbers: its dtype is object"),
+        (["one"], "single value"),
+        ("y", "names nothing to read"),
+    ]:
+        with pytest.raises(DataError, match=problem):
+            Hdf5(path, fields)
+    (tmp_path / "half.h5").write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(DataError, match=r"half.h5': cannot be opened as HDF5"):
+        Hdf5(tmp_path / "half.h5", ["y"])
+    with pytest.raises(DataError, match="does not exist"):
+        Hdf5(tmp_path / "none.h5", ["y"])
+
+
+def test_hdf5_is_opened_by_the_process_that_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        file["y"] = Y
+    dataset = Hdf5(path, ["y"])
+    opened: list[int] = []
+    monkeypatch.setattr(Hdf5, "_open", lambda self: opened.append(os.getpid()) or {"y": h5py.File(path)["y"]})
+    for process in (1, 1, 2):
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        assert dataset[3] == (6,)
+    assert opened == [1, 2]
+    assert pickle.loads(pickle.dumps(dataset)).num_samples == 50
+
+
+def test_numpy_files(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", X)
+    np.savez(tmp_path / "both.npz", inputs=X, target=Y)
+    np.savez_compressed(tmp_path / "y.npz", Y)
+    places = [{"inputs": tmp_path / "x.npy", "target": f"{tmp_path}/both.npz:target"}, tmp_path / "both.npz"]
+    for place in places:
+        assert_batch(pickle.loads(pickle.dumps(NumpyFiles(place))).batch(MIXED))
+    first, second = NumpyFiles([tmp_path / "x.npy", tmp_path / "y.npz"])[2]
+    assert torch.equal(first, torch.from_numpy(X[2]))
+    assert second == 4
+    np.save(tmp_path / "words.npy", np.array(["a", "b"]))
+    np.save(tmp_path / "big.npy", Y.astype(">i4"))
+    assert NumpyFiles([tmp_path / "big.npy"])[4] == (8,)
+    np.save(tmp_path / "objects.npy", np.array([[1], [1, 2]], dtype=object))
+    np.save(tmp_path / "none.npy", X[:0])
+    (tmp_path / "half.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:-1])
+    (tmp_path / "half.npz").write_bytes((tmp_path / "both.npz").read_bytes()[:-90])
+    for fields, problem in [
+        ([tmp_path / "half.npy"], "half.npy': is truncated or damaged"),
+        (tmp_path / "half.npz", "half.npz': is truncated or damaged"),
+        ([tmp_path / "objects.npy"], "objects.npy': is truncated or damaged|ragged"),
+        ([tmp_path / "words.npy"], "ragged or no numbers: <U1"),
+        ([tmp_path / "none.npy"], "is empty"),
+        ([tmp_path / "both.npz"], r"holds inputs, target. say which: .*both.npz:NAME"),
+        ([f"{tmp_path}/both.npz:y"], r"'y': is not in both.npz. there is inputs, target"),
+        ([tmp_path / "x.npy", tmp_path / "words.npy"], "ragged"),
+        ([tmp_path / "gone.npy"], "does not exist"),
+    ]:
+        with pytest.raises(DataError, match=problem):
+            NumpyFiles(fields)
+
+
+def test_parquet(tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    lists = arrow.FixedSizeListArray.from_arrays(arrow.array(X.reshape(-1)), 3)
+    table = arrow.table({"x": lists, "y": Y, "lists": arrow.array(X.tolist()), "word": [str(n) for n in Y]})
+    parquet.write_table(table, tmp_path / "all.parquet", row_group_size=7)
+    parquet.write_table(table.slice(0, 20), folder / "a.parquet")
+    parquet.write_table(table.slice(20), folder / "b.parquet")
+    for place in (tmp_path / "all.parquet", folder):
+        for column in ("x", "lists"):
+            batch = pickle.loads(pickle.dumps(Parquet(place, {"inputs": column, "target": "y"}))).batch(MIXED)
+            assert_batch({**batch, "inputs": batch["inputs"].float()})
+    assert Parquet(folder, ["y"])[21] == (42,)
+    bad = arrow.table({"gap": [1.0, None], "ragged": [[1], [1, 2]], "y": [1.5, 2.5]})
+    parquet.write_table(bad, tmp_path / "bad.parquet")
+    (tmp_path / "half.parquet").write_bytes((tmp_path / "all.parquet").read_bytes()[:-20])
+    (tmp_path / "empty").mkdir()
+    for path, column, problem in [
+        ("all.parquet", "z", "is no column of all.parquet. there are: x, y, lists, word"),
+        ("all.parquet", "word", "holds (large_)?string, which no tensor can"),
+        ("half.parquet", "y", "cannot be read as Parquet"),
+        ("empty", "y", "has no .*parquet in it"),
+        ("bad.parquet", "gap", "has 1 missing values of 2"),
+        ("bad.parquet", "ragged", "is ragged: its lists have from 1 to 2 values"),
+    ]:
+        with pytest.raises(DataError, match=problem):
+            Parquet(tmp_path / path, [column]).batch(np.array([0]))
+    shutil.copy(tmp_path / "bad.parquet", folder / "c.parquet")
+    with pytest.raises(DataError, match="its type differs from file to file"):
+        Parquet(folder, ["y"])
+
+
+def test_image_folder(tmp_path: Path) -> None:
+    for name, colours in {"cat": [10, 20], "dog": [30]}.items():
+        (tmp_path / name).mkdir()
+        for colour in colours:
+            Image.new("RGB", (4, 2), (colour, 0, 255)).save(tmp_path / name / f"{colour}.png")
+    dataset = pickle.loads(pickle.dumps(ImageFolder(tmp_path)))
+    images, labels = dataset.batch(np.array([2, 0]))
+    assert dataset.classes == ["cat", "dog"]
+    assert images.shape == (2, 3, 2, 4)
+    assert labels.tolist() == [1, 0]
+    torch.testing.assert_close(images[:, 0, 1, 3] * 255, torch.tensor([30.0, 10.0]))
+    assert ImageFolder(tmp_path, size=(6, 5), mode="L")[0][0].shape == (1, 6, 5)
+    assert ImageFolder(tmp_path, transform=lambda image: torch.tensor(image.size))[1][0].tolist() == [4, 2]
+    Image.new("RGB", (5, 2)).save(tmp_path / "dog" / "31.png")
+    with pytest.raises(DataError, match=r"31.png': is ragged: \(3, 2, 5\) where another is \(3, 2, 4\)"):
+        ImageFolder(tmp_path).batch(np.array([0, 3]))
+    (tmp_path / "dog" / "32.png").write_bytes((tmp_path / "dog" / "30.png").read_bytes()[:-25])
+    with pytest.raises(DataError, match=r"32.png': is no picture, or a damaged one .* \(in samples 4\)"):
+        list(Loader(ImageFolder(tmp_path, size=(2, 2)), batch_size=1, shuffle=False))
+    (tmp_path / "fox").mkdir()
+    with pytest.raises(DataError, match="fox': is empty: a class without pictures"):
+        ImageFolder(tmp_path)
+    with pytest.raises(DataError, match="has no folders in it"):
+        ImageFolder(tmp_path / "dog")
+
+
+class Shard:
+    """What Ray gives a rank: 10 rows of its own."""
+
+    def iter_torch_batches(self, *, batch_size: int, drop_last: bool) -> Iterator[dict[str, torch.Tensor]]:
+        rows = torch.arange(10)
+        for at in range(0, 10, batch_size):
+            if not drop_last or at + batch_size <= 10:
+                yield {"x": rows[at : at + batch_size], "y": -rows[at : at + batch_size]}
+
+
+class Whole(Shard):
+    def streaming_split(self, count: int) -> None: ...
+
+
+def test_ray_data() -> None:
+    loader = Loader(RayData(Shard(), ["x"]), batch_size=8, share=(1, 2))
+    first = next(iter(loader))
+    assert list(first) == ["x"]
+    assert (loader.num_samples, loader.num_global, loader.position) == (4, 8, 8)
+    state = loader.state_dict()
+    rest = [batch["x"].tolist() for batch in loader]
+    assert rest == [[4, 5, 6, 7]]
+    again = Loader(RayData(Shard(), ["x"]), batch_size=8, share=(1, 2))
+    again.load_state_dict(state)
+    assert [batch["x"].tolist() for batch in again] == rest
+    with pytest.raises(DataError, match=r"each of 2 ranks needs a shard .*streaming_split\(2, equal=True\)\[rank\]"):
+        next(iter(Loader(RayData(Whole()), batch_size=8, share=(0, 2))))
+    assert len(list(Loader(RayData(Whole()), batch_size=4, drop_last=False))) == 3
+    with pytest.raises(DataError, match=r"are not in the dataset. there are: x, y"):
+        next(iter(Loader(RayData(Shard(), ["z"]), batch_size=8)))
+    with pytest.raises(ConfigError, match=r"set loader.workers=0"):
+        Loader(RayData(Shard()), batch_size=8, spec=LoaderSpec(workers=1))
+    with pytest.raises(ConfigError, match="has no iter_torch_batches"):
+        RayData([1, 2])
+
+
+def test_a_fingerprint_follows_the_content_and_not_the_place(mnist: Path, tmp_path: Path) -> None:
+    first = fingerprint(Idx.mnist(mnist, train=True))
+    shutil.copytree(mnist, tmp_path / "elsewhere")
+    assert fingerprint(Idx.mnist(tmp_path / "elsewhere", train=True)) == first
+    changed = IMAGES.copy()
+    changed[3, 2, 1] += 1
+    (mnist / "train-images-idx3-ubyte").write_bytes(idx_bytes(changed))
+    assert fingerprint(Idx.mnist(mnist, train=True)) != first
+    tensors = torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6))
+    same = torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6))
+    other = torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6).int())
+    assert fingerprint(tensors) == fingerprint(same) != fingerprint(other)
+    assert len({fingerprint(each) for each in (tensors, range(6), range(7), [{"a": 1}], [{"b": 1}])}) == 5

@@ -63,7 +63,7 @@ class Inline:
         request = next(self._plan)
         if not self._reader.draws:
             return self._reader.read(request)
-        with _random_state_kept():
+        with random_state_kept():
             return self._reader.read(request)
 
     def pids(self) -> list[int]:
@@ -135,7 +135,8 @@ def seed_all(seed: int, epoch: int, index: int) -> None:
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def random_state_kept() -> Iterator[None]:
+    """What is drawn within changes nothing outside."""
     kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield

@@ -4,7 +4,7 @@
                batch k is the k-th B samples of the stream, as with a map-style dataset
     sharded    `shard(index, count)` and `__len__` (of the whole): an iterable of one share; each of ranks x workers
                reads its own. For training only; as many batches are made as every share of an equal division holds
-    batching   `batches(batch_size, epoch, drop_last)`: an iterator of this rank's batches, made elsewhere (Ray Data)
+    batching   `batches(batch_size, *, epoch, drop_last, share)`: this rank's batches, made elsewhere (Ray Data)
 
 A dataset, or its iterator, with `state_dict` and `load_state_dict` (torchdata's `Stateful`) is restored from its state;
 any other is brought to its place by reading over what was given before. `set_epoch(epoch)` is called where there is
@@ -175,7 +175,7 @@ class BatchesReader(StreamReader):
 
     def _open(self, request: StreamRequest) -> Any:
         size = self.batch_size // self.share.size
-        return self.source.batches(size, epoch=request.epoch, drop_last=self.drop_last)
+        return self.source.batches(size, epoch=request.epoch, drop_last=self.drop_last, share=self.share)
 
     def _unread(self, request: StreamRequest) -> int:
         return 1

@@ -63,7 +63,8 @@ def _prepare(connection: socket.socket) -> Callable[[Any], Any]:
     except Exception as error:  # noqa: BLE001 - a user's module: whatever it raises is the answer
         words = f"cannot be loaded in a worker: {type(error).__name__}: {error}"
         remedy = "import it in a fresh Python, or set loader.workers=0"
-        failure = Failure(DataError("data", "dataset", words, remedy), traceback.format_exc())
+        refused = error if isinstance(error, ConfigError) else DataError("data", "dataset", words, remedy)
+        failure = Failure(refused, traceback.format_exc())
         return lambda request: failure
 
     def answer(request: Any) -> Any:

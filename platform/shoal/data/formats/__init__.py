@@ -1,5 +1,34 @@
-"""Datasets as they lie on disk. All are map-style, open their files where they read, and give whole batches."""
+"""Datasets as they lie on disk: map-style, opened where they are read, a batch at a time. And Ray Data, an iterable.
 
-from shoal.data.formats.idx import Idx
+Each is imported when it is first asked for, so that nobody waits for the libraries of the others.
+"""
 
-__all__ = ["Idx"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.data.formats.hdf5 import Hdf5
+    from shoal.data.formats.idx import Idx
+    from shoal.data.formats.image_folder import ImageFolder
+    from shoal.data.formats.numpy_files import NumpyFiles
+    from shoal.data.formats.parquet import Parquet
+    from shoal.data.formats.ray_data import RayData
+
+__all__ = ["Hdf5", "Idx", "ImageFolder", "NumpyFiles", "Parquet", "RayData"]
+
+_MODULES = {
+    "Hdf5": "hdf5",
+    "Idx": "idx",
+    "ImageFolder": "image_folder",
+    "NumpyFiles": "numpy_files",
+    "Parquet": "parquet",
+    "RayData": "ray_data",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

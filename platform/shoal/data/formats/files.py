@@ -102,6 +102,11 @@ def as_tensor(values: np.ndarray[Any, Any], name: str) -> Tensor:
         raise DataError("fields", name, f"has dtype {values.dtype}, which no tensor can hold", remedy) from error
 
 
+def structured(tensors: dict[str, Tensor], as_dict: bool) -> Any:
+    """The batch: a dict, or a tuple in the same order."""
+    return tensors if as_dict else tuple(tensors.values())
+
+
 def first_of(batch: Any) -> Any:
     """The one sample of a batch of one."""
     if isinstance(batch, Mapping):

@@ -1,0 +1,97 @@
+"""What a dataset is, as one short word: two runs whose data has the same fingerprint have read the same data.
+
+Called when a model is registered. What it covers:
+
+    files        format, number of samples, dtype and shape of each field, and of every file its size and its content:
+                 the first and last MiB and 32 blocks of 64 KiB between them (of more than 64 files, of 64
+                 evenly spread). Not its name, place or time
+    tensors      of a TensorDataset: dtype and shape, and the samples below
+    map-style    class name, number of samples, and 64 samples evenly spread, random numbers seeded
+    iterable     class name and length, where it has one: nothing is read, because reading may not be repeatable
+
+A dataset with `fingerprint() -> str` speaks for itself. A change between the places that are read is not seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.data.formats.files import FileDataset
+from shoal.data.reader import random_state_kept, seed_all
+from shoal.data.source import Source, is_iterable
+
+_END_BYTES = 2**20
+_BLOCK_BYTES = 64 * 1024
+_NUM_BLOCKS = 32
+_NUM_SAMPLES = 64
+
+
+def fingerprint(source: Source) -> str:
+    """16 hexadecimal digits. Raises DataError when the data cannot be read."""
+    digest = hashlib.sha256()
+    if hasattr(source, "fingerprint"):
+        _add(digest, str(source.fingerprint()))
+    elif isinstance(source, FileDataset):
+        _add(digest, [type(source).__name__, len(source), source.shapes()])
+        _add(digest, [path.stat().st_size for path in source.paths])
+        for place in _spread(len(source.paths)):
+            _add_file(digest, source.paths[place])
+    elif is_iterable(source):
+        _add(digest, [type(source).__name__, len(source) if hasattr(source, "__len__") else None])
+    else:
+        _add(digest, [type(source).__name__, len(source)])
+        _add_samples(digest, source)
+    return digest.hexdigest()[:16]
+
+
+def _add_file(digest: Any, path: Path) -> None:
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        digest.update(file.read(_END_BYTES))
+        for at in np.linspace(_END_BYTES, max(size_bytes - _END_BYTES, _END_BYTES), _NUM_BLOCKS).astype(int).tolist():
+            file.seek(at)
+            digest.update(file.read(_BLOCK_BYTES))
+        file.seek(max(size_bytes - _END_BYTES, 0))
+        digest.update(file.read(_END_BYTES))
+
+
+def _add_samples(digest: Any, source: Source) -> None:
+    with random_state_kept():
+        for index in _spread(len(source)):
+            seed_all(0, 0, index)
+            whole = not hasattr(source, "__getitem__")
+            _add(digest, source.batch(np.array([index])) if whole else source[index])
+
+
+def _spread(count: int) -> list[int]:
+    """At most 64 places, evenly spread over `count`."""
+    return list(dict.fromkeys(np.linspace(0, count - 1, min(count, _NUM_SAMPLES)).astype(int).tolist()))
+
+
+def _add(digest: Any, value: Any) -> None:
+    """Add a value in a form that does not depend on the machine, and in which different values differ."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        values = value.contiguous().reshape(-1).view(torch.uint8).numpy() if value.numel() else np.empty(0)
+        digest.update(f"tensor {value.dtype} {tuple(value.shape)};".encode() + values.tobytes())
+    elif isinstance(value, np.ndarray | np.generic):
+        digest.update(f"array {value.dtype.str} {value.shape};".encode() + value.tobytes())
+    elif isinstance(value, Mapping):
+        digest.update(f"dict {len(value)};".encode())
+        for name in sorted(value, key=str):
+            _add(digest, [str(name), value[name]])
+    elif isinstance(value, list | tuple):
+        digest.update(f"list {len(value)};".encode())
+        for each in value:
+            _add(digest, each)
+    elif isinstance(value, bytes | str | int | float | None):
+        digest.update(f"{type(value).__name__} {value!r};".encode())
+    else:
+        digest.update(f"{type(value).__name__};".encode())

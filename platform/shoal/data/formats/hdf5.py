@@ -1,0 +1,90 @@
+"""HDF5 files (h5py): opened in the process that reads, and a batch is read in a few runs of rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from shoal.data.formats.files import (
+    Fields,
+    FileDataset,
+    as_tensor,
+    equally_long,
+    existing,
+    names_and_places,
+    structured,
+)
+from shoal.data.order import Indices
+from shoal.errors import DataError
+
+_RUN_GAP_BYTES = 64 * 1024  # it is quicker to read over so much than to ask the library once more
+
+
+class Hdf5(FileDataset):
+    """Rows of datasets in one HDF5 file: `Hdf5(path, {"inputs": "images", "target": "labels"})`.
+
+    A mapping gives batches that are dicts, a list of datasets tuples in that order. cache_bytes: of unpacked chunks,
+    in each process and for each dataset. Chunks of a few rows suit a shuffled order best.
+    """
+
+    def __init__(self, path: str | Path, fields: Fields, cache_bytes: int = 64 * 2**20) -> None:
+        file_path = existing(path)
+        self.places, self.as_dict = names_and_places(fields)
+        self.cache_bytes = cache_bytes
+        with _file(file_path, cache_bytes) as file:
+            found = {name: _dataset(file, place, file_path) for name, place in self.places.items()}
+            self._shapes = {name: f"{each.dtype.name}{each.shape[1:]}" for name, each in found.items()}
+            num_samples = equally_long({name: each.shape[0] for name, each in found.items()}, file_path)
+        super().__init__([file_path], num_samples)
+
+    def shapes(self) -> dict[str, str]:
+        return self._shapes
+
+    def batch(self, indices: Indices) -> Any:
+        tensors = {name: as_tensor(_rows(dataset, indices), name) for name, dataset in self._files.items()}
+        return structured(tensors, self.as_dict)
+
+    def _open(self) -> dict[str, Any]:
+        file = _file(self.paths[0], self.cache_bytes)
+        return {name: file[place] for name, place in self.places.items()}
+
+
+def _file(path: Path, cache_bytes: int) -> Any:
+    try:
+        return h5py.File(path, "r", rdcc_nbytes=cache_bytes)
+    except OSError as error:
+        raise DataError("path", str(path), f"cannot be opened as HDF5 ({error})", "is it whole?") from error
+
+
+def _dataset(file: Any, place: str, path: Path) -> Any:
+    found = file.get(place)
+    if not isinstance(found, h5py.Dataset):
+        there: list[str] = []
+        file.visititems(lambda name, each: there.append(name) if isinstance(each, h5py.Dataset) else None)
+        raise DataError("fields", place, f"is no dataset in {path.name}", f"there are: {', '.join(there) or 'none'}")
+    if not found.shape:
+        raise DataError("fields", place, f"has no rows: it is a single value in {path.name}")
+    if found.dtype.kind not in "biuf":
+        remedy = "store rows of equal length, of a number type"
+        raise DataError("fields", place, f"is ragged or no numbers: its dtype is {found.dtype}", remedy)
+    return found
+
+
+def _rows(dataset: Any, indices: Indices) -> np.ndarray[Any, Any]:
+    """The rows in the order of `indices`, read in runs: sorted, and split only where a gap is worth it."""
+    row_bytes = max(dataset.dtype.itemsize * int(np.prod(dataset.shape[1:])), 1)
+    gap = dataset.chunks[0] if dataset.chunks else max(_RUN_GAP_BYTES // row_bytes, 1)
+    order = np.argsort(indices, kind="stable")
+    places = indices[order]
+    rows = np.empty((len(indices), *dataset.shape[1:]), dataset.dtype)
+    for part in np.split(np.arange(len(indices)), np.flatnonzero(np.diff(places) > gap) + 1):
+        first, last = int(places[part[0]]), int(places[part[-1]])
+        try:
+            block = dataset[first : last + 1]
+        except OSError as error:
+            raise DataError("path", dataset.file.filename, f"cannot be read ({error})", "is it whole?") from error
+        rows[order[part]] = block[places[part] - first]
+    return rows

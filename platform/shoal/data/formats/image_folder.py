@@ -1,0 +1,79 @@
+"""Pictures in folders, one folder for each class (Pillow)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from shoal.data.formats.files import FileDataset, existing
+from shoal.data.order import Indices
+from shoal.errors import DataError
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+
+
+class ImageFolder(FileDataset):
+    """`FOLDER/CLASS/picture.png`: (float32 [B, C, H, W] from 0 to 1, int64 [B]), classes numbered by name.
+
+    size:      (height, width) that every picture is brought to; None: they must all be of one size
+    mode:      "RGB" (3 channels) or "L" (1)
+    transform: of a picture, into the tensor of a sample; then `size` is yours to see to. It may draw random numbers
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        size: tuple[int, int] | None = None,
+        mode: Literal["RGB", "L"] = "RGB",
+        transform: Callable[[Image.Image], Tensor] | None = None,
+    ) -> None:
+        place = existing(folder, "folder")
+        self.classes = sorted(each.name for each in place.iterdir() if each.is_dir())
+        self.size, self.mode, self.transform = size, mode, transform
+        if not self.classes:
+            raise DataError("folder", str(folder), "has no folders in it", "put the pictures into one for each class")
+        paths: list[Path] = []
+        labels: list[int] = []
+        for label, name in enumerate(self.classes):
+            found = sorted(each for each in (place / name).iterdir() if each.suffix.lower() in SUFFIXES)
+            if not found:
+                raise DataError("folder", str(place / name), "is empty: a class without pictures")
+            paths += found
+            labels += [label] * len(found)
+        self.labels = np.array(labels, dtype=np.int64)
+        self.deterministic = transform is None
+        super().__init__(paths, len(paths))
+
+    def shapes(self) -> dict[str, str]:
+        return {"classes": ",".join(self.classes), "mode": self.mode, "size": str(self.size)}
+
+    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        pictures = [self._read(self.paths[index]) for index in indices]
+        for picture, index in zip(pictures, indices, strict=True):
+            if picture.shape != pictures[0].shape:
+                sizes = f"{tuple(picture.shape)} where another is {tuple(pictures[0].shape)}"
+                raise DataError("path", str(self.paths[index]), f"is ragged: {sizes}", "give ImageFolder a size")
+        return torch.stack(pictures), torch.from_numpy(self.labels[indices])
+
+    def _read(self, path: Path) -> Tensor:
+        try:
+            with Image.open(path) as opened:
+                picture = opened.convert(self.mode)
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            raise DataError("path", str(path), f"is no picture, or a damaged one ({error})", "remove it") from error
+        if self.transform is not None:
+            return self.transform(picture)
+        if self.size is not None and picture.size != (self.size[1], self.size[0]):
+            picture = picture.resize((self.size[1], self.size[0]), Image.Resampling.BILINEAR)
+        values = torch.from_numpy(np.array(picture)).to(torch.float32).div_(255)
+        return values.unsqueeze(0) if values.dim() == 2 else values.permute(2, 0, 1)
+
+    def _open(self) -> Any:
+        """Every picture is opened by itself."""
+        return None

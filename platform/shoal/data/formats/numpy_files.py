@@ -1,0 +1,110 @@
+"""NumPy's own files: `.npy` is memory-mapped, an array in an `.npz` is read into memory where it is used."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+
+from shoal.data.formats.files import FileDataset, as_tensor, equally_long, existing, structured
+from shoal.data.order import Indices
+from shoal.errors import DataError
+
+_Place = tuple[Path, str]  # a file, and the array's name in an .npz
+
+
+class NumpyFiles(FileDataset):
+    """Arrays of equal length, the sample as dimension 0.
+
+    NumpyFiles({"inputs": "x.npy", "target": "y.npy"})   batches are dicts
+    NumpyFiles(["x.npy", "data.npz:y"])                  batches are tuples; `:y` names an array of an .npz
+    NumpyFiles("data.npz")                               a dict of all its arrays
+    """
+
+    def __init__(self, fields: str | Path | Mapping[str, str | Path] | Sequence[str | Path]) -> None:
+        if isinstance(fields, str | Path):
+            path = existing(fields)
+            fields = {name: f"{path}:{name}" for name in _names(path)}
+        self.as_dict = isinstance(fields, Mapping)
+        named = fields if isinstance(fields, Mapping) else {str(place): place for place in fields}
+        self._places = {name: _place(place) for name, place in named.items()}
+        if not self._places:
+            raise DataError("fields", fields, "names no array")
+        heads = {name: _head(place) for name, place in self._places.items()}
+        self._shapes = {name: f"{dtype.name}{shape[1:]}" for name, (shape, dtype) in heads.items()}
+        paths = list(dict.fromkeys(path for path, _ in self._places.values()))
+        super().__init__(paths, equally_long({name: shape[0] for name, (shape, _) in heads.items()}, paths[0]))
+
+    def shapes(self) -> dict[str, str]:
+        return self._shapes
+
+    def batch(self, indices: Indices) -> Any:
+        tensors = {name: as_tensor(array[indices], name) for name, array in self._files.items()}
+        return structured(tensors, self.as_dict)
+
+    def _open(self) -> dict[str, np.ndarray[Any, Any]]:
+        return {name: _array(place) for name, place in self._places.items()}
+
+
+def _place(text: str | Path) -> _Place:
+    path, separator, name = str(text).rpartition(":")
+    if separator and path.endswith(".npz"):
+        return existing(path), name
+    found = existing(text)
+    if found.suffix != ".npz":
+        return found, ""
+    names = _names(found)
+    if len(names) != 1:
+        raise DataError("fields", str(text), f"holds {', '.join(names) or 'nothing'}", f"say which: {text}:NAME")
+    return found, names[0]
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [name.removesuffix(".npy") for name in archive.namelist()]
+    except (zipfile.BadZipFile, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _head(place: _Place) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype, without reading the array. Raises DataError when it cannot be one of samples."""
+    path, name = place
+    try:
+        if not name:
+            array = np.load(path, mmap_mode="r")
+            shape, dtype = array.shape, array.dtype
+        else:
+            with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as file:
+                version = npy.read_magic(file)
+                read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+                shape, _, dtype = read(file)
+    except KeyError as error:
+        raise DataError("fields", name, f"is not in {path.name}", f"there is {', '.join(_names(path))}") from error
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise _damaged(path, error) from error
+    if not shape or dtype.kind not in "biuf":
+        remedy = "save an array of numbers with the sample as dimension 0"
+        raise DataError("fields", name or str(path), f"is ragged or no numbers: {dtype}, shape {shape}", remedy)
+    return shape, dtype
+
+
+def _array(place: _Place) -> np.ndarray[Any, Any]:
+    path, name = place
+    try:
+        if not name:
+            mapped: np.ndarray[Any, Any] = np.load(path, mmap_mode="r")
+            return mapped
+        with np.load(path) as archive:
+            array: np.ndarray[Any, Any] = archive[name]
+            return array
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError("path", str(path), f"is truncated or damaged ({error})", "write or fetch the file again")

@@ -1,0 +1,44 @@
+"""Ray Data as a source. Ray loads, in processes of its own; this turns what it gives into a source of batches.
+
+Imports no Ray: whatever has `iter_torch_batches` will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shoal.data.order import Share
+from shoal.errors import ConfigError
+
+
+class RayData:
+    """This rank's shard of a Ray dataset: `RayData(ray.train.get_dataset_shard("train"))`.
+
+    shard:          a `DataIterator`, of this rank alone; a whole `Dataset` where there is one rank
+    columns:        what a batch holds; None: all
+    shuffle_buffer: rows among which Ray picks at random; 0: in its order. The seed is the epoch
+    Batches are dicts of tensors. Ray keeps no place within an epoch: after a resume, what was given before is read
+    over, which is exact where Ray's order is (`preserve_order` of its ExecutionOptions, and no shuffling upstream).
+    """
+
+    def __init__(self, shard: Any, columns: Sequence[str] | None = None, shuffle_buffer: int = 0) -> None:
+        if not hasattr(shard, "iter_torch_batches"):
+            remedy = "give ray.train.get_dataset_shard(...) or a ray.data.Dataset"
+            raise ConfigError("shard", type(shard).__name__, "has no iter_torch_batches", remedy)
+        self.shard, self.columns, self.shuffle_buffer = shard, columns, shuffle_buffer
+
+    def batches(self, batch_size: int, *, epoch: int, drop_last: bool, share: Share) -> Iterator[dict[str, Any]]:
+        """This rank's batches of one epoch. Raises ConfigError for a whole dataset that several ranks would repeat."""
+        if share.size > 1 and hasattr(self.shard, "streaming_split"):
+            problem = f"is a whole dataset, and each of {share.size} ranks needs a shard of its own"
+            remedy = f"ray.train.get_dataset_shard(...), or streaming_split({share.size}, equal=True)[rank]"
+            raise ConfigError("shard", type(self.shard).__name__, problem, remedy)
+        options: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
+        if self.shuffle_buffer:
+            options |= {"local_shuffle_buffer_size": self.shuffle_buffer, "local_shuffle_seed": epoch}
+        for batch in self.shard.iter_torch_batches(**options):
+            missing = [name for name in self.columns or () if name not in batch]
+            if missing:
+                raise ConfigError("columns", missing, "are not in the dataset", f"there are: {', '.join(batch)}")
+            yield {name: batch[name] for name in self.columns or batch}
