@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from shoal.parallel.world import World
 
 # What the server imports, once; none of these starts a thread or opens a socket.
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint", "programs"]
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo.convert_frame",  # optimisers import it at their first step
+    "torch.onnx.ops",
+    "shoal.parallel.world",
+    "programs",
+]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 GRACE_S = 3.0  # after the first rank has failed, for the others to say what became of them
 
@@ -121,11 +129,12 @@ def _rank(
 
     os.environ.update(environment | ENVIRONMENT)
     torch.set_num_threads(1)
-    world: World = World.alone("cpu")
-    if size > 1:
-        dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), size, rank)
-        world = World.joined("cpu", rank)
     try:
+        world: World = World.alone("cpu")
+        if size > 1:
+            dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), size, rank)
+            world = World.joined("cpu", rank)
+            world.barrier()  # nobody leaves before all are connected
         answer = pickle.dumps((True, program(world, *args)))
     except Exception:  # noqa: BLE001 - the top of a process, which passes it on
         answer = pickle.dumps((False, traceback.format_exc()))

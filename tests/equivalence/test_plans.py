@@ -29,3 +29,19 @@ def _compare(size: int, plans: list[dict[str, Any]], models: list[str]) -> None:
 
 def test_ddp() -> None:
     _compare(2, [{}, {"accumulate": 2}], list(MODELS))
+
+
+def test_fsdp() -> None:
+    _compare(2, [{"shard": True}, {"shard": True, "accumulate": 2}], list(MODELS))
+
+
+def test_hybrid() -> None:
+    _compare(4, [{"shard": True, "replicate": 2}], list(MODELS))
+
+
+def test_tensor() -> None:
+    _compare(2, [{"data": 1, "tensor": 2}, {"data": 1, "tensor": 2, "accumulate": 2}], list(MODELS))
+
+
+def test_tensor_with_data() -> None:
+    _compare(4, [{"shard": True, "tensor": 2}, {"tensor": 2}], list(MODELS))

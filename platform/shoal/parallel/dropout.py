@@ -11,7 +11,7 @@ Called by every plan when it is made, and once for each micro-step.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -29,6 +29,14 @@ def mixed(*words: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
         state ^= state >> 31
     return state >> 1
+
+
+class Part(NamedTuple):
+    """One of `number` equal parts along a dimension."""
+
+    dim: int
+    which: int
+    number: int
 
 
 class Draws:
@@ -62,21 +70,26 @@ class Draws:
             generator.manual_seed(seed)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def keep_mask(self, layer: int, shape: torch.Size, keep: float, like: Tensor, slices: tuple[int, int]) -> Tensor:
+    def keep_mask(self, layer: int, shape: torch.Size, keep: float, like: Tensor, part: Part | None) -> Tensor:
         """Ones with probability `keep` and zeros, [*shape]: the part of this rank's samples in the global mask.
 
-        slices: (index, number) of the part that this rank holds of the last dimension
+        part: what this rank holds of a dimension that tensor ranks split
         """
         self._generator.manual_seed(self._seed_of_call(layer))
-        index, number = slices
-        full = [*shape[:-1], shape[-1] * number]
+        full = list(shape)
+        if part is not None and shape[part.dim] == 1:  # a mask of whole channels, which are not what is split
+            part = None
+        if part is not None:
+            full[part.dim] *= part.number
         dim = self._sample_dim(shape)
         if dim is not None:
             full[dim] *= self.num_data_ranks
         mask = torch.empty(full, dtype=like.dtype, device=like.device).bernoulli_(keep, generator=self._generator)
         if dim is not None and self.num_data_ranks > 1:
             mask = mask.narrow(dim, self.data_rank * shape[dim], shape[dim])
-        return mask if number == 1 else mask.narrow(-1, index * shape[-1], shape[-1])
+        if part is not None:
+            mask = mask.narrow(part.dim, part.which * shape[part.dim], shape[part.dim])
+        return mask
 
     def _seed_of_call(self, layer: int) -> int:
         """A layer called again draws another mask, but not when activation checkpointing recomputes a call.
@@ -108,7 +121,7 @@ class SeededDropout(nn.Dropout):
     draws: Draws
     layer: int
     channels: bool
-    slices: tuple[int, int]
+    part: Part | None
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
@@ -118,8 +131,8 @@ class SeededDropout(nn.Dropout):
         shape = input.shape
         if self.channels:
             shape = torch.Size([*shape[:2], *(1 for _ in shape[2:])])
-        mask: Tensor = self.draws.keep_mask(self.layer, shape, 1.0 - self.p, input, self.slices)
-        return input * mask.div_(1.0 - self.p)
+        mask: Tensor = self.draws.keep_mask(self.layer, shape, 1.0 - self.p, input, self.part)
+        return input * mask / (1.0 - self.p)
 
 
 _CHANNELS = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True}
@@ -137,4 +150,4 @@ def seed_dropout(model: nn.Module, draws: Draws, prefix: str = "") -> None:
             module.__class__ = SeededDropout
             assert isinstance(module, SeededDropout)
             module.draws, module.layer, module.channels = draws, crc32(f"{prefix}{name}".encode()), channels
-            module.slices = (0, 1)
+            module.part = None

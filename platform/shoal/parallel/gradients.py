@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial
 
 
 def clear(parameters: Iterable[nn.Parameter]) -> None:
@@ -73,6 +73,6 @@ def _square_of_split(grads: list[DTensor]) -> Tensor:
     parts = [grad.to_local() for grad in grads]
     total = _square([part for part in parts if part.numel()] or [parts[0].new_zeros(1)])
     for dim, placement in enumerate(placements):
-        if isinstance(placement, Shard):
+        if not placement.is_replicate():
             dist.all_reduce(total, group=mesh.get_group(dim))
     return total

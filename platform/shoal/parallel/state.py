@@ -6,6 +6,7 @@ are trained, or DTensors of them, so that a checkpoint read into it is already i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -55,10 +56,21 @@ def full_weights(state: Mapping[str, Any], keep: bool) -> dict[str, Tensor]:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             continue
-        full = value.full_tensor() if isinstance(value, DTensor) else value
+        full = _gathered(value) if isinstance(value, DTensor) else value
         if keep:
             whole[name] = full.detach().cpu().clone() if full is value else full.detach().cpu()
     return whole
+
+
+def _gathered(value: DTensor) -> Tensor:
+    """Whole, without the warning that a tensor which is split twice takes two collectives: it is not done often."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return value.full_tensor()
+    finally:
+        logger.setLevel(level)
 
 
 def optimizer_state(named: Named, optimizer: Optimizer) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Whole(ParallelModel):
         seed_dropout(model, self._draws)
         self._forward: nn.Module = model
         self._scale = LossScale() if spec.precision == "fp16" else None
-        self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._trainable = trainable(model)
 
     # -- a step
 
@@ -133,6 +133,10 @@ class Whole(ParallelModel):
 
     def full_weights(self) -> dict[str, Tensor]:
         return state.full_weights(self.model_state(), keep=self._world.is_first)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 @contextmanager

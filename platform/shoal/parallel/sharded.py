@@ -1,0 +1,99 @@
+"""Sharded data parallel: each rank holds a part of every parameter, gradient and optimiser state.
+
+PyTorch's FSDP2 (`fully_shard`) does the work: a block's parameters are gathered just before they are used, and its
+gradients are averaged and scattered just after. Over a mesh of [replicate, shard], each copy is sharded (HSDP);
+with one rank for each copy this is plain data parallel, for layers that are split already. Called by `parallelize`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from shoal.parallel.batches import map_tensors
+from shoal.parallel.model import Learnable
+from shoal.parallel.plan import ParallelSpec
+from shoal.parallel.whole import Whole, compile_module, trainable
+from shoal.parallel.world import World
+
+LEAST_SHARE = 0.01  # of all parameters: a smaller block is gathered together with the rest of the model
+LARGEST_SHARE = 0.5  # a larger block is divided further, where it can be
+
+
+class Sharded(Whole):
+    """FSDP2. Blocks are compiled one by one, as their parameters come and go between them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        learnable: Learnable,
+        spec: ParallelSpec,
+        world: World,
+        seed: int,
+        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(model, learnable, spec, world, seed, group)
+        names = ("replicate", "shard") if mesh["replicate"].size() > 1 else ("shard",)
+        blocks = list(find_blocks(model))
+        for block in [block for _, block in blocks] if spec.compile and blocks else [model] * spec.compile:
+            compile_module(block)
+        for part in [*(block for _, block in blocks), model]:
+            part.register_forward_hook(_without_views)
+            fully_shard(part, mesh=mesh[names])
+        model.to(world.device)  # what is not sharded: buffers
+        self._trainable = trainable(model)
+
+    @contextmanager
+    def _delayed(self) -> Iterator[None]:
+        assert isinstance(self.module, FSDPModule)
+        self.module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.module.set_requires_gradient_sync(True)
+
+    def _exchange(self, last: bool) -> AbstractContextManager[Any]:
+        return super()._exchange(last) if last else self._delayed()
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """FSDP2 watches what its modules give; changing a view of it in place would escape its notice."""
+    return map_tensors(output, lambda tensor: tensor.clone() if tensor._is_view() else tensor)
+
+
+def find_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of lists and sequences whose parameters are gathered together, and apart from other blocks'.
+
+    A parameter that is also used outside its block (a tied weight) keeps the block in the model's own group.
+    """
+    total = sum(parameter.numel() for parameter in model.parameters())
+    holders = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
+    yield from _blocks_within(model, "", total, holders)
+
+
+def _blocks_within(
+    module: nn.Module, prefix: str, total: int, holders: Counter[int]
+) -> Iterator[tuple[str, nn.Module]]:
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        size = sum(parameter.numel() for parameter in child.parameters())
+        inner = list(_blocks_within(child, f"{path}.", total, holders))
+        divides = size > LARGEST_SHARE * total and len(inner) > 1
+        if not is_list or divides or (isinstance(child, (nn.ModuleList, nn.Sequential)) and inner):
+            yield from inner
+        elif size >= LEAST_SHARE * total and _is_closed(child, holders) and not isinstance(child, nn.ModuleList):
+            yield path, child
+
+
+def _is_closed(block: nn.Module, holders: Counter[int]) -> bool:
+    own = Counter(id(each) for _, each in block.named_parameters(remove_duplicate=False))
+    return all(holders[each] == count for each, count in own.items())

@@ -1,0 +1,77 @@
+"""Tensor parallel: the ranks of a group hold parts of single layers, and work on the same samples.
+
+PyTorch's DTensor styles do the work, as `tensor_plan` says. With several data ranks, FSDP2 shards (or replicates) what
+is split already. Called by `parallelize`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from shoal.parallel.dropout import Part, SeededDropout
+from shoal.parallel.layout import data_group, make_mesh
+from shoal.parallel.model import Learnable, ParallelModel
+from shoal.parallel.plan import Degrees, ParallelSpec
+from shoal.parallel.sharded import Sharded
+from shoal.parallel.tensor_plan import TensorPlan, tensor_plan
+from shoal.parallel.whole import Whole, compile_module
+from shoal.parallel.world import World
+
+
+class TensorParallel(Whole):
+    """One copy of a model, its layers split over all ranks."""
+
+    def __init__(self, model: nn.Module, learnable: Learnable, spec: ParallelSpec, world: World, seed: int) -> None:
+        super().__init__(model.to(world.device), learnable, spec, world, seed)
+        if spec.compile:
+            compile_module(model)
+
+
+def build_tensor(
+    model: nn.Module, learnable: Learnable, spec: ParallelSpec, degrees: Degrees, world: World, example: Any, seed: int
+) -> ParallelModel:
+    """Split the layers, then spread the copies over the data ranks. Collective."""
+    plan = tensor_plan(model, learnable, degrees.tensor, example)
+    mesh = make_mesh(degrees, world)
+    split_layers(model.to(world.device), plan, mesh["tensor"])
+    parallel: Whole
+    if degrees.data == 1:
+        parallel = TensorParallel(model, learnable, spec, world, seed)
+    else:
+        parallel = Sharded(model, learnable, spec, world, seed, mesh, data_group(degrees, world))
+    for name, dim in plan.dropouts.items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, SeededDropout)
+        layer.part = Part(dim, mesh["tensor"].get_local_rank(), degrees.tensor)
+    return parallel
+
+
+def split_layers(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
+    """Split the layers of `model` as `plan` says, in place. Every rank must hold the same weights."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    parallelize_module(model, mesh, {name: _style(style) for name, style in plan.styles.items()}, src_data_rank=None)
+    for first, *others in names.values():  # tied weights were split one by one: tie them again
+        for other in others:
+            owner, _, attribute = other.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+    for (owner, attribute), value in plan.changes.items():
+        setattr(model.get_submodule(owner), attribute, value)
+
+
+def _style(name: str) -> ParallelStyle:
+    match name:
+        case "column":
+            return ColwiseParallel()
+        case "row":
+            return RowwiseParallel()
+        case "column_gathered":
+            return ColwiseParallel(output_layouts=Replicate())
+        case _:
+            return RowwiseParallel(input_layouts=Replicate())
