@@ -17,6 +17,8 @@ VERBS = {
     "doctor": ("doctor", "Check this machine and say the remedy for what does not fit."),
     "run": ("run", "Run a job, with a live display."),
     "inspect": ("inspect", "Say what a task costs before it runs, and after it, beside what was measured."),
+    "find": ("find", "Find a learning rate, or the largest batch that fits, for a task."),
+    "ablate": ("ablate", "Say what each part of a task is worth in accuracy, time and memory."),
     "actor": ("actor", "Play an environment and send the experience to a gateway."),
     "runs": ("runs", "List the runs, or show one."),
     "report": ("runs", "Write the one-page HTML report of a run."),

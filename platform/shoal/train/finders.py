@@ -34,6 +34,7 @@ from shoal.train.task import make_task
 SMOOTHED_SHARE = 0.03  # of the sweep: the width of the window in which losses are averaged
 DIVERGED = 4.0  # times the best loss
 WORTH_LOOKING = 0.1  # of the sweep: at its very beginning the smoothing has little to go by
+FIRST = 8  # the size that is tried first: small, and no trouble for batch-norm
 PRECISION = 32  # the largest batch is found to within a 32nd
 NUM_TIMED, TIMED_S = 5, 2.0
 _CGROUP = Path("/sys/fs/cgroup")
@@ -78,7 +79,10 @@ class BatchTried:
 
 @dataclass(frozen=True)
 class BatchFound:
-    """tried: in order of size. largest: that fits. fastest: in samples per second. limit_bytes: of memory."""
+    """tried: in order of size. largest: that fits. fastest: in samples per second. limit_bytes: of memory.
+
+    is_limited: whether it was the memory that ended the search, and not the samples, the time or `up_to`
+    """
 
     tried: list[BatchTried]
     largest: int
@@ -94,7 +98,7 @@ def find_rate(spec: TrainSpec, lowest: float = 1e-7, highest: float = 10.0, num_
     """
     rates = np.geomspace(lowest, highest, num_steps).tolist()
     losses: list[float] = []
-    with _alone(spec) as parts:
+    with _alone(spec) as (parts, _):
         own = parts.optimizer.param_groups[0]["initial_lr"]
         for step, rate in enumerate(rates):
             set_rate(parts.optimizer, rate / own)
@@ -132,16 +136,23 @@ def find_batch(
 
     Raises OutOfMemory when not even one sample fits.
     """
-    with _alone(spec) as parts:
-        limit = limit_bytes or _free_bytes(parts)
-        up_to = min(up_to, _num_samples(parts, up_to))
-        trial = _Trial(parts, limit)
-        largest = search(lambda size: trial.fits(size), up_to, lambda: trial.slowest_s() > longest_s)
+    whole = spec.model_copy(update={"batch_size": 1, "parallel": spec.parallel.model_copy(update={"accumulate": 1})})
+    with _alone(whole) as (parts, device):
+        limit = limit_bytes or _free_bytes(device)
+        trial = _Trial(parts, device, limit)
+        largest = search(trial.fits, min(up_to, trial.num_samples or up_to), lambda: trial.slowest_s() > longest_s)
         if largest == 0:
             raise OutOfMemory(f"not even one sample fits into {in_bytes(limit)}: shard or split the model")
     tried = sorted(trial.tried.values(), key=lambda each: each.batch_size)
     fastest = max((each for each in tried if each.fits), key=lambda each: each.samples_per_s)
-    return BatchFound(tried, largest, fastest.batch_size, limit, any(not each.fits for each in tried))
+    return BatchFound(tried, largest, fastest.batch_size, limit, not all(each.fits for each in tried))
+
+
+def footprint(spec: TrainSpec) -> tuple[int, int]:
+    """Parameters, and bytes at the peak of a step of `batch_size` samples, of the Task in one process."""
+    with _alone(spec) as (parts, device):
+        memory_bytes, _ = measure_step(parts, parts.stream.next(), device)
+        return parts.num_parameters, memory_bytes
 
 
 def search(fits: Callable[[int], bool], up_to: int, is_enough: Callable[[], bool] = lambda: False) -> int:
@@ -149,7 +160,7 @@ def search(fits: Callable[[int], bool], up_to: int, is_enough: Callable[[], bool
 
     `fits` must be true up to some size and false beyond. Sizes are doubled until one does not fit or it is enough.
     """
-    low, high = 0, 1
+    low, high = 0, min(FIRST, up_to)
     while fits(high):
         low = high
         if low == up_to or is_enough():
@@ -164,10 +175,10 @@ def search(fits: Callable[[int], bool], up_to: int, is_enough: Callable[[], bool
 class _Trial:
     """Steps on batches of given sizes, remembering what each took."""
 
-    def __init__(self, parts: Assembly, limit_bytes: int) -> None:
-        self._parts, self._limit_bytes = parts, limit_bytes
+    def __init__(self, parts: Assembly, device: torch.device, limit_bytes: int) -> None:
+        self._parts, self._device, self._limit_bytes = parts, device, limit_bytes
         self._data = parts.task.data()
-        self._device = parts.device
+        self.num_samples = len(self._data.train) if hasattr(self._data.train, "__len__") else None
         self.tried: dict[int, BatchTried] = {}
 
     def fits(self, size: int) -> bool:
@@ -192,16 +203,14 @@ class _Trial:
 
     def _run(self, size: int) -> BatchTried:
         try:
-            memory_bytes, step_s = measure_step(self._parts, first_batch(self._data, size, self._device))
+            batch = first_batch(self._data, size, self._device)
+            memory_bytes, step_s = measure_step(self._parts, batch, self._device)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            memory_bytes, step_s = self._limit_bytes, math.nan
             return BatchTried(size, False, self._limit_bytes)
         finally:
-            for group in self._parts.optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+            self._parts.optimizer.zero_grad()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
         if memory_bytes > self._limit_bytes:
@@ -209,15 +218,13 @@ class _Trial:
         return BatchTried(size, True, memory_bytes, step_s)
 
 
-def measure_step(parts: Assembly, batch: Any) -> tuple[int, float]:
+def measure_step(parts: Assembly, batch: Any, device: torch.device) -> tuple[int, float]:
     """Bytes allocated at the peak of a step, all that was there before included; and the seconds of one, the median."""
     _step(parts, batch, 0)  # the optimiser's state, and what is made at a first call
-    parameters = [parameter for _, parameter in parts.model.named_parameters()]
-    for parameter in parameters:
-        parameter.grad = None
+    parts.optimizer.zero_grad()
     there = state_of(parts.model.modules, parts.optimizer)
     held_bytes = bytes_of([*there["parameters"], *there["optimizer"], *tensors_of(batch)])
-    with growth(parts.device) as grown:
+    with growth(device) as grown:
         _step(parts, batch, 1)
     seconds: list[float] = []
     while not seconds or (len(seconds) < NUM_TIMED and sum(seconds) < TIMED_S):
@@ -228,17 +235,16 @@ def measure_step(parts: Assembly, batch: Any) -> tuple[int, float]:
 
 
 @contextmanager
-def _alone(spec: TrainSpec) -> Iterator[Assembly]:
+def _alone(spec: TrainSpec) -> Iterator[tuple[Assembly, torch.device]]:
     """The parts of a run on one device, without a plan, a schedule, an average or a choice of samples."""
-    plan = spec.parallel.model_copy(
-        update={"data": 1, "replicate": 1, "shard": False, "tensor": 1, "pipeline": 1, "accumulate": 1}
-    )
+    degrees = {"data": 1, "replicate": 1, "shard": False, "tensor": 1, "pipeline": 1}
+    plan = spec.parallel.model_copy(update=degrees)
     changes = {"parallel": plan, "workers": 1, "schedule": ScheduleSpec(), "average": None, "selective_backprop": None}
     alone = spec.model_copy(update=changes)
     with undisturbed(spec.seed, spec.threads or os.cpu_count() or 1):
-        parts = assemble(alone, make_task(spec.task, spec.args), World.alone(spec.device))
-        with closing(parts):
-            yield parts
+        world = World.alone(spec.device)
+        with closing(assemble(alone, make_task(spec.task, spec.args), world)) as parts:
+            yield parts, world.device
 
 
 def _step(parts: Assembly, batch: Any, step: int) -> float:
@@ -255,8 +261,8 @@ def _has_diverged(losses: list[float]) -> bool:
     last = losses[-1]
     if not math.isfinite(last):
         return True
-    best, first = min(losses), losses[0]
-    return last - best > (DIVERGED - 1) * max(abs(best), 0.1 * abs(first))
+    best, first, recent = min(losses), losses[0], float(np.median(losses[-3:]))
+    return recent - best > (DIVERGED - 1) * max(abs(best), 0.1 * abs(first))
 
 
 def _smoothed(losses: np.ndarray, width: float) -> np.ndarray:
@@ -267,15 +273,10 @@ def _smoothed(losses: np.ndarray, width: float) -> np.ndarray:
     return averaged
 
 
-def _num_samples(parts: Assembly, otherwise: int) -> int:
-    source = parts.task.data().train
-    return len(source) if hasattr(source, "__len__") else otherwise
-
-
-def _free_bytes(parts: Assembly) -> int:
+def _free_bytes(device: torch.device) -> int:
     """Of the device; of a CPU's memory four fifths of what is free, also within a container's limit."""
-    if parts.device.type == "cuda":
-        return torch.cuda.mem_get_info(parts.device)[0] + torch.cuda.memory_reserved(parts.device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     free = psutil.virtual_memory().available
     limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":

@@ -1,0 +1,146 @@
+"""`shoal ablate`: what each part of a task is worth in accuracy, time, memory and parameters.
+
+Parse, call, print: `shoal.train.ablation` trains and counts, in this process. Imports no Ray.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shoal.cli.find import write_files
+from shoal.runs.display import duration, number, size
+from shoal.train.ablation import (
+    COSTS,
+    MEMORY,
+    PARAMETERS,
+    STEP_S,
+    Measured,
+    Spread,
+    Worth,
+    main_metric,
+    variants_of,
+    worths,
+)
+from shoal.train.ablation import ablate as measure
+from shoal.train.alone import train_here
+from shoal.train.pictures import ablation_picture
+from shoal.train.recipe import spec_from_words
+
+LABELS = {STEP_S: "s per step", MEMORY: "memory", PARAMETERS: "parameters"}
+JOB = "ablate"
+
+
+@click.command()
+@click.argument("task")
+@click.argument("words", nargs=-1, metavar="[A.B=C]...")
+@click.option("--part", "parts", multiple=True, metavar="NAME", help="A part to leave out; all of them by default.")
+@click.option("--change", "changes", multiple=True, metavar="NAME=A.B=C", help="Something to change instead.")
+@click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each.")
+@click.option("--metric", default=None, help="What the table judges by; what stop watches, or the first but the loss.")
+@click.option("--out", default=None, type=click.Path(path_type=Path), help="Folder of the files that are written.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def ablate(
+    task: str,
+    words: tuple[str, ...],
+    parts: tuple[str, ...],
+    changes: tuple[str, ...],
+    seeds: int,
+    metric: str | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Train TASK whole and without each of its parts, with the same seeds, and say what each part is worth.
+
+    A task names its parts itself (`Task.parts`); `--change` names others. Trains in this process, one after another.
+
+    \b
+    Examples:
+      shoal ablate lenet stop.epochs=1
+      shoal ablate lenet --part normalisation --seeds 5 stop.steps=500
+      shoal ablate lenet --change sgd=optimizer.name=sgd --change sgd=optimizer.learning_rate=0.1
+    """
+    spec = spec_from_words([f"task={task}", *words]).model_copy(update={"workers": 1})
+    variants = variants_of(spec, parts, changes)
+    num_runs = len(variants) * seeds
+
+    def say(each: Measured) -> None:
+        said.append(each)
+        told = each.failure or "  ".join(f"{name} {number(value)}" for name, value in each.values.items())
+        click.echo(f"[{len(said)}/{num_runs}] {each.variant}, seed {each.seed}: {told}", err=True)
+
+    said: list[Measured] = []
+    measured = measure(variants, seeds, lambda each: train_here(each, JOB, registers=False), say)
+    found, judged = worths(measured), main_metric(measured, spec, metric)
+    shown = [(judged, judged), *LABELS.items()]
+    files = {
+        "png": ablation_picture(found, shown, f"{task}: whole, and without each part ({seeds} seeds)"),
+        "csv": _csv(measured).encode(),
+        "json": json.dumps(_as_dict(task, found, measured), indent=2).encode(),
+    }
+    paths = write_files(out, f"ablate-{Path(task).name}", files)
+    if as_json:
+        click.echo(files["json"].decode())
+        return
+    console = Console()
+    console.print(_table(found, judged))
+    for worth in found:
+        for failure in worth.failures:
+            console.print(Text(f"{worth.name} did not end: {failure}", style="red"))
+    click.echo(f"Differences are from the whole, mean ± standard deviation over {seeds} seeds, seed by seed.")
+    for path in paths:
+        click.echo(f"  {path}")
+
+
+def _table(found: Sequence[Worth], metric: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("variant", overflow="fold")
+    for title in (metric, "difference", "step", "difference", "memory", "difference", "parameters", "difference"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for worth in found:
+        cells = []
+        for name in (metric, *COSTS):
+            cells += [_written(worth.values.get(name), name), _written(worth.differences.get(name), name, signed=True)]
+        table.add_row(Text(worth.name, style="bold" if worth.is_whole else ""), *cells)
+    return table
+
+
+def _written(spread: Spread | None, name: str, signed: bool = False) -> str:
+    if spread is None:
+        return ""
+    sign = "+" if signed and spread.mean > 0 else "-" if spread.mean < 0 else ""
+    shown = sign + _unit(abs(spread.mean), name)
+    return shown if name in (MEMORY, PARAMETERS) else f"{shown} ± {_unit(spread.deviation, name)}"
+
+
+def _unit(value: float, name: str) -> str:
+    if name == MEMORY:
+        return size(int(value))
+    if name == STEP_S:
+        return f"{1e3 * value:.3g} ms" if value < 1 else duration(value)
+    return number(value)
+
+
+def _csv(measured: Sequence[Measured]) -> str:
+    """One line a run."""
+    names = list(dict.fromkeys(name for each in measured for name in each.values))
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["variant", "seed", *names, "steps", "reason", "run", "failure"])
+    for each in measured:
+        values = [each.values.get(name, "") for name in names]
+        writer.writerow([each.variant, each.seed, *values, each.steps, each.reason, each.run_id, each.failure])
+    return text.getvalue()
+
+
+def _as_dict(task: str, found: Sequence[Worth], measured: Sequence[Measured]) -> dict[str, object]:
+    return {"task": task, "variants": [asdict(each) for each in found], "runs": [asdict(each) for each in measured]}
