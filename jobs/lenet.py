@@ -5,7 +5,7 @@
     shoal run lenet parallel=fsdp workers=2                 # ... and the parameters
     shoal run lenet parallel=tensor workers=2               # the linear layers are split
     shoal run lenet parallel=pipeline workers=2             # half of the layers each
-    shoal run lenet args.dropout=0.2 optimizer.name=adam optimizer.learning_rate=0.005
+    shoal run lenet args.dropout=0.2 optimizer.name=sgd optimizer.learning_rate=0.1
     ray job submit --working-dir . -- python jobs/lenet.py  # the same on a cluster that is up
     python -m shoal.train task=lenet                        # in this process, without Ray
 
@@ -96,7 +96,7 @@ def spec() -> TrainSpec:
             "task": __file__,
             "name": "fashion",
             "batch_size": 128,
-            "optimizer": {"name": "sgd", "learning_rate": 0.1, "weight_decay": 5e-4},
+            "optimizer": {"name": "adam", "learning_rate": 5e-3},
             "schedule": {"name": "one_cycle", "warmup": 0.25},
             "stop": {"epochs": 5, "target": "accuracy>=0.9"},
             "evaluate": {"every_epochs": 0.5},

@@ -1,0 +1,121 @@
+"""Each recipe from its file: trained in this process as a user would, and under every plan that applies to it."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from programs import run_ranks
+from shoal.data import Loader
+from shoal.parallel import ParallelSpec, World
+from shoal.parallel.model import parallelize
+from shoal.train.task import load_file, make_task
+
+Weights = dict[str, torch.Tensor]
+JOBS = Path(__file__).parents[2] / "jobs"
+BATCH_SIZE, STEPS = 16, 3
+# float32 sums over 16 samples and at most 400 features in another order, through three steps
+TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
+
+SMALL: dict[str, dict[str, Any]] = {
+    "lenet": {},
+    "transformer": {"width": 16, "heads": 2, "context": 16},
+    "forecaster": {"num_hours": 400, "window": 8, "horizon": 4, "hidden": 8},
+    "tabular": {"hidden": [16, 16], "dropout": 0.0},
+}
+PLANS = {
+    "ddp": list(SMALL),
+    "fsdp": list(SMALL),
+    "pipeline": list(SMALL),
+    "tensor": ["lenet", "transformer", "tabular"],  # an LSTM is not split
+}
+
+
+def small_tables(split: int, standardise: bool) -> tuple[tuple[torch.Tensor, ...], ...]:
+    features = torch.randn(64, 30, generator=torch.Generator().manual_seed(0))
+    return (features, (features[:, 0] > 0).long(), features[:, 1] > 0), (features[:0],) * 3
+
+
+def trained(world: World, recipe: str, plan: str) -> Weights:
+    """The weights after three steps of plain descent on the same global batch, on rank 0."""
+    task = make_task(str(JOBS / f"{recipe}.py"), SMALL[recipe])
+    spec = ParallelSpec.model_validate(plan)
+    degrees = spec.degrees(world.size)
+    torch.manual_seed(0)
+    model = task.model()
+    share = (degrees.coordinates(world.rank).data, degrees.data)
+    with pytest.MonkeyPatch.context() as patch:
+        if recipe == "tabular":  # scikit-learn takes seconds to load, in every process
+            patch.setattr(load_file(JOBS / "tabular.py", recipe), "tables", small_tables)
+        source = task.data().train
+    loader = Loader(source, batch_size=BATCH_SIZE, share=share, seed=1)
+    batches = [batch for _, batch in zip(range(STEPS), loader, strict=False)]
+    parallel = parallelize(model, task, spec, degrees, world, batches[0])
+    optimizer = torch.optim.SGD([{"params": [each for _, each in parallel.named_parameters()]}], lr=0.1)
+    for step, batch in enumerate(batches):
+        parallel.train_step(batch, step)
+        optimizer.step()
+        parallel.optimizer_stepped()
+    weights = parallel.full_weights()
+    parallel.close()
+    loader.close()
+    return weights
+
+
+def trained_under_every_plan(world: World) -> dict[tuple[str, str], Weights]:
+    """By plan and recipe, one after the other in the same group: starting processes is what takes time."""
+    return {(plan, recipe): trained(world, recipe, plan) for plan, recipes in PLANS.items() for recipe in recipes}
+
+
+@functools.cache
+def of_two_workers() -> dict[tuple[str, str], Weights]:
+    return run_ranks(trained_under_every_plan, 2)[0]
+
+
+@functools.cache
+def of_one_process(recipe: str) -> Weights:
+    return trained(World.alone("cpu"), recipe, "single")
+
+
+@pytest.mark.parametrize(("plan", "recipe"), [(plan, recipe) for plan, recipes in PLANS.items() for recipe in recipes])
+def test_two_workers_make_the_network_of_one(plan: str, recipe: str) -> None:
+    found, expected = of_two_workers()[plan, recipe], of_one_process(recipe)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, **TOLERANCE), name
+
+
+@pytest.mark.parametrize("recipe", SMALL)
+def test_a_recipe_trains_from_its_file_and_is_registered(recipe: str) -> None:
+    import shoal.runs
+    from shoal.registry import Registry
+    from shoal.train.alone import train_here
+    from shoal.train.recipe import recipe_of
+
+    path = str(JOBS / f"{recipe}.py")
+    spec = recipe_of(path).model_copy(update={"args": SMALL[recipe]})
+    words = ["stop.epochs=null", "stop.target=null", "stop.convergence=null", "stop.steps=4", "evaluate.every_steps=4"]
+    outcome = train_here(spec.override([*words, "threads=1"]))
+    assert (outcome.reason, outcome.steps) == ("steps", 4)
+    assert np.isfinite(list(outcome.metrics.values())).all()
+    assert Registry().get(f"{spec.name}@champion").manifest.metrics == outcome.metrics
+    data = shoal.runs.load(outcome.run_id).last_events()["data"]
+    assert {"train", "validation"} <= data.keys()
+    if recipe == "lenet" and not Path("/usr/share/datasets/fashion-mnist").is_dir():
+        assert "GeneratedStandIn" in data["train"]
+
+
+def test_the_trees_of_the_table_are_fitted_to_rows_that_are_not_held_back() -> None:
+    data = make_task(str(JOBS / "tabular.py"), {}).data()
+    train, held_back = data.train.tensors, data.validation.tensors
+    assert (len(train[0]), len(held_back[0])) == (426, 143)
+    assert torch.allclose(train[0].mean(0), torch.zeros(30), atol=1e-5)  # standardised by the training rows alone
+    assert not torch.allclose(held_back[0].mean(0), torch.zeros(30), atol=1e-2)
+    assert train[2].float().mean() > 0.99  # trees know the rows that they have seen
+    assert 0.9 < held_back[2].float().mean() < 0.99
+    assert not (torch.cdist(held_back[0], train[0]).min(1).values == 0).any()
