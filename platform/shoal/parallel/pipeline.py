@@ -210,9 +210,9 @@ class Pipelined(ParallelModel):
             dist.broadcast_object_list(box, last, self._groups.pipeline)
             self._names = box[0] or []
         blank = torch.zeros(len(self._names), dtype=torch.float64, device=self._world.device)
-        means_of_all = torch.stack(sums).sum(0) if self._has_last else blank
-        dist.broadcast(means_of_all, last, self._groups.pipeline)
-        values = means_of_all * num_samples if num_samples else blank
+        values = torch.stack(sums).sum(0) if self._has_last else blank
+        dist.broadcast(values, last, self._groups.pipeline)
+        values = values * num_samples if num_samples else torch.zeros_like(values)
         return dict(zip(self._names, values.float().unbind(), strict=True))
 
     def _forward(self, batch: Any) -> Any:
