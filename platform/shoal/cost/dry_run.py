@@ -7,26 +7,29 @@ computes, sends and keeps alive is then read off a real step of the real plan, b
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shoal.cost.alone import Costed, first_batch
-from shoal.cost.memory import bytes_of, growth, state_of
-from shoal.cost.meter import metered
+from shoal.cost.reading import busy_by_stage, metering
 from shoal.data import Data
 from shoal.errors import PlanError
 from shoal.parallel import Degrees, ParallelSpec, World
 from shoal.parallel.model import ParallelModel, parallelize
 
+MOST_TIMED, TIMED_S = 5, 0.2
 NUM_WARM = 2  # DDP arranges its buckets anew before its second step, optimisers make their states in the first
 T = TypeVar("T")
 
@@ -56,8 +59,15 @@ class Configured(Protocol):
 class _Pretended(World):
     """A world whose other ranks say what this one says."""
 
+    said: list[bytes] = field(default_factory=list)  # by rank 0, for the other ranks that are looked at
+    _heard: Iterator[bytes] = field(default_factory=lambda: iter(()))
+
     def broadcast(self, value: T) -> T:
-        return value
+        if self.is_first:
+            self.said.append(pickle.dumps(value))
+            return value
+        heard: T = pickle.loads(next(self._heard))
+        return heard
 
     def gather(self, value: T) -> list[T]:
         return [value] * self.size
@@ -67,18 +77,41 @@ class _Pretended(World):
 
 
 @contextmanager
-def pretended(rank: int, size: int, device: torch.device) -> Iterator[World]:
-    """This process as one rank of `size`. Raises PlanError when it is in a group already."""
+def pretended(rank: int, size: int, device: torch.device, said: list[bytes]) -> Iterator[World]:
+    """This process as one rank of `size`; rank 0, which goes first, leaves in `said` what it tells the others.
+
+    Raises PlanError when it is in a group already."""
     if size == 1:
         yield World(0, 1, device)
         return
     if dist.is_initialized():
         raise PlanError("workers", size, "the cost of a plan is told before a process joins a group", "ask earlier")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    original = DistributedDataParallel.__init__
+    DistributedDataParallel.__init__ = _made_to_answer(original)  # type: ignore[method-assign]
     try:
-        yield _Pretended(rank, size, device)
+        if rank == 0:
+            said.clear()
+        yield _Pretended(rank, size, device, said=said, _heard=iter(said))
     finally:
+        DistributedDataParallel.__init__ = original  # type: ignore[method-assign]
         dist.destroy_process_group()
+
+
+def _made_to_answer(original: Callable[..., None]) -> Callable[..., None]:
+    """DDP wants to be handed what was reduced, and the pretended group hands over nothing."""
+
+    def reduce(group: Any, bucket: Any) -> Any:
+        dist.all_reduce(bucket.buffer(), group=group)
+        answer: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        answer.set_result(bucket.buffer())
+        return answer
+
+    def made(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.register_comm_hook(self.process_group, lambda state, bucket: reduce(state, bucket))
+
+    return made
 
 
 def representatives(degrees: Degrees) -> list[int]:
@@ -86,27 +119,63 @@ def representatives(degrees: Degrees) -> list[int]:
     return [degrees.rank(degrees.coordinates(0)._replace(pipeline=stage)) for stage in range(degrees.pipeline)]
 
 
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank did in a step. `busy_s`: seconds by (stage, "forward" or "backward"), of a pipeline's stages."""
+
+    values: dict[str, float]
+    busy_s: dict[tuple[int, str], float]
+
+
 def dry_run(
-    task: Costed, spec: Configured, data: Data, rank: int, batch_size: int, device: torch.device, make: MakeOptimizer
-) -> dict[str, float]:
+    task: Costed,
+    spec: Configured,
+    data: Data,
+    rank: int,
+    batch_size: int,
+    device: torch.device,
+    make: MakeOptimizer,
+    said: list[bytes],
+) -> DryRun:
     """What `rank` does in one step over a global batch of `batch_size`. Raises PlanError as `parallelize` does."""
     degrees = spec.degrees()
-    with pretended(rank, degrees.workers, device) as world:
+    with pretended(rank, degrees.workers, device, said) as world:
         torch.manual_seed(spec.seed)
         batch = first_batch(data, batch_size // degrees.data, device)
-        model = parallelize(task.model(), task, spec.parallel, degrees, world, batch, spec.seed)
+        model = parallelize(task.model(), task, _eager(spec.parallel), degrees, world, batch, spec.seed)
         try:
             parameters = [parameter for _, parameter in model.named_parameters()]
             optimizer = make(task, spec.optimizer, parameters)
-            for step in range(NUM_WARM):
-                _step(model, optimizer, batch, step, spec.clip_norm)
-            began_s = time.perf_counter()
-            _step(model, optimizer, batch, NUM_WARM, spec.clip_norm)
-            step_s = time.perf_counter() - began_s
-            found = meter_step(model, optimizer, lambda: _step(model, optimizer, batch, NUM_WARM + 1, spec.clip_norm))
-            return found | {"step_s": step_s}
+            steps = count()
+            seconds = [_seconds(model, optimizer, batch, next(steps), spec.clip_norm) for _ in range(NUM_WARM)]
+            before = busy_by_stage(model)
+            timed = [
+                _seconds(model, optimizer, batch, next(steps), spec.clip_norm) for _ in range(_repeats(seconds[-1]))
+            ]
+            chunks = {name: (value - before[name]) / len(timed) for name, value in busy_by_stage(model).items()}
+            with metering(model, optimizer, is_pretended=True) as found:
+                _step(model, optimizer, batch, next(steps), spec.clip_norm)
+            return DryRun({**found, "step_s": min(timed)}, chunks)
         finally:
             model.close()
+
+
+def _eager(parallel: ParallelSpec) -> ParallelSpec:
+    """Without a compiler, and without a scale that is tried again until it fits: the losses here mean nothing."""
+    precision = "bf16" if parallel.precision == "fp16" else parallel.precision
+    return parallel.model_copy(update={"compile": False, "precision": precision})
+
+
+def _repeats(step_s: float) -> int:
+    return max(1, min(MOST_TIMED, int(TIMED_S / max(step_s, 1e-9))))
+
+
+def _seconds(model: ParallelModel, optimizer: Optimizer, batch: Any, step: int, clip_norm: float | None) -> float:
+    began_s = time.perf_counter()
+    _step(model, optimizer, batch, step, clip_norm)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began_s
 
 
 def _step(model: ParallelModel, optimizer: Optimizer, batch: Any, step: int, clip_norm: float | None) -> None:
@@ -115,29 +184,3 @@ def _step(model: ParallelModel, optimizer: Optimizer, batch: Any, step: int, cli
         model.clip(clip_norm)
     optimizer.step()
     model.optimizer_stepped()
-
-
-def meter_step(model: ParallelModel, optimizer: Optimizer, step: Callable[[], Any]) -> dict[str, float]:
-    """Run one step and tell what this rank did in it; the same names as in a CostTable."""
-    state = state_of(model.modules, optimizer)
-    device = next((each.device for each in state["parameters"]), torch.device("cpu"))
-    for _, parameter in model.named_parameters():
-        parameter.grad = None  # a step clears them anyway: what it frees at once is no part of its peak
-    with growth(device) as grown, metered([*state["parameters"], *state["optimizer"]]) as reading:
-        step()
-    trained = [parameter for _, parameter in model.named_parameters()]
-    return {
-        "parameters_rank": float(sum(_local_count(parameter) for parameter in trained)),
-        "flops_rank": reading.flops,
-        "memory_parameters": float(bytes_of(state["parameters"])),
-        "memory_gradients": float(bytes_of(parameter.grad for parameter in trained)),
-        "memory_optimizer": float(bytes_of(state["optimizer"])),
-        "memory_activations": float(reading.saved_bytes),
-        "memory_peak": float(reading.held_bytes + grown.peak_bytes),
-        "sent_bytes": reading.sent_bytes,
-    }
-
-
-def _local_count(parameter: nn.Parameter) -> int:
-    local = getattr(parameter, "_local_tensor", parameter)
-    return int(local.numel())

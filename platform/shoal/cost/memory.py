@@ -26,7 +26,7 @@ class Growth:
 
 @contextmanager
 def growth(device: torch.device) -> Iterator[Growth]:
-    """Watch what this thread allocates in the body."""
+    """Watch what this thread allocates in the body, and Gloo's threads in its name."""
     found = Growth()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -36,19 +36,19 @@ def growth(device: torch.device) -> Iterator[Growth]:
         torch.cuda.synchronize(device)
         found.peak_bytes = torch.cuda.max_memory_allocated(device) - before
         return
-    # The profiler before Kineto: it starts in microseconds, prints nothing, and knows of this thread alone.
+    # The profiler before Kineto: it starts in microseconds, and prints nothing.
     torch.autograd._enable_profiler_legacy(  # type: ignore[attr-defined]
         ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     )
     try:
         yield found
     finally:
-        events = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
+        threads = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
+        changes = [event for thread in threads for event in thread if str(event.kind()) == "memory_alloc"]
         live = 0
-        for event in (event for thread in events for event in thread):
-            if str(event.kind()) == "memory_alloc":
-                live += event.cpu_memory_usage()
-                found.peak_bytes = max(found.peak_bytes, live)
+        for event in sorted(changes, key=lambda event: event.start_us()):
+            live += event.cpu_memory_usage()
+            found.peak_bytes = max(found.peak_bytes, live)
 
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:
@@ -56,10 +56,14 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     storages = {}
     for tensor in tensors:
         if tensor is not None:
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            storage = local.untyped_storage()
+            storage = local(tensor).untyped_storage()
             storages[storage.data_ptr() or id(storage)] = storage.nbytes()
     return sum(storages.values())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of a distributed tensor lies on this rank."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def state_of(modules: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, list[Tensor]]:

@@ -6,6 +6,7 @@ metered does not know of it. Never changes what is computed, and keeps no tensor
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,17 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.cost import flops, traffic
+from shoal.cost.memory import local
 
 
 @dataclass
 class Reading:
     """What was counted between entering and leaving.
 
-    held_bytes:  of storages that were there before, and that something touched or that `hold` named
+    held_bytes:  of storages that were there before: named by `hold`, or touched by the forward pass
     peak_bytes:  the most that was alive at once, held ones included
     saved_bytes: alive when the first backward pass began, without the held ones: the activations
     unknown:     operators of which nobody can say how much they compute, with their numbers of calls
@@ -48,18 +49,20 @@ class Reading:
 class Meter(TorchDispatchMode):
     """Counts in `reading` while entered; one use each."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_pretended: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_pretended = is_pretended
+        self._thread = threading.get_ident()
         self.reading = Reading()
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the storage's id
         self._allocated_bytes = 0  # since entering, and still alive
         self._most_bytes = 0
         self._in_backward = False
 
-    def hold(self, tensors: Iterable[Tensor]) -> None:
+    def hold(self, tensors: Iterable[Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> None:
         """Count these as there from the beginning, touched or not."""
-        for tensor in tensors:
-            self._see(tensor, is_new=False)
+        for storage in (*(local(tensor).untyped_storage() for tensor in tensors), *storages):
+            self._note(storage, is_new=False)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,12 +70,16 @@ class Meter(TorchDispatchMode):
         if any(issubclass(each, Tensor) and hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # a DTensor and its like: what it does inside is counted, on this rank's part
         kwargs = kwargs or {}
+        if threading.get_ident() != self._thread and not any(each.is_cuda for each in _tensors((args, kwargs))):
+            return func(*args, **kwargs)  # Gloo's own threads, which move their own copies
         for each in _tensors((args, kwargs)):
             self._see(each, is_new=False)
         if not self._in_backward and torch._C._current_graph_task_id() != -1:
             self._in_backward = True
             self.reading.saved_bytes = self._allocated_bytes
         out = func(*args, **kwargs)
+        if self._is_pretended:
+            traffic.scratch(func, args, out)
         for each in _tensors(out):
             self._see(each, is_new=True)
         self._count(func, args, kwargs, out)
@@ -92,16 +99,16 @@ class Meter(TorchDispatchMode):
             self.reading.sent[func._overloadpacket.__name__] += int(sent)
 
     def _see(self, tensor: Tensor, is_new: bool) -> None:
-        if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor
-        storage = tensor.untyped_storage()
+        self._note(local(tensor).untyped_storage(), is_new)
+
+    def _note(self, storage: torch.UntypedStorage, is_new: bool) -> None:
         if id(storage) in self._alive:
             return
         size = storage.nbytes()
         self._alive[id(storage)] = (weakref.ref(storage, self._forgetting(id(storage), is_new)), size)
         if is_new:
             self._grow(size)
-        else:
+        elif not self._in_backward:  # later, what nobody has seen before is what a collective has made for itself
             self.reading.held_bytes += size
 
     def _forgetting(self, key: int, is_new: bool) -> Callable[[Any], None]:
@@ -129,13 +136,16 @@ class Meter(TorchDispatchMode):
 
 
 @contextmanager
-def metered(held: Iterable[Tensor] = ()) -> Iterator[Reading]:
+def metered(
+    held: Iterable[Tensor] = (), buckets: Iterable[torch.UntypedStorage] = (), is_pretended: bool = False
+) -> Iterator[Reading]:
     """Count what the body does; the reading is complete when the body has ended.
 
-    held: tensors that count as there all the time (parameters, optimiser state), touched or not
+    held, buckets: tensors, and storages, that are there all the time (parameters, optimiser state), touched or not
+    is_pretended:  the group is; what a real one would allocate for itself is allocated in its place
     """
-    meter = Meter()
-    meter.hold(held)
+    meter = Meter(is_pretended)
+    meter.hold(held, buckets)
     resize = torch.UntypedStorage.resize_
 
     def resize_and_tell(storage: Any, size: int) -> Any:

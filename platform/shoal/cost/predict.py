@@ -12,7 +12,7 @@ import os
 import torch
 
 from shoal.cost.alone import Alone, Costed, look, undisturbed
-from shoal.cost.dry_run import Configured, MakeOptimizer, dry_run, representatives
+from shoal.cost.dry_run import Configured, DryRun, MakeOptimizer, dry_run, representatives
 from shoal.cost.table import CostTable, most
 from shoal.data import Data
 from shoal.parallel.plan import Degrees
@@ -36,9 +36,12 @@ def predict(task: Costed, spec: Configured, make_optimizer: MakeOptimizer) -> Co
     with undisturbed(spec.seed, threads):
         data = task.data()
         alone = look(task, task.model().to(device), data, min(NUM_LOOKED, samples), device)
-        ranks, notes = _ranks(task, spec, data, alone, samples, degrees, device, make_optimizer)
-    values = most(ranks) | _of_model(alone)
+        runs, notes = _ranks(task, spec, data, alone, samples, degrees, device, make_optimizer)
+    ranks = {rank: run.values for rank, run in runs.items()}
+    values = _of_model(alone) | most(ranks)
     values["flops_step"] *= degrees.workers / len(ranks)  # the ranks of a stage do alike
+    if degrees.pipeline > 1:
+        values |= _pipeline(spec, degrees, runs)
     return CostTable(values, alone.unknown, notes, ranks)
 
 
@@ -61,16 +64,40 @@ def _ranks(
     degrees: Degrees,
     device: torch.device,
     make: MakeOptimizer,
-) -> tuple[dict[int, dict[str, float]], tuple[str, ...]]:
+) -> tuple[dict[int, DryRun], tuple[str, ...]]:
     """What each representative rank does, at the real size of a micro-batch, or scaled to it from two smaller ones."""
     repeats = spec.batch_size // samples  # micro-batches of all ranks in a step
     affordable = int(BUDGET_S / max(alone.sample_s * repeats / degrees.data, 1e-9))
+    said: list[bytes] = []
+
+    def run(rank: int, size: int) -> DryRun:
+        return dry_run(task, spec, data, rank, size * repeats, device, make, said)
+
     chosen = representatives(degrees)
     if affordable >= samples:
-        return {rank: dry_run(task, spec, data, rank, spec.batch_size, device, make) for rank in chosen}, ()
+        return {rank: run(rank, samples) for rank in chosen}, ()
     small = max(1, min(affordable, samples // 2) // 2)
-    found = {}
-    for rank in chosen:
-        one, two = (dry_run(task, spec, data, rank, size * repeats, device, make) for size in (small, 2 * small))
-        found[rank] = {name: one[name] + (two[name] - one[name]) * (samples / small - 1) for name in one}
+    found = {rank: _scaled(run(rank, small), run(rank, 2 * small), samples / small - 1) for rank in chosen}
     return found, (f"scaled from steps of {small} and {2 * small} samples a micro-batch to {samples}",)
+
+
+def _scaled(one: DryRun, two: DryRun, by: float) -> DryRun:
+    """What grows with the samples goes on growing as it did from `one` to `two`."""
+    values = {name: one.values[name] + (two.values[name] - one.values[name]) * by for name in one.values}
+    busy_s = {name: one.busy_s[name] + (two.busy_s[name] - one.busy_s[name]) * by for name in one.busy_s}
+    return DryRun(values, busy_s)
+
+
+def _pipeline(spec: Configured, degrees: Degrees, runs: dict[int, DryRun]) -> dict[str, float]:
+    """The bubble and the length of a step, from what each stage computes, played through in the schedule's order."""
+    from shoal.parallel.pipeline_bubble import predict as play
+
+    busy_s = {name: seconds for run in runs.values() for name, seconds in run.busy_s.items()}
+    micro = spec.parallel.num_micro_batches(degrees)
+    each = micro * spec.parallel.accumulate
+    stages = range(1 + max(stage for stage, _ in busy_s))
+    forward_s, backward_s = (
+        [busy_s.get((stage, way), 0.0) / each for stage in stages] for way in ("forward", "backward")
+    )
+    played = play(spec.parallel.schedule, degrees.pipeline, micro, forward_s, backward_s)
+    return {"bubble": played.idle_share, "step_s": played.step_s * spec.parallel.accumulate}

@@ -1,15 +1,17 @@
 """How many bytes a rank sends in a collective: ring algorithms, by the sizes of what is handed over.
 
 For n ranks and a whole of S bytes: all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S, broadcast and
-reduce (n-1)/n S (a ring passes all but its end), a message S where it leaves and 0 where it arrives. Called by the
-Meter for each operator that it sees; knows nothing of plans.
+reduce (n-1)/n S (a ring passes all but its end), a message S where it leaves and 0 where it arrives. Gloo, which
+carries what lies on the CPU, scatters a sum by an all-reduce of a copy, of which each rank keeps its part: 2 (n-1)/n S,
+as counted on the wire (torch 2.13). Called by the Meter for each operator that it sees; knows nothing of plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
@@ -44,6 +46,9 @@ _FUNCTIONAL: dict[str, tuple[bool, float]] = {
 }
 
 
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
 def sent_bytes(op: Any, args: Sequence[Any], out: Any) -> float:
     """What this rank sends in one call of `op`; 0 for everything that is no collective."""
     name: str = op._overloadpacket.__name__
@@ -53,14 +58,43 @@ def sent_bytes(op: Any, args: Sequence[Any], out: Any) -> float:
         if name not in _WHOLE:
             return 0.0
         index, factor = _WHOLE[name]
+        if "reduce_scatter" in name and _is_gloo(args):
+            factor = 2.0
         return factor * _size(args[index]) * _share(_ranks(args))
-    if op.namespace in ("_c10d_functional", "_c10d_functional_autograd"):
+    if op.namespace in _NAMESPACES:
         name = name.removesuffix("_")
         if name not in _FUNCTIONAL:
             return 0.0
         takes_whole, factor = _FUNCTIONAL[name]
+        if "reduce_scatter" in name and _is_gloo(args):
+            factor = 2.0
         return factor * _size(args[0] if takes_whole else out) * _share(_ranks_of_name(op, args))
     return 0.0
+
+
+def scratch(op: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
+    """Tensors like those that Gloo makes for itself while it carries this: a copy of what it gathers, or reduces."""
+    if op.namespace not in _NAMESPACES or not _is_gloo(args):
+        return []
+    name = op._overloadpacket.__name__
+    whole: Any = ()
+    if op.namespace == "c10d" and name in ("_allgather_base_", "_reduce_scatter_base_"):
+        whole = args[_WHOLE[name][0]]
+    elif name.startswith("all_gather_into"):
+        whole = out
+    elif name.startswith("reduce_scatter_tensor"):
+        whole = args[0]
+    return [torch.empty_like(each) for each in _flat(whole)]
+
+
+def _is_gloo(args: Sequence[Any]) -> bool:
+    return any(each.is_cpu for each in _flat(args))
+
+
+def _flat(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for each in value for tensor in _flat(each)] if isinstance(value, (list, tuple)) else []
 
 
 def _share(num_ranks: int) -> float:
@@ -99,8 +133,4 @@ def _ranks_of_name(op: Any, args: Sequence[Any]) -> int:
 
 def _size(value: Any) -> int:
     """Bytes of the tensors in `value`, however nested."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return sum(_size(each) for each in value)
-    return 0
+    return sum(tensor.numel() * tensor.element_size() for tensor in _flat(value))

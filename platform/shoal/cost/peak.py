@@ -1,0 +1,33 @@
+"""How much arithmetic a device can do: measured, by the matrix products that it is best at.
+
+Called by the Trainer once, so that it can say which share of it a run uses. Takes some hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SIZE = {"cpu": 768, "cuda": 8192}
+_REPEATS = 4
+
+
+def peak_flops(device: torch.device, precision: str) -> float:
+    """Operations per second of square matrix products in `precision`, the fastest of a few."""
+    size = _SIZE.get(device.type, _SIZE["cpu"])
+    left = torch.ones(size, size, dtype=_DTYPES[precision], device=device)
+    product = torch.empty_like(left)
+    fastest_s = float("inf")
+    for _ in range(_REPEATS):
+        began_s = _now_s(device)
+        torch.mm(left, left, out=product)
+        fastest_s = min(fastest_s, _now_s(device) - began_s)
+    return 2.0 * size**3 / fastest_s
+
+
+def _now_s(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
