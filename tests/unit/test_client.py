@@ -111,8 +111,8 @@ def test_a_reconnect_into_a_full_queue_waits_for_room_and_drops_nothing() -> Non
                 busy.send(segment())
             assert busy.drain(5)
             assert not slow.drain(0.3)  # reconnected, and waits for room
-        for _ in range(4):
-            parts.queue.take("learner", BatchRequest(1, 1, 1, 1))
+        for _ in range(2):
+            assert parts.queue.take("learner", BatchRequest(1, 1, 1, 5)) is not None
         assert slow.drain(5)
         assert slow.acknowledged == {"accepted": 2, "dropped": 0, "duplicate": 0}
 
@@ -185,13 +185,15 @@ def test_a_kind_that_this_client_does_not_know_is_ignored() -> None:
 
 def test_a_gateway_that_refuses_over_and_over_is_asked_ever_more_slowly() -> None:
     """A session that begins and is lost at once must not become a busy loop."""
-    with serving() as parts, client(parts) as actor:
-        deadline = wait_for(lambda: parts.gateway.stats()["actors"], 5)
-        assert deadline
-        for _ in range(6):
+    first_pause_s, num_refusals = 0.005, 5
+    with serving() as parts, client(parts, first_pause_s=first_pause_s) as actor:
+        began = time.monotonic()
+        for _ in range(num_refusals):
             actor._lost = True
             actor.newer_weights(0)
-        assert actor._attempts >= 6  # without an ack in between, so the last pause was 50 ms * 2^5
+        assert actor.reconnects == num_refusals
+        # Without an acknowledgement in between, each pause is twice the one before.
+        assert time.monotonic() - began >= 0.9 * first_pause_s * (2**num_refusals - 1)
 
 
 def test_what_cannot_be_an_address_is_refused_and_an_empty_one_is_given_up() -> None:

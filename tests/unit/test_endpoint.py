@@ -78,9 +78,11 @@ def test_a_replica_follows_weights_while_it_answers() -> None:
 
 def test_more_rows_than_a_batch_holds_are_422() -> None:
     async def body() -> None:
-        replica = EndpointReplica(spec(max_batch_size=2), LINEAR, SIGNATURE, WeightStore())
+        store = WeightStore()
+        replica = EndpointReplica(spec(max_batch_size=2), LINEAR, SIGNATURE, store)
         status, answer = await infer(replica, 3)
         assert (status, answer) == (422, {"error": "a request holds 1 to 2 rows, this one has 3"})
+        store.close()  # wakes the follower
         replica.close()
 
     asyncio.run(body())

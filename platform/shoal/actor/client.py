@@ -53,8 +53,7 @@ from shoal.wire.segment import segment_bytes
 
 _log = logging.getLogger(__name__)
 _AGAIN = frozenset({"hello_required", "sequence_gap"})  # errors after which a new hello helps
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to connect
-_HELLO_TIMEOUT_S = 2.0
+_LONGEST_PAUSE_S, _HELLO_TIMEOUT_S = 1.0, 2.0  # between attempts to connect; for the answer to one
 
 
 class ActorClient:
@@ -67,6 +66,7 @@ class ActorClient:
     server_key:  the gateway's CURVE public key (Z85 text); required when it is not on this machine
     timeout_s:   how long to try to reach a gateway that does not answer before ConnectionLost is raised
     max_weights_bytes: weights above this size end the connection
+    first_pause_s: between the first two attempts to connect; each further pause is twice as long, up to a second
     """
 
     def __init__(
@@ -78,11 +78,13 @@ class ActorClient:
         server_key: str = "",
         timeout_s: float = 60.0,
         max_weights_bytes: int = 2**30,
+        first_pause_s: float = 0.05,
     ) -> None:
         check_address(address, server_key)
         self.actor_id = actor_id or f"{network.gethostname()[:40]}-{os.getpid()}"
         self.incarnation = time.time_ns() if incarnation is None else incarnation
-        self._address, self._token, self._server_key, self._timeout_s = address, token, server_key, timeout_s
+        self._address, self._token, self._server_key = address, token, server_key
+        self._timeout_s, self._first_pause_s = timeout_s, first_pause_s
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._lock = threading.RLock()  # whoever holds it owns the socket
@@ -329,7 +331,7 @@ class ActorClient:
                 raise ConnectionLost(f"no gateway answers at {self._address} (tried for {deadline - began:.1f} s)")
             welcome = self._say_hello(min(deadline, time.monotonic() + _HELLO_TIMEOUT_S))
             # Counted from here on, not from the next call: short calls in a row must get to an attempt, too.
-            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._attempts, 10))
+            pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(self._attempts, 10))
             self._attempts, self._next_attempt_at = self._attempts + 1, time.monotonic() + pause_s
             if welcome is not None:
                 self._begin_session(welcome)
