@@ -97,8 +97,6 @@ class _Flow:
             self.recorder.id,
             self.recorder.folder,
             Path.cwd(),
-            self.checked.flops_per_sample,
-            self.checked.peak_flops * self.spec.workers,
         )
         with closing(Fit(setting)) as fit:
             try:

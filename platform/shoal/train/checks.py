@@ -6,15 +6,15 @@ them go again. Takes no step.
 
 from __future__ import annotations
 
-import math
 import pickle
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from shoal.data import Data, Loader, fingerprint
+from shoal.data import Data, Loader
 from shoal.data.example import example_batch
+from shoal.data.fingerprint import fingerprint
 from shoal.errors import ConfigError
 from shoal.parallel.checks import check_plan
 from shoal.parallel.world import choose_device
@@ -33,16 +33,12 @@ class Checked:
 
     signature:   of the network, for the registry
     fingerprint: of the data, by its part
-    flops_per_sample: forward and backward; NaN when unknown
-    peak_flops:       of one worker's device, per second; NaN when unknown
     """
 
     signature: Signature
     fingerprint: dict[str, str]
     num_parameters: int
     steps_per_epoch: int | None
-    flops_per_sample: float = math.nan
-    peak_flops: float = math.nan
 
 
 def check(spec: TrainSpec) -> Checked:

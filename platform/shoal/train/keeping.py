@@ -62,14 +62,16 @@ class Keeper:
     def restore(self) -> Restored | None:
         """Fill everything from the newest good checkpoint; None when there is none. Collective."""
         found = self._checkpointer.latest()
-        if found is None:
-            return None
         state = self._assembly.state()
+        if found is None:
+            self._checkpointer.prepare(state)
+            return None
         extras = self._checkpointer.load(found, state)
         self._assembly.load_state(state)
         self._assembly.load_position(extras.extras["position"], extras.own["position"] if extras.own else None)
         if extras.own is not None:  # else another number of ranks goes on, whose randomness is its own
             set_random_state(extras.own["random"])
+        self._checkpointer.prepare(state)
         progress = Progress(**extras.extras["progress"])
         self._saved_step, self._saved_elapsed_s = progress.step, progress.elapsed_s
         return Restored(progress, found.damaged)

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 class Meter:
     """Rates since the last report, and the seconds of all training steps.
 
-    flops_per_sample: forward and backward; NaN when unknown
-    peak_flops:       per second, of the devices together; NaN when unknown
+    peak_flops:       per second, of all devices together
+    flops_per_sample: forward and backward; NaN until it is known
     """
 
-    def __init__(self, flops_per_sample: float = math.nan, peak_flops: float = math.nan) -> None:
-        self._flops_per_sample, self._peak_flops = flops_per_sample, peak_flops
+    def __init__(self, peak_flops: float) -> None:
+        self.flops_per_sample, self._peak_flops = math.nan, peak_flops
         self._training_before_s = 0.0
         self._began_s = self._reported_s = time.perf_counter()
         self._steps = self._samples = 0
@@ -60,7 +60,7 @@ class Meter:
             "step/seconds": elapsed_s / max(steps, 1),
             "wait/data": min(1.0, (waited_s - self._waited_s) / elapsed_s),
             "wait/communication": min(1.0, (communicated_s - self._communicated_s) / elapsed_s),
-            "flops/utilisation": per_s * self._flops_per_sample / self._peak_flops,
+            "flops/utilisation": per_s * self.flops_per_sample / self._peak_flops,
         }
         self._reported_s, self._steps, self._samples = now_s, 0, 0
         self._paused_before_s, self._waited_s, self._communicated_s = self._paused_s, waited_s, communicated_s

@@ -45,8 +45,6 @@ class Setting:
     run_id: str
     folder: Path
     working_folder: Path
-    flops_per_sample: float
-    peak_flops: float
 
 
 @ray.remote(num_cpus=0, max_concurrency=8)
@@ -148,8 +146,6 @@ def _train(config: Mapping[str, Any]) -> Outcome:
             run_id=setting.run_id,
             journal=journal,
             should_stop=posted.stop_asked.is_set if posted is not None else lambda: False,
-            flops_per_sample=setting.flops_per_sample,
-            peak_flops=setting.peak_flops,
         )
         return trainer.run()
     except Exception as error:

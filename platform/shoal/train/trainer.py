@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.cost import MEASURED, CostProbe
+from shoal.cost.peak import peak_flops
 from shoal.errors import NotFinite, TrainError
 from shoal.parallel import World
 from shoal.train.agreement import Agreement, Signs
@@ -55,7 +57,6 @@ class Trainer:
 
     folder:      of the run; checkpoints lie in it, and training goes on from the newest good one
     should_stop: asked now and then; once true on any rank, all save and end
-    flops_per_sample, peak_flops: for the share of the device's arithmetic in use; NaN where unknown
     """
 
     def __init__(
@@ -68,15 +69,14 @@ class Trainer:
         run_id: str = "",
         journal: Journal | None = None,
         should_stop: Callable[[], bool] = lambda: False,
-        flops_per_sample: float = float("nan"),
-        peak_flops: float = float("nan"),
     ) -> None:
         self.spec, self.task, self.world, self.folder = spec, task, world, folder
         self._run_id, self._should_stop = run_id, should_stop
         self._journal: Journal = journal if journal is not None and world.is_first else Silent()
         self._parts = parts = assemble(spec, task, world)
         self._evaluation_interval = evaluation_interval(spec, parts.steps_per_epoch)
-        self._meter = Meter(flops_per_sample, peak_flops)
+        self._meter = Meter(world.size * peak_flops(world.device, spec.parallel.precision))
+        self._probe: CostProbe | None = CostProbe(parts.model, parts.optimizer, world)
         self._policy = StopPolicy(spec.stop, world.size, spec.price_per_device_hour)
         self._agreement = Agreement(world)
         self._keeper = Keeper(spec.checkpoint, parts, world, folder / "checkpoints", self._journal)
@@ -140,10 +140,11 @@ class Trainer:
         set_rate(parts.optimizer, rate, momentum_at(step, schedule, parts.total_steps))
         norm = None
         try:
-            loss = parts.train_step(batch, step)
-            if self.spec.clip_norm is not None:
-                norm = parts.model.clip(self.spec.clip_norm)
-            parts.optimizer.step()
+            with self._probe.step() if self._probe is not None else nullcontext():
+                loss = parts.train_step(batch, step)
+                if self.spec.clip_norm is not None:
+                    norm = parts.model.clip(self.spec.clip_norm)
+                parts.optimizer.step()
         except (MemoryError, RuntimeError) as error:
             better = explained(error, parts, batch, step)
             if better is error:
@@ -155,6 +156,13 @@ class Trainer:
         self._recent.append(_Recent(step, loss, norm, parts.training.last_indices))
         self._progress.step = step + 1
         self._meter.step(self.spec.batch_size)
+        if self._probe is not None and self._probe.is_due:
+            self._tell_the_cost(self._probe)
+
+    def _tell_the_cost(self, probe: CostProbe) -> None:
+        cost, self._probe = probe.measured(), None
+        self._meter.flops_per_sample = cost["flops_step"] / self.spec.batch_size
+        self._journal.event(MEASURED, **cost.details())
 
     def _after_step(self) -> Stop | None:
         step, epoch = self._progress.step, self._epoch()
