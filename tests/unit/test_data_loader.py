@@ -171,6 +171,8 @@ def test_what_does_not_fit_is_refused_with_field_value_and_remedy() -> None:
         Loader(Numbers(3), batch_size=4)
     with pytest.raises(ConfigError, match="neither a map-style nor an iterable"):
         Loader(7, batch_size=1)
+    with pytest.raises(ConfigError, match=r"data = 'generator': is an iterator, which is spent after one epoch"):
+        Loader((each for each in range(3)), batch_size=1)
     with pytest.raises(ConfigError, match="workers"):
         LoaderSpec.parse({"workers": -1})
 

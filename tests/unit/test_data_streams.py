@@ -14,6 +14,7 @@ from torchdata.nodes import Loader as NodesLoader
 
 from data_sources import Shards, Stream
 from shoal.data import Loader, LoaderSpec
+from shoal.data.example import example_batch
 from shoal.data.order import Request
 from shoal.data.reader import Ended, Made, Reader
 from shoal.errors import ConfigError, DataError, SpecMismatch
@@ -159,6 +160,16 @@ def test_streams_that_yield_too_little() -> None:
     with pytest.raises(ConfigError, match=r"NoLength': has shard\(\), but no length"):
         Loader(NoLength(), batch_size=2)
     assert len(list(Loader(Torch(9, 9), batch_size=4))) == 2
+    with pytest.raises(ConfigError, match=r"torchdata.nodes.Loader"):
+        Loader(IterableWrapper(range(3)), batch_size=1)
+
+
+def test_an_example_is_a_first_batch_of_whatever_it_is() -> None:
+    nodes = NodesLoader(IterableWrapper(range(12)))
+    for source in (range(12), Shards(12), NoLength(), nodes, nodes, Stream(12, stateful=True)):
+        batch = example_batch(source, None, 3)
+        assert (batch["inputs"] if isinstance(batch, dict) else batch).tolist() == [0, 1, 2]
+    assert example_batch(range(2), list, 3) == [0, 1]
 
 
 def test_a_batch_ahead_on_a_device_does_not_count_before_it_is_given_out(monkeypatch: pytest.MonkeyPatch) -> None:

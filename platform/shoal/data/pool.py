@@ -20,6 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from typing import Any, NamedTuple
 
@@ -77,12 +78,7 @@ class WorkerPool:
 
     def next(self) -> Made | Ended:
         """What the oldest request asked for. Raises DataError when there is no such batch or no such worker."""
-        while len(self._waiting) < self._spec.workers * self._spec.prefetch:
-            request = next(self._plan, None)
-            if request is None:
-                break
-            self._send(self._turn % self._spec.workers, request)
-            self._turn += 1
+        self._ask()
         number, request = self._waiting[0]
         try:
             made: Made | Ended | Failure = self._receive()
@@ -90,6 +86,7 @@ class WorkerPool:
             raise self._died(number, request) from None
         if isinstance(made, Failure):
             raise made.error from WorkerTrace(f"\n{made.trace}")
+        self._ask()
         return made
 
     def close(self) -> None:
@@ -101,12 +98,14 @@ class WorkerPool:
         """Of the processes that are running."""
         return [worker.process.pid for worker in self._workers]
 
-    def _send(self, number: int, request: Request) -> None:
-        self._waiting.append((number, request))
-        try:
-            send(self._workers[number].connection, request)
-        except ConnectionError:
-            return  # it died: said when its batch is due
+    def _ask(self) -> None:
+        """Give every worker as much to do as it may have before it."""
+        while len(self._waiting) < self._spec.workers * self._spec.prefetch:
+            number, request = self._turn % self._spec.workers, next(self._plan)
+            self._waiting.append((number, request))
+            self._turn += 1
+            with suppress(ConnectionError):  # it died: said when its batch is due
+                send(self._workers[number].connection, request)
 
     def _receive(self) -> Any:
         number, request = self._waiting.popleft()

@@ -38,6 +38,9 @@ def is_iterable(source: Source) -> bool:
         return True
     if hasattr(source, "__len__") and (hasattr(source, "__getitem__") or hasattr(source, "batch")):
         return False
+    if hasattr(source, "__next__"):
+        remedy = "give an object whose __iter__ begins anew (a torchdata node: wrap it in torchdata.nodes.Loader)"
+        raise ConfigError("data", type(source).__name__, "is an iterator, which is spent after one epoch", remedy)
     if any(hasattr(source, name) for name in ("__iter__", "shard", "batches")):
         return True
     remedy = "give it __len__ and __getitem__, or __iter__"

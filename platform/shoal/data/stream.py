@@ -115,7 +115,7 @@ class PlainReader(StreamReader):
     is_alike = True
 
     def _open(self, request: StreamRequest) -> Any:
-        return self.source
+        return self.source if hasattr(self.source, "__iter__") else self.source.shard(0, 1)
 
     def _make(self, request: StreamRequest) -> Made | Ended:
         samples = self._take(request, self.batch_size)
