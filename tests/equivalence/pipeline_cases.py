@@ -67,11 +67,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         mixed = mask @ x / LENGTH
-        return x + self.drop(self.outer(functional.gelu(self.inner(self.norm(mixed)))))
+        return self.drop(self.outer(functional.gelu(self.inner(self.norm(mixed)))))
 
 
 class Transformer(nn.Module):
-    """Tied embeddings, a dropout layer that is called twice, a parameter of its own, one unused, one frozen."""
+    """Residuals outside the blocks, tied embeddings, a dropout called twice, a parameter of its own, unused and frozen ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.drop(self.embedding(tokens) + self.positions)
         for block in self.blocks:
-            x = block(x, self.mask)
+            x = x + block(x, self.mask)
         return self.head(self.drop(self.norm(x)))
 
 

@@ -1,9 +1,9 @@
 """Where a model can be cut into stages, found from one real pass, and where it should be, found by timing another.
 
 A cut lies just before a call of a module whose first tensor argument is all that the rest of the pass needs of what
-came before: no other edge of the autograd graph crosses it. So any model that is sequential in its calls can be cut, at
-whatever depth, with whatever code between its modules, and nothing is traced or rewritten. Called by `pipeline`.
-Knows no process group; leaves the model's weights, buffers, gradients and random state as they were.
+came before: no edge of the autograd graph crosses it, but to that tensor. So any model that is sequential in its calls
+can be cut, at whatever depth, with whatever code between its modules, and nothing is traced or rewritten. Called by
+`pipeline`. Knows no process group; leaves the model's weights, buffers, gradients and random state as they were.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class Survey:
     """What one pass has shown: the parts between every possible cut, in order.
 
     cuts:       between part i and part i + 1
-    inner:      other names of a cut: modules that begin at the same place
+    inner:      other names of a cut: modules that take the same tensor
     parameters: the parts in which a parameter is used, by its first name; [] where none does
     buffers:    the part that computes with a buffer first
     cost_s:     seconds of each part, forward and backward
+    recomputed: modules that the backward pass calls again (activation checkpointing): no stage can begin with them
     """
 
     calls: list[Call]
@@ -58,6 +59,7 @@ class Survey:
     parameters: dict[str, list[int]]
     buffers: dict[str, int]
     cost_s: list[tuple[float, float]] = field(default_factory=list)
+    recomputed: set[str] = field(default_factory=set)
 
 
 def survey(model: nn.Module, run: Callable[[], Tensor], device: torch.device) -> Survey:
@@ -67,7 +69,9 @@ def survey(model: nn.Module, run: Callable[[], Tensor], device: torch.device) ->
     """
     with _undisturbed(model), torch.enable_grad():
         found = _find_cuts(model, run)
-        found.cost_s = _time_parts(model, run, found.cuts, device)
+        passes = [_timed_pass(model, run, found, device) for _ in range(NUM_TIMED + 1)]
+        model.zero_grad(set_to_none=True)
+    found.cost_s = [(min(f for f, _ in part), min(b for _, b in part)) for part in zip(*passes, strict=True)]
     return found
 
 
@@ -86,6 +90,8 @@ def choose(found: Survey, num_stages: int, wanted: Sequence[str] | None) -> list
             f"handed on and parameters lie on both sides ({named})"
         )
         remedy = "use fewer stages, a schedule with one stage for each rank, or a model that is a chain of blocks"
+        if found.recomputed:
+            remedy += ", without activation checkpointing"
         raise PlanError("parallel.pipeline", num_stages, problem, remedy)
     edges = [0, *(place + 1 for place in places), len(found.cost_s)]
     costs = [sum(map(sum, found.cost_s[begin:end])) for begin, end in pairwise(edges)]
@@ -97,7 +103,9 @@ def _worthwhile(found: Survey) -> list[int]:
     used = {part for parts in found.parameters.values() for part in parts}
     places: list[int] = []
     begin = 0
-    for place in range(len(found.cuts)):
+    for place, cut in enumerate(found.cuts):
+        if cut.module in found.recomputed:
+            continue
         if any(begin <= part <= place for part in used) and any(part > place for part in used):
             places.append(place)
             begin = place + 1
@@ -138,6 +146,8 @@ def _wanted(found: Survey, num_stages: int, wanted: Sequence[str]) -> list[Cut]:
             called = any(call.module == name for call in found.calls)
             problem = "more than its first tensor is handed on there" if called else "no module of this name is called"
             raise PlanError("pipeline_cuts", name, problem, f"cut at {', '.join(cut.module for cut in found.cuts)}")
+        if known[name].module in found.recomputed:
+            raise PlanError("pipeline_cuts", name, "is recomputed in the backward pass", "do not checkpoint it")
         cuts.append(known[name])
     if sorted({cut.call for cut in cuts}) != [cut.call for cut in cuts]:
         raise PlanError("pipeline_cuts", list(wanted), "are not in the order of the calls", "sort them, each once")
@@ -164,52 +174,41 @@ def with_argument(
 
 @dataclass
 class _Entry:
-    """A candidate: a call whose first tensor passes through a node of the graph that stands for the cut."""
+    """A candidate. `node` made the tensor that is handed on; what follows the call has greater sequence numbers."""
 
     cut: Cut
+    node: Any
     sequence: int
-    tensor: Tensor | None
-    is_overwritten: bool = False
 
 
 class _Recorder:
-    """Hooks on every module that note calls, and put a node of its own before each call's first tensor."""
+    """Hooks on every module that note calls, and the first tensor of each."""
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[Call] = []
         self.entries: list[_Entry] = []
         self.inner: dict[str, int] = {}
-        self._open: list[tuple[int, _Entry | None]] = []
-        self._places: dict[int, int] = {}  # sequence number of an entry's node: its index
+        self._open: list[int] = []
+        self._places: dict[Any, int] = {}  # by the node of an entry: its index
         self._names = {module: name for name, module in model.named_modules()}
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         index, name = len(self.calls), self._names[module]
         self.calls.append(Call(name))
+        self._open.append(index)
         found = first_tensor(args, kwargs) if torch.is_grad_enabled() else None
         if found is None:
-            self._open.append((index, None))
-            return None
+            return
         position, tensor = found
-        before = None if tensor.grad_fn is None else self._places.get(_sequence(tensor.grad_fn))
-        if before is not None:  # what encloses this call begins at the same place
-            self.inner.setdefault(name, before)
-            self._open.append((index, None))
-            return None
-        copy = tensor.clone()
-        assert copy.grad_fn is not None
-        entry = _Entry(Cut(index, name, position), _sequence(copy.grad_fn), copy)
-        self._places[entry.sequence] = len(self.entries)
-        self.entries.append(entry)
-        self._open.append((index, entry))
-        return with_argument(args, kwargs, position, copy)
+        if tensor.grad_fn in self._places:  # an earlier call, as of the module that encloses this, takes it already
+            self.inner.setdefault(name, self._places[tensor.grad_fn])
+            return
+        self._places[tensor.grad_fn] = len(self.entries)
+        now = _sequence(tensor.view_as(tensor).grad_fn)
+        self.entries.append(_Entry(Cut(index, name, position), tensor.grad_fn, now))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        index, entry = self._open.pop()
-        self.calls[index].last = len(self.calls) - 1
-        if entry is not None and entry.tensor is not None:
-            entry.is_overwritten = entry.tensor._version > 0  # a leaf, as a stage receives one, cannot be
-            entry.tensor = None
+        self.calls[self._open.pop()].last = len(self.calls) - 1
 
 
 def _sequence(node: Any) -> int:
@@ -237,12 +236,11 @@ def _find_cuts(model: nn.Module, run: Callable[[], Tensor]) -> Survey:
             parameter.requires_grad_(True)  # so that the graph shows where it is used
         with _hooked(model, recorder.enter, recorder.leave):
             loss = run()
-        sequences = [entry.sequence for entry in recorder.entries]
-        crossed, used = _walk(loss, sequences)
+        crossed, used = _walk(loss, recorder.entries)
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-    valid = [not across and not entry.is_overwritten for across, entry in zip(crossed, recorder.entries, strict=True)]
+    valid = [not each for each in crossed]
     part_of = [0, *accumulate(int(each) for each in valid)]  # by the number of entries that came before
     cuts = [entry.cut for entry, each in zip(recorder.entries, valid, strict=True) if each]
     inner = {name: recorder.entries[place].cut for name, place in recorder.inner.items() if valid[place]}
@@ -261,27 +259,34 @@ def _find_cuts(model: nn.Module, run: Callable[[], Tensor]) -> Survey:
     return Survey(recorder.calls, cuts, inner, parameters, buffers)
 
 
-def _walk(loss: Tensor, sequences: list[int]) -> tuple[list[bool], dict[Tensor, set[int]]]:
-    """Which candidates are crossed by an edge of the graph other than their own, and which parts use a parameter."""
-    change = [0] * (len(sequences) + 1)
+def _walk(loss: Tensor, entries: list[_Entry]) -> tuple[list[bool], dict[Tensor, set[int]]]:
+    """Which candidates have edges across them to another node than their own, and which parts use a parameter."""
+    sequences = [entry.sequence for entry in entries]
+    place_of = {entry.node: place for place, entry in enumerate(entries)}
+    crossings = [0] * (len(entries) + 1)  # differences: of the edges that begin or cease to be across
     used: dict[Tensor, set[int]] = {}
     waiting: list[Any] = [loss.grad_fn]
     seen = {loss.grad_fn}
     while waiting:
         node = waiting.pop()
-        number = _sequence(node)
         for following, _ in node.next_functions:
             if following is None:
                 continue
+            end = bisect_left(sequences, _sequence(node))
             if hasattr(following, "variable"):
-                used.setdefault(following.variable, set()).add(bisect_left(sequences, number))
+                used.setdefault(following.variable, set()).add(end)
                 continue
-            change[bisect_right(sequences, _sequence(following))] += 1
-            change[max(bisect_right(sequences, _sequence(following)), bisect_left(sequences, number))] -= 1
+            begin = min(end, bisect_left(sequences, _sequence(following)))
+            crossings[begin] += 1
+            crossings[end] -= 1
+            own = place_of.get(following)
+            if own is not None and begin <= own < end:
+                crossings[own] -= 1
+                crossings[own + 1] += 1
             if following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return [count > 0 for count in accumulate(change)][: len(sequences)], used
+    return [count > 0 for count in accumulate(crossings)][: len(entries)], used
 
 
 def _first_calls(calls: Sequence[Call], cut_calls: list[int]) -> dict[str, int]:
@@ -292,52 +297,41 @@ def _first_calls(calls: Sequence[Call], cut_calls: list[int]) -> dict[str, int]:
     return first
 
 
-def _time_parts(
-    model: nn.Module, run: Callable[[], Tensor], cuts: list[Cut], device: torch.device
-) -> list[tuple[float, float]]:
-    """Seconds forward and backward of each part: one pass whose graph is severed at every cut, part by part."""
-    best = [(float("inf"), float("inf"))] * (len(cuts) + 1)
-    for _ in range(NUM_TIMED + 1):
-        passed = _timed_pass(model, run, cuts, device)
-        best = [(min(a, c), min(b, d)) for (a, b), (c, d) in zip(best, passed, strict=True)]
-        model.zero_grad(set_to_none=True)
-    return best
-
-
 def _timed_pass(
-    model: nn.Module, run: Callable[[], Tensor], cuts: list[Cut], device: torch.device
+    model: nn.Module, run: Callable[[], Tensor], found: Survey, device: torch.device
 ) -> list[tuple[float, float]]:
-    at = {cut.call: cut.argument for cut in cuts}
-    handed: list[tuple[Tensor, Tensor]] = []  # what a part gives, and the leaf that the next one takes instead
-    moments_s: list[float] = []
+    """Seconds of each part, forward and backward. The first pass warms up, and finds what is recomputed."""
+    cuts = found.cuts
+    places = {cut.call: place for place, cut in enumerate(cuts)}
+    reached_s: dict[int, float] = {}  # by the backward pass, which runs through the parts in order
+    began_s: list[float] = []
     num_calls = 0
+    names = {module: name for name, module in model.named_modules()}
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal num_calls
+        if num_calls == len(found.calls):
+            found.recomputed.add(names[module])
+            return
+        place = places.get(num_calls)
         num_calls += 1
-        position = at.get(num_calls - 1)
-        if position is None:
-            return None
-        given = kwargs[position] if isinstance(position, str) else args[position]
-        handed.append((given, given.detach().requires_grad_()))
-        moments_s.append(_now_s(device))
-        return with_argument(args, kwargs, position, handed[-1][1])
+        if place is None:
+            return
+        began_s.append(_now_s(device))
+        argument = cuts[place].argument
+        handed = kwargs[argument] if isinstance(argument, str) else args[argument]
+        if handed.requires_grad:
+            handed.register_hook(lambda gradient: reached_s.__setitem__(place, _now_s(device)))
 
-    moments_s.append(_now_s(device))
+    began_s.append(_now_s(device))
     with _hooked(model, enter):
-        result = run()
-    moments_s.append(_now_s(device))
-    forward_s = [after - before for before, after in pairwise(moments_s)]
-    backward_s: list[float] = []
-    gradient = None
-    for given, leaf in [*reversed(handed), (None, None)]:
-        began_s = _now_s(device)
-        if result.requires_grad:
-            result.backward(gradient)
-        backward_s.append(_now_s(device) - began_s)
-        if given is not None and leaf is not None:
-            result, gradient = given, leaf.grad
-    return list(zip(forward_s, reversed(backward_s), strict=True))
+        loss = run()
+        began_s.append(_now_s(device))
+        loss.backward()
+    ended_s = _now_s(device)
+    forward_s = [after - before for before, after in pairwise(began_s)]
+    moments_s = [ended_s, *(reached_s.get(place, ended_s) for place in range(len(cuts))), began_s[-1]]
+    return list(zip(forward_s, (before - after for before, after in pairwise(moments_s)), strict=True))
 
 
 def _now_s(device: torch.device) -> float:

@@ -2,7 +2,7 @@
 
 Gates in place of some modules' `forward` decide, call by call: what came before the stage is skipped (zeros of the
 right shape stand for its results, so that masks, positions and whatever else the model derives on the way are there),
-at the stage's first cut the received tensor takes the place of the argument, and at the next cut the pass is left.
+at the stage's first cut the received tensor is written over the argument, and at the next cut the pass is left.
 Called by `pipeline`. Knows no process group.
 """
 
@@ -120,7 +120,9 @@ class GatedModel:
 
     def _gate(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._view is None:
-            raise _not_as_surveyed(name, "was called outside of a stage's pass, as by activation checkpointing")
+            if torch._C._current_graph_task_id() == -1:
+                raise _not_as_surveyed(name, "was called outside of a stage's pass")
+            return forward(*args, **kwargs)  # activation checkpointing recomputes it
         count = self._counts[name]
         self._counts[name] += 1
         action = self._view.actions.get(name, {}).get(count)
@@ -130,9 +132,11 @@ class GatedModel:
             return self._placeholder(name, module, forward, args, kwargs)
         if action.kind == "leave":
             raise _Left(kwargs[action.argument] if isinstance(action.argument, str) else args[action.argument])
-        assert self._received is not None
-        args, kwargs = with_argument(args, kwargs, action.argument, self._received)
-        self._received = None
+        received, self._received = self._received, None
+        stand_in = kwargs[action.argument] if isinstance(action.argument, str) else args[action.argument]
+        assert received is not None, "a module is called twice where it was called once"
+        if not _overwrite(stand_in, received):
+            args, kwargs = with_argument(args, kwargs, action.argument, received)
         return forward(*args, **kwargs)
 
     def _placeholder(
@@ -167,6 +171,17 @@ class GatedModel:
                 each.training = training
 
 
+def _overwrite(stand_in: Any, received: Tensor) -> bool:
+    """Write what was received over what stands for it, so that the caller (`x = x + block(x)`) has it, too."""
+    if not isinstance(stand_in, Tensor) or (stand_in.shape, stand_in.dtype) != (received.shape, received.dtype):
+        return False
+    try:
+        stand_in.copy_(received)
+    except RuntimeError:  # a view of which autograd cannot keep account: then the call alone gets it
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class _Shape:
     shape: torch.Size
@@ -190,7 +205,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def _not_as_surveyed(module: str, problem: str) -> PlanError:
-    remedy = "a pipeline needs the same calls in every pass: turn off layer dropping and activation checkpointing"
+    remedy = "a pipeline needs the same calls in every pass: turn off what skips layers"
     return PlanError("parallel.pipeline", module, problem, remedy)
 
 

@@ -1,0 +1,58 @@
+"""The predicted bubble: textbook values where there are some, and what must hold for all schedules."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.errors import PlanError
+from shoal.parallel.pipeline_bubble import predict
+from shoal.parallel.pipeline_schedules import CLASSES, SINGLE, order, stage_ranks
+
+
+@pytest.mark.parametrize("schedule", SINGLE)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 8), (4, 8), (3, 12)])
+def test_one_stage_for_each_rank_idles_as_the_textbook_says(schedule: str, ranks: int, micro_batches: int) -> None:
+    """(p - 1) / (m + p - 1), from 1811.06965 (GPipe); 1F1B saves memory, not time."""
+    found = predict(schedule, ranks, micro_batches, [1.0] * ranks, [2.0] * ranks)
+    assert found.idle_share == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
+    assert found.step_s == pytest.approx(3.0 * (micro_batches + ranks - 1))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_two_stages_for_each_rank_halve_the_bubble(ranks: int) -> None:
+    """(p - 1) / v of a micro-batch's time, from 2104.04473, section 2.2."""
+    found = predict("interleaved_1f1b", ranks, 2 * ranks, [1.0] * 2 * ranks, [2.0] * 2 * ranks)
+    bubble = (ranks - 1) / 2
+    assert found.idle_share == pytest.approx(bubble / (2 * ranks + bubble))
+
+
+@pytest.mark.parametrize("schedule", CLASSES)
+def test_every_schedule_computes_everything_once(schedule: str) -> None:
+    works = [work for rank in order(schedule, 2, 4) for work in rank]
+    stages = stage_ranks(schedule, 2)
+    every = {(stage, index) for stage in range(len(stages)) for index in range(4)}
+    kinds = {kind: [(work.stage, work.micro_batch) for work in works if work.kind == kind] for kind in "FBIW"}
+    assert sorted(kinds["F"]) == sorted(every)
+    assert sorted(kinds["B"] + kinds["I"]) == sorted(every)
+    assert sorted(kinds["I"]) == sorted(kinds["W"])
+
+
+@pytest.mark.parametrize("schedule", CLASSES)
+def test_what_all_schedules_have_in_common(schedule: str) -> None:
+    stages = len(stage_ranks(schedule, 2))
+    plain = predict(schedule, 2, 8, [1.0] * stages, [2.0] * stages)
+    assert sum(plain.busy_s) == pytest.approx(8 * 3 * stages)
+    assert 0 < plain.idle_share < 0.2
+    slower = predict(schedule, 2, 8, [1.0] * stages, [2.0] * stages, transfer_s=0.5)
+    assert slower.step_s > plain.step_s
+    uneven = predict(schedule, 2, 8, [1.0] * (stages - 1) + [4.0], [2.0] * (stages - 1) + [8.0])
+    assert uneven.idle_share > plain.idle_share
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "remedy"),
+    [("1f1b", 1, "use 2 or more"), ("dualpipev", 3, "use 4 or more"), ("interleaved_1f1b", 5, "use a multiple of 2")],
+)
+def test_schedules_that_cannot_be_made(schedule: str, micro_batches: int, remedy: str) -> None:
+    with pytest.raises(PlanError, match=remedy):
+        predict(schedule, 2, micro_batches, [1.0] * 4, [1.0] * 4)
