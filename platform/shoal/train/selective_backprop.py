@@ -4,6 +4,13 @@ Owns the recent losses and the samples that were chosen and wait for a batch of 
 place of `ParallelModel.train_step`. A step takes one batch of candidates, so that epochs, positions and schedules count
 as they do without it; the weights move at those steps at which a whole batch of chosen samples has come together
 (about one in beta + 1), and at the others there are no gradients and the optimiser does nothing.
+
+What it is worth: fewer backward passes for the same accuracy, paid with a second forward pass of every sample that is
+chosen, and with more samples looked at. Measured here, LeNet to 85% on Fashion-MNIST (batch 128, Adam, one thread, two
+seeds; without it 450 steps, 3.7 s of CPU): with beta 0.5, 412 backward passes over 650 batches, 7.4 s; with beta 1, 342
+over 750, 7.6 s. So a quarter fewer backward passes, and twice the time. It can win where the backward pass is dear and
+most samples are long learnt (the paper: late in training, large images), and where Task.sample_losses is written: the
+default costs one call of the loss a sample.
 """
 
 from __future__ import annotations
