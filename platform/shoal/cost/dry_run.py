@@ -1,37 +1,30 @@
 """One rank of a plan, run in this process without the others: the same code, in a group that only pretends.
 
-Owns the pretended world: collectives return at once, with this rank's own words as everybody's. What a rank holds,
-computes, sends and keeps alive is then read off a real step of the real plan, before any worker is started. Called by
-`predict`. The losses of such a step mean nothing.
+What a rank holds, computes, sends and keeps alive is read off a real step of the real plan, before any worker is
+started. Called by `predict`. The losses of such a step mean nothing.
 """
 
 from __future__ import annotations
 
-import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shoal.cost.alone import Costed, first_batch
+from shoal.cost.pretence import Play, pretended
 from shoal.cost.reading import busy_by_stage, metering
 from shoal.data import Data
-from shoal.errors import PlanError
-from shoal.parallel import Degrees, ParallelSpec, World
+from shoal.parallel import Degrees, ParallelSpec
 from shoal.parallel.model import ParallelModel, parallelize
 
 MOST_TIMED, TIMED_S = 5, 0.2
 NUM_WARM = 2  # DDP arranges its buckets anew before its second step, optimisers make their states in the first
-T = TypeVar("T")
 
 MakeOptimizer = Callable[[Any, Any, Iterable[nn.Parameter]], Optimizer]  # of task, spec.optimizer, parameters
 
@@ -55,65 +48,6 @@ class Configured(Protocol):
     def degrees(self) -> Degrees: ...
 
 
-@dataclass(frozen=True)
-class _Pretended(World):
-    """A world whose other ranks say what this one says."""
-
-    said: list[bytes] = field(default_factory=list)  # by rank 0, for the other ranks that are looked at
-    _heard: Iterator[bytes] = field(default_factory=lambda: iter(()))
-
-    def broadcast(self, value: T) -> T:
-        if self.is_first:
-            self.said.append(pickle.dumps(value))
-            return value
-        heard: T = pickle.loads(next(self._heard))
-        return heard
-
-    def gather(self, value: T) -> list[T]:
-        return [value] * self.size
-
-    def barrier(self) -> None:
-        """Nobody to wait for."""
-
-
-@contextmanager
-def pretended(rank: int, size: int, device: torch.device, said: list[bytes]) -> Iterator[World]:
-    """This process as one rank of `size`; rank 0, which goes first, leaves in `said` what it tells the others.
-
-    Raises PlanError when it is in a group already."""
-    if size == 1:
-        yield World(0, 1, device)
-        return
-    if dist.is_initialized():
-        raise PlanError("workers", size, "the cost of a plan is told before a process joins a group", "ask earlier")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    original = DistributedDataParallel.__init__
-    DistributedDataParallel.__init__ = _made_to_answer(original)  # type: ignore[method-assign]
-    try:
-        if rank == 0:
-            said.clear()
-        yield _Pretended(rank, size, device, said=said, _heard=iter(said))
-    finally:
-        DistributedDataParallel.__init__ = original  # type: ignore[method-assign]
-        dist.destroy_process_group()
-
-
-def _made_to_answer(original: Callable[..., None]) -> Callable[..., None]:
-    """DDP wants to be handed what was reduced, and the pretended group hands over nothing."""
-
-    def reduce(group: Any, bucket: Any) -> Any:
-        dist.all_reduce(bucket.buffer(), group=group)
-        answer: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        answer.set_result(bucket.buffer())
-        return answer
-
-    def made(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.register_comm_hook(self.process_group, lambda state, bucket: reduce(state, bucket))
-
-    return made
-
-
 def representatives(degrees: Degrees) -> list[int]:
     """One rank of each stage: the first shard and the first share are never smaller than the others."""
     return [degrees.rank(degrees.coordinates(0)._replace(pipeline=stage)) for stage in range(degrees.pipeline)]
@@ -135,11 +69,16 @@ def dry_run(
     batch_size: int,
     device: torch.device,
     make: MakeOptimizer,
-    said: list[bytes],
+    play: Play,
 ) -> DryRun:
-    """What `rank` does in one step over a global batch of `batch_size`. Raises PlanError as `parallelize` does."""
+    """What `rank` does in one step over a global batch of `batch_size`.
+
+    play: what the ranks of this round have said so far
+
+    Raises PlanError as `parallelize` does, and NotSaidYet when another rank must be run before.
+    """
     degrees = spec.degrees()
-    with pretended(rank, degrees.workers, device, said) as world:
+    with pretended(rank, degrees.workers, device, play) as world:
         torch.manual_seed(spec.seed)
         batch = first_batch(data, batch_size // degrees.data, device)
         model = parallelize(task.model(), task, _eager(spec.parallel), degrees, world, batch, spec.seed)

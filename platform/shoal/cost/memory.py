@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +47,13 @@ def growth(device: torch.device) -> Iterator[Growth]:
         threads = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
         changes = [event for thread in threads for event in thread if str(event.kind()) == "memory_alloc"]
         live = 0
-        for event in sorted(changes, key=lambda event: event.start_us()):
+        for event in sorted(changes, key=_started_us):
             live += event.cpu_memory_usage()
             found.peak_bytes = max(found.peak_bytes, live)
+
+
+def _started_us(event: Any) -> float:
+    return float(event.start_us())
 
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:

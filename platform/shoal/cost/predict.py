@@ -8,11 +8,14 @@ and process groups as they were.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
 from shoal.cost.alone import Alone, Costed, look, undisturbed
 from shoal.cost.dry_run import Configured, DryRun, MakeOptimizer, dry_run, representatives
+from shoal.cost.pretence import NotSaidYet, Play
 from shoal.cost.table import CostTable, most
 from shoal.data import Data
 from shoal.parallel.plan import Degrees
@@ -68,17 +71,30 @@ def _ranks(
     """What each representative rank does, at the real size of a micro-batch, or scaled to it from two smaller ones."""
     repeats = spec.batch_size // samples  # micro-batches of all ranks in a step
     affordable = int(BUDGET_S / max(alone.sample_s * repeats / degrees.data, 1e-9))
-    said: list[bytes] = []
 
-    def run(rank: int, size: int) -> DryRun:
-        return dry_run(task, spec, data, rank, size * repeats, device, make, said)
+    def play(size: int) -> dict[int, DryRun]:
+        return _round(lambda rank, round: dry_run(task, spec, data, rank, size * repeats, device, make, round), degrees)
 
-    chosen = representatives(degrees)
     if affordable >= samples:
-        return {rank: run(rank, samples) for rank in chosen}, ()
+        return play(samples), ()
     small = max(1, min(affordable, samples // 2) // 2)
-    found = {rank: _scaled(run(rank, small), run(rank, 2 * small), samples / small - 1) for rank in chosen}
+    less, more = play(small), play(2 * small)
+    found = {rank: _scaled(less[rank], more[rank], samples / small - 1) for rank in less}
     return found, (f"scaled from steps of {small} and {2 * small} samples a micro-batch to {samples}",)
+
+
+def _round(run: Callable[[int, Play], DryRun], degrees: Degrees) -> dict[int, DryRun]:
+    """Each representative rank, once; a rank that needs to hear from a later one is run again after that one."""
+    play, found = Play(), dict[int, DryRun]()
+    waiting = representatives(degrees)
+    for _ in range(2 * degrees.pipeline):
+        for rank in list(waiting):
+            with suppress(NotSaidYet):
+                found[rank] = run(rank, play)
+                waiting.remove(rank)
+        waiting.reverse()
+    assert not waiting, "the stages wait for each other"
+    return dict(sorted(found.items()))
 
 
 def _scaled(one: DryRun, two: DryRun, by: float) -> DryRun:

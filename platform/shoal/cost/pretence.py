@@ -1,0 +1,124 @@
+"""A group of processes of which only this one exists: each of its ranks is played in turn.
+
+Collectives return at once, with this rank's own words as everybody's; what rank 0 tells all, and what stages tell one
+another about shapes, is kept from rank to rank. Called by `dry_run`. Nothing of it is left afterwards.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shoal.errors import PlanError
+from shoal.parallel import World
+
+T = TypeVar("T")
+
+
+class NotSaidYet(Exception):
+    """A rank waits for a message of one that has not been played so far."""
+
+
+@dataclass
+class Play:
+    """What has been said in one round: by rank 0 to all, and from rank to rank."""
+
+    said: list[bytes] = field(default_factory=list)
+    sent: dict[tuple[int, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+
+@dataclass(frozen=True)
+class _Pretended(World):
+    """A world whose other ranks say what this one says."""
+
+    play: Play = field(default_factory=Play)
+    _num_heard: list[int] = field(default_factory=lambda: [0])
+
+    def broadcast(self, value: T) -> T:
+        place = self._num_heard[0]
+        self._num_heard[0] += 1
+        if place == len(self.play.said):
+            if not self.is_first:
+                raise NotSaidYet
+            self.play.said.append(pickle.dumps(value))
+        heard: T = pickle.loads(self.play.said[place])
+        return heard
+
+    def gather(self, value: T) -> list[T]:
+        return [value] * self.size
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+
+@contextmanager
+def pretended(rank: int, size: int, device: torch.device, play: Play) -> Iterator[World]:
+    """This process as one rank of `size`. Raises PlanError when it is in a group already."""
+    if size == 1:
+        yield World(0, 1, device)
+        return
+    if dist.is_initialized():
+        raise PlanError("workers", size, "the cost of a plan is told before a process joins a group", "ask earlier")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    originals = DistributedDataParallel.__init__, dist.send, dist.recv
+    DistributedDataParallel.__init__ = _made_to_answer(originals[0])  # type: ignore[method-assign]
+    dist.send, dist.recv = _post(rank, play)
+    try:
+        yield _Pretended(rank, size, device, play=play)
+    finally:
+        DistributedDataParallel.__init__, dist.send, dist.recv = originals  # type: ignore[method-assign]
+        dist.destroy_process_group()
+
+
+def _made_to_answer(original: Callable[..., None]) -> Callable[..., None]:
+    """DDP wants to be handed what was reduced, and the pretended group hands over nothing."""
+
+    def reduce(group: Any, bucket: Any) -> Any:
+        dist.all_reduce(bucket.buffer(), group=group)
+        answer: torch.futures.Future[Tensor] = torch.futures.Future()
+        answer.set_result(bucket.buffer())
+        return answer
+
+    def made(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.register_comm_hook(self.process_group, lambda state, bucket: reduce(state, bucket))
+
+    return made
+
+
+def _post(rank: int, play: Play) -> tuple[Callable[..., None], Callable[..., int]]:
+    """`send` and `recv` of single messages, by which stages tell one another shapes; schedules use other means."""
+    for pair in [pair for pair in play.sent if pair[0] == rank]:
+        del play.sent[pair]  # this rank is played again
+    num_read: dict[int, int] = defaultdict(int)
+
+    def other(group: Any, group_rank: int | None, global_rank: int | None) -> int:
+        return dist.get_global_rank(group, group_rank) if group_rank is not None else int(global_rank or 0)
+
+    def send(
+        tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
+    ) -> None:
+        play.sent[rank, other(group, group_dst, dst)].append(tensor.detach().clone())
+
+    def recv(
+        tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
+    ) -> int:
+        sender = other(group, group_src, src)
+        messages = play.sent.get((sender, rank), [])
+        if num_read[sender] == len(messages):
+            raise NotSaidYet
+        tensor.copy_(messages[num_read[sender]])
+        num_read[sender] += 1
+        return sender
+
+    return send, recv
