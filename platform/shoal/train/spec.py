@@ -30,7 +30,8 @@ class OptimizerSpec(Spec):
 class ScheduleSpec(Spec):
     """The learning rate by step, as a share of `optimizer.learning_rate`.
 
-    one_cycle: up from 1/25 to 1 within `warmup` of the run, down to 1e-4 by a cosine (arXiv:1708.07120)
+    one_cycle: up from 1/25 to 1 within `warmup` of the run (0.3 when 0), down to 1e-4, both by cosines; the momentum
+               goes from 0.95 to 0.85 and back (arXiv:1708.07120)
     cosine:    after the warm-up, down to `final` by half a cosine (arXiv:1608.03983)
     warmup:    steps, or a share of the run below 1; `total_steps`: what `stop` says when None
     """
@@ -50,7 +51,7 @@ class TargetSpec(Spec):
 
 
 class ConvergenceSpec(Spec):
-    """Stop at evaluation n when its metric beats the next `patience` ones by at least `min_improvement`; n is kept."""
+    """Stop when none of the `patience` evaluations after n betters it by over `min_improvement`; network n is kept."""
 
     metric: str = "loss"
     patience: int = Field(default=3, ge=1)
@@ -156,6 +157,8 @@ class TrainSpec(Spec):
     def _fits_together(self) -> TrainSpec:
         if self.stop.money is not None and not self.price_per_device_hour:
             raise ValueError("stop.money needs a price_per_device_hour")
+        if self.selective_backprop is not None and self.parallel.pipeline != 1:
+            raise ValueError("selective_backprop does not go with a pipeline: no rank sees both samples and losses")
         return self
 
     def degrees(self) -> Degrees:
