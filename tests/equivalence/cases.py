@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -77,13 +77,14 @@ class Tokens:
         return None
 
 
-MODELS: dict[str, type[nn.Module]] = {"mixture": Mixture, "transformer": SmallTransformer}
+Factory = Callable[[], nn.Module]
+MODELS: dict[str, Factory] = {"mixture": Mixture, "transformer": SmallTransformer}
 
 
-def make(name: str) -> nn.Module:
+def make(model: str | Factory) -> nn.Module:
     """The model, with the same weights each time."""
     torch.manual_seed(SEED)
-    return MODELS[name]()
+    return MODELS[model]() if isinstance(model, str) else model()
 
 
 def global_batch(index: int) -> tuple[Tensor, Tensor]:
@@ -97,10 +98,10 @@ def share(batch: tuple[Tensor, ...], rank: int, size: int) -> tuple[Tensor, ...]
     return tuple(tensor.chunk(size)[rank] for tensor in batch)
 
 
-def build(name: str, spec: ParallelSpec, world: World, learnable: Any = None) -> ParallelModel:
+def build(model: str | Factory, spec: ParallelSpec, world: World, learnable: Any = None) -> ParallelModel:
     degrees = spec.degrees(world.size)
     example = share(global_batch(0), 0, degrees.data)
-    return parallelize(make(name), learnable or Tokens(), spec, degrees, world, example, SEED)
+    return parallelize(make(model), learnable or Tokens(), spec, degrees, world, example, SEED)
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -112,9 +113,11 @@ def whole_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tens
     return {name: None if each.grad is None else full(each.grad).clone() for name, each in named}
 
 
-def trained(name: str, spec: ParallelSpec, world: World, num_steps: int = 3) -> dict[str, Any]:
+def trained(
+    model: str | Factory, spec: ParallelSpec, world: World, num_steps: int = 3, learnable: Any = None
+) -> dict[str, Any]:
     """What a few steps give under a plan: mean losses, gradients of the first step, evaluation, weights. Collective."""
-    parallel = build(name, spec, world)
+    parallel = build(model, spec, world, learnable)
     optimizer = torch.optim.AdamW([each for _, each in parallel.named_parameters()], 0.02, eps=EPS)
     losses, first, norm = [], {}, torch.zeros(())
     for step in range(num_steps):

@@ -11,6 +11,8 @@ from shoal.parallel import ParallelSpec, World
 
 # fp32 sums are taken in another order: a few units in the last place, amplified by three steps of Adam.
 FP32 = {"rtol": 2e-4, "atol": 2e-5}
+# bf16 has eight bits: an input that another order of sums rounds to its neighbour moves what follows by 2**-8.
+BF16 = {"rtol": 5e-2, "atol": 2e-2}
 
 
 def _all(world: World, plans: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -24,24 +26,19 @@ def _compare(size: int, plans: list[dict[str, Any]], models: list[str]) -> None:
         alone = {key: plan[key] for key in ("accumulate", "precision") if key in plan}
         expected = trained(name, ParallelSpec.parse(alone), World.alone("cpu"))
         for rank in range(size):
-            assert_equal(ranks[rank][index], expected, **FP32)
+            assert_equal(ranks[rank][index], expected, **(BF16 if "precision" in plan else FP32))
 
 
-def test_ddp() -> None:
-    _compare(2, [{}, {"accumulate": 2}], list(MODELS))
+def test_two_ranks() -> None:
+    tensor = {"data": 1, "tensor": 2}
+    plans: list[dict[str, Any]] = [{}, {"shard": True}, tensor]
+    _compare(2, plans + [{**plan, "accumulate": 2} for plan in plans], list(MODELS))
 
 
-def test_fsdp() -> None:
-    _compare(2, [{"shard": True}, {"shard": True, "accumulate": 2}], list(MODELS))
+def test_two_ranks_in_bf16() -> None:
+    plans: list[dict[str, Any]] = [{}, {"shard": True}, {"data": 1, "tensor": 2}]
+    _compare(2, [{**plan, "precision": "bf16"} for plan in plans], ["transformer"])
 
 
-def test_hybrid() -> None:
-    _compare(4, [{"shard": True, "replicate": 2}], list(MODELS))
-
-
-def test_tensor() -> None:
-    _compare(2, [{"data": 1, "tensor": 2}, {"data": 1, "tensor": 2, "accumulate": 2}], list(MODELS))
-
-
-def test_tensor_with_data() -> None:
-    _compare(4, [{"shard": True, "tensor": 2}, {"tensor": 2}], list(MODELS))
+def test_four_ranks() -> None:
+    _compare(4, [{"shard": True, "replicate": 2}, {"shard": True, "tensor": 2}, {"tensor": 2}], list(MODELS))

@@ -31,6 +31,8 @@ def spread(
     if degrees.workers != world.size:
         raise PlanError("workers", world.size, f"does not fit {degrees.words}", f"start {degrees.workers} processes")
     check_plan(model, learnable, spec, degrees, example, world.device.type)
+    if degrees.shard or degrees.tensor > 1 or degrees.pipeline > 1:
+        _check_alike(model, world)  # replicas take rank 0's weights; parts of one model must be parts of the same
     if degrees.pipeline > 1:
         from shoal.parallel.pipeline import build_pipeline
 
@@ -50,6 +52,18 @@ def spread(
     from shoal.parallel.replicated import Replicated
 
     return Replicated(model, learnable, spec, world, example, seed, data_group(degrees, world))
+
+
+def _check_alike(model: nn.Module, world: World) -> None:
+    """Raises PlanError when ranks have built models with other weights. Collective."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    sums = {name: float(each.detach().double().sum()) for name, each in tensors}
+    for rank, theirs in enumerate(world.gather(sums)):
+        for name in dict.fromkeys([*sums, *theirs]):
+            if repr(theirs.get(name)) != repr(sums.get(name)):
+                problem = f"{name} is not the same on ranks {world.rank} and {rank}"
+                remedy = "let Task.model() draw from torch's generator only, which is seeded alike everywhere"
+                raise PlanError("model", type(model).__name__, problem, remedy)
 
 
 def make_mesh(degrees: Degrees, world: World) -> DeviceMesh:

@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_map_only
 
-from shoal.parallel.batches import map_tensors
 from shoal.parallel.model import Learnable
 from shoal.parallel.plan import ParallelSpec
 from shoal.parallel.whole import Whole, compile_module, trainable
@@ -66,7 +66,7 @@ class Sharded(Whole):
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     """FSDP2 watches what its modules give; changing a view of it in place would escape its notice."""
-    return map_tensors(output, lambda tensor: tensor.clone() if tensor._is_view() else tensor)
+    return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)
 
 
 def find_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
