@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.checkpoint.values import decode, encode
 from shoal.errors import ConfigError
 from shoal.train.selective_backprop import SelectiveBackprop, _sample_losses
-from shoal.train.spec import SelectiveSpec
+from shoal.train.spec import SelectiveSpec, TrainSpec
 from shoal.train.task import Task
 
 
@@ -154,3 +154,9 @@ def test_losses_that_are_not_one_a_sample_are_refused_with_the_remedy() -> None:
         _sample_losses(Wrong(), batch[1], batch, 8)
     with pytest.raises(ConfigError, match="do not have a row a sample"):
         _sample_losses(_Squares(), torch.zeros(3), batch, 8)
+
+
+@pytest.mark.parametrize("parallel", ["pipeline", {"pipeline": 2}])
+def test_a_pipeline_refuses_it(parallel: object) -> None:
+    with pytest.raises(ConfigError, match="does not go with a pipeline"):
+        TrainSpec.parse({"parallel": parallel, "selective_backprop": {}})
