@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Residuals outside the blocks, tied embeddings, a dropout called twice, a parameter of its own, unused and frozen ones."""
+    """Residuals outside the blocks, tied embeddings, a dropout called twice; parameters unused, frozen, of its own."""
 
     def __init__(self) -> None:
         super().__init__()

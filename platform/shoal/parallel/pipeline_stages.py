@@ -34,6 +34,12 @@ class Clock:
     forward_s: dict[int, float] = field(default_factory=dict)
     backward_s: dict[int, float] = field(default_factory=dict)
 
+    def reset(self) -> None:
+        """Begin anew."""
+        self.total_s = 0.0
+        self.forward_s.clear()
+        self.backward_s.clear()
+
     @property
     def busy_s(self) -> float:
         return sum(self.forward_s.values()) + sum(self.backward_s.values())
