@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import httpx
 import psutil
@@ -20,7 +21,7 @@ from leftovers import assert_nothing_left, listening_ports
 from shoal.cluster import embedded, jobs
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.embedded import EmbeddedCluster
-from shoal.cluster.processes import MARKER, is_alive
+from shoal.cluster.processes import MARKER, is_alive, remove_folder
 from shoal.errors import ClusterError, RunError
 from waiting import wait_for
 
@@ -39,14 +40,67 @@ def marked(name: str, value: str) -> list[int]:
 def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The temporary folders of the clusters that the test starts."""
     made: list[Path] = []
-    mkdtemp = tempfile.mkdtemp
+    folder_of = embedded.folder_of
 
-    def record(suffix: str | None = None, prefix: str | None = None, dir: str | None = None) -> str:
-        made.append(Path(mkdtemp(suffix, prefix, dir)))
-        return str(made[-1])
+    def record(cluster_id: str) -> Path:
+        made.append(folder_of(cluster_id))
+        return made[-1]
 
-    monkeypatch.setattr(tempfile, "mkdtemp", record)
+    monkeypatch.setattr(embedded, "folder_of", record)
     return made
+
+
+def interrupted(at_line: int) -> bool:
+    """Start a cluster, interrupted before the given line of `start`, as far as Ray's own start; False when that has
+    fewer lines."""
+    countdown = at_line
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
+        nonlocal countdown
+        if frame.f_code is not embedded.start.__code__:
+            return None
+        if event == "line" and (countdown := countdown - 1) == -1:
+            sys.settrace(None)  # what follows the interruption is not interrupted again
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        embedded.start()
+    except (KeyboardInterrupt, LookupError) as ended:
+        return isinstance(ended, KeyboardInterrupt)
+    finally:
+        sys.settrace(before)
+    raise AssertionError("a cluster started")
+
+
+def test_an_interruption_before_ray_starts_leaves_no_folder(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_further(*_: object) -> None:
+        sys.settrace(None)
+        raise LookupError
+
+    monkeypatch.setattr(embedded, "_launch", no_further)
+    at_line = 0
+    while interrupted(at_line):
+        at_line += 1
+        assert not [folder for folder in folders if folder.exists()], at_line
+    assert at_line > 10
+    assert len(folders) > 5
+
+
+def test_a_folder_of_before_is_not_taken_for_the_clusters(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "cluster-id").write_text("another")
+    for cluster_id in ("another cluster", "anot"):
+        remove_folder(theirs, cluster_id)
+    assert (theirs / "cluster-id").exists()
+    (theirs / "cluster-id").unlink()
+    remove_folder(theirs, "another")
+    assert theirs.exists()
 
 
 def test_the_dashboard_asks_for_the_token(cluster: EmbeddedCluster) -> None:

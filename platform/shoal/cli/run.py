@@ -61,14 +61,15 @@ def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plai
     """
     signal.signal(signal.SIGTERM, _interrupt)
     console = Console(highlight=False, soft_wrap=True)
-    path = find_job(job)
-    typed = Typed(job, words, actors, address)
-    found = find_cluster(address)
-    if found is not None and not found.is_local:
-        _run_remote(found, typed, path, console)
-        return
+    session: _Session | None = None
     with ExitStack() as stack:
         try:
+            path = find_job(job)
+            typed = Typed(job, words, actors, address)
+            found = find_cluster(address)
+            if found is not None and not found.is_local:
+                _run_remote(found, typed, path, console)
+                return
             session = _Session(typed, path, console, plain or not console.is_terminal)
             session.run(found, stack)
         except KeyboardInterrupt:
@@ -76,7 +77,7 @@ def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plai
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             console.print("stopping: the job, the actors and the cluster ...")
             stack.close()
-            console.print(f"stopped. {session.how_to_resume()}")
+            console.print(f"stopped. {session.how_to_resume() if session else ''}".rstrip())
             sys.exit(130)
 
 

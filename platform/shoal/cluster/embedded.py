@@ -14,7 +14,6 @@ import os
 import select
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from types import TracebackType
 from typing import Self
 
 from shoal.cluster.handle import FOLDER_VARIABLE, ClusterHandle
-from shoal.cluster.processes import MARKER, end_cluster, members
+from shoal.cluster.processes import MARKER, end_cluster, folder_of, members
 from shoal.cluster.serve_environment import free_port, serve_environment
 from shoal.errors import ClusterError
 from shoal.home import ray_token_path
@@ -92,12 +91,12 @@ def start(
     Raises ClusterError when Ray does not start within `timeout_s`; nothing is left behind then, nor when interrupted.
     """
     cluster_id = uuid.uuid4().hex
-    # Ray puts unix sockets, whose paths may have 107 characters, deep into this folder.
-    temp_dir = Path(tempfile.mkdtemp(prefix="shoal-", dir="/tmp"))
-    (temp_dir / "tmp").mkdir()
-    (temp_dir / "cluster-id").write_text(cluster_id)
+    temp_dir = folder_of(cluster_id)
     with contextlib.ExitStack() as on_failure:
-        on_failure.callback(end_cluster, cluster_id, temp_dir, grace_s=0.5)
+        on_failure.callback(end_cluster, cluster_id, temp_dir, grace_s=0.5)  # an interruption may come at any moment
+        temp_dir.mkdir(0o700)
+        (temp_dir / "cluster-id").write_text(cluster_id)
+        (temp_dir / "tmp").mkdir()
         serve = serve_environment(temp_dir)
         options = {
             "temp_dir": str(temp_dir),

@@ -97,14 +97,20 @@ def _is_server(process: psutil.Process) -> bool:
         return True  # it has just ended
 
 
+def folder_of(cluster_id: str) -> Path:
+    """Where a cluster keeps its files. Ray puts unix sockets, whose paths may have 107 characters, deep into it."""
+    return Path(f"/tmp/shoal-{cluster_id[:12]}")
+
+
 def remove_folder(temp_dir: Path, cluster_id: str) -> None:
-    """Remove the cluster's temporary folder, if it is really that cluster's."""
+    """Remove the cluster's temporary folder, if it is really that cluster's: its mark says so or, when its start was
+    interrupted before there was a mark, its name."""
     try:
-        if (temp_dir / "cluster-id").read_text() != cluster_id:
-            return
+        said = (temp_dir / "cluster-id").read_text()
     except FileNotFoundError:
-        return
-    shutil.rmtree(temp_dir)
+        said = ""
+    if temp_dir.exists() and (said == cluster_id or (not said and temp_dir == folder_of(cluster_id))):
+        shutil.rmtree(temp_dir)
 
 
 def end_cluster(cluster_id: str, temp_dir: Path, *, grace_s: float = 2.0) -> None:
