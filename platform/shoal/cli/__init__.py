@@ -22,6 +22,7 @@ VERBS = {
     "actor": ("actor", "Play an environment and send the experience to a gateway."),
     "runs": ("runs", "List the runs, or show one."),
     "report": ("runs", "Write the one-page HTML report of a run."),
+    "compare": ("compare", "Put runs side by side, in a table and a picture."),
     "models": ("models", "List, show, promote and roll back registered models."),
 }
 
