@@ -12,7 +12,7 @@ from torch.nn import functional
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.model import ParallelModel, parallelize
 
-SEED, BATCH, VOCABULARY, LENGTH = 11, 16, 24, 6
+SEED, BATCH, VOCABULARY, LENGTH = 11, 16, 72, 6
 # Of Adam: a bias that batch norm cancels has a gradient of rounding errors, which a small eps would make a whole step.
 EPS = 1e-3
 

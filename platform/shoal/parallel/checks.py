@@ -35,6 +35,10 @@ def check_plan(
     if degrees.pipeline > 1 and degrees.shard and degrees.data > 1:
         problem = "stages are replicated over data ranks, never sharded"
         raise PlanError("parallel.shard", True, problem, "use shard=false with pipeline, or fsdp x tensor")
+    if degrees.pipeline > 1:
+        from shoal.parallel.pipeline_schedules import check
+
+        check(spec.schedule, degrees.pipeline, spec.num_micro_batches(degrees))
     if degrees.shard and degrees.data > 1:
         _check_shardable(model)
     if degrees.tensor > 1:

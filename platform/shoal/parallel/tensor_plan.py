@@ -20,7 +20,9 @@ from shoal.parallel.batches import map_tensors
 from shoal.parallel.model import Learnable
 from shoal.parallel.tensor_trial import LinearCall, Pair, Split, Trace, is_used_elsewhere, traced, try_pair
 
-LEAST_SHARE = 0.1  # of all parameters: a smaller layer without a partner is not worth a collective of its own
+# A layer without a partner is split where that is worth a collective of its own: it holds a share of all parameters,
+# and has many times more entries than features, as the ends of a language model.
+LEAST_SHARE, LEAST_RATIO = 0.1, 4
 TRIED_SAMPLES = 2
 
 # How a layer is split. `column` and `row` belong together; the others stand alone: what they give is whole again.
@@ -211,8 +213,9 @@ def _lone_layers(trace: Trace, plan: TensorPlan, paired: set[str], size: int) ->
             continue
         assert isinstance(module, (nn.Linear, nn.Embedding))
         style = "vocabulary" if isinstance(module, nn.Embedding) else "column_gathered"
-        if module.weight.numel() < LEAST_SHARE * total:
-            plan.whole.setdefault(name, "is small and has no partner")
+        entries, features = module.weight.shape
+        if module.weight.numel() < LEAST_SHARE * total or entries < LEAST_RATIO * features:
+            plan.whole.setdefault(name, "has no partner, and is too small to be split alone")
         elif (problem := _misfit(module, style, size)) is not None:
             plan.whole.setdefault(name, problem)
         else:

@@ -1,0 +1,122 @@
+"""Which rank holds what: the table that `shoal inspect` draws before anything runs. Called by the CLI.
+
+Works on the model alone: no process group, and nothing is run (the tensor plan is found by whoever has a batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from shoal.parallel.plan import Degrees
+from shoal.parallel.tensor_plan import TensorPlan
+
+HEADINGS = ("module", "parameters", "held as", "ranks")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One line of the table.
+
+    share: of the module's parameters that each of `ranks` holds; the rest lie on the other ranks of its group
+    """
+
+    module: str
+    num_parameters: int
+    held_as: str
+    ranks: tuple[int, ...]
+    share: float
+
+    def cells(self) -> tuple[str, ...]:
+        """The line as plain strings, under HEADINGS."""
+        return (self.module, f"{self.num_parameters:,}", self.held_as, ranges(self.ranks))
+
+
+@dataclass
+class _Group:
+    """Neighbouring layers that are held alike."""
+
+    held_as: str
+    share: float
+    ranks: tuple[int, ...]
+    names: list[str] = field(default_factory=list)
+    num_parameters: int = 0
+
+
+def placement(
+    model: nn.Module,
+    degrees: Degrees,
+    tensor: TensorPlan | None = None,
+    pipeline_ranks: Mapping[str, Sequence[int]] | None = None,
+) -> list[Placed]:
+    """A line for each run of layers that are held alike, in the model's order; tied parameters count once.
+
+    pipeline_ranks: of each parameter, by its first name: the ranks along the pipeline that hold it
+    """
+    groups: list[_Group] = []
+    for name, first, num_parameters in _layers(model):
+        held_as, share = _held(name, degrees, tensor)
+        ranks = _ranks(degrees, None if pipeline_ranks is None else pipeline_ranks[first])
+        if not groups or (groups[-1].held_as, groups[-1].ranks) != (held_as, ranks):
+            groups.append(_Group(held_as, share, ranks))
+        groups[-1].names.append(name or type(model).__name__)
+        groups[-1].num_parameters += num_parameters
+    return [Placed(_span(each.names), each.num_parameters, each.held_as, each.ranks, each.share) for each in groups]
+
+
+def parameters_by_rank(placed: Sequence[Placed], degrees: Degrees) -> list[int]:
+    """How many parameters each rank holds, rounded up."""
+    held = [0.0] * degrees.workers
+    for each in placed:
+        for rank in each.ranks:
+            held[rank] += each.num_parameters * each.share
+    return [int(-(-number // 1)) for number in held]
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """`0-3, 6` for 0, 1, 2, 3 and 6."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, str, int]]:
+    """The modules with parameters of their own: name, first parameter's name, and how many; a tied one counts once."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        own = [(key, each) for key, each in module.named_parameters(name, recurse=False) if id(each) not in seen]
+        seen |= {id(each) for _, each in own}
+        if own:
+            yield name, own[0][0], sum(each.numel() for _, each in own)
+
+
+def _held(name: str, degrees: Degrees, tensor: TensorPlan | None) -> tuple[str, float]:
+    parts: list[str] = []
+    share = 1.0
+    style = tensor.styles.get(name) if tensor is not None and degrees.tensor > 1 else None
+    if style is not None:
+        parts.append(f"1/{degrees.tensor} by {style.replace('_', ', ')}")
+        share /= degrees.tensor
+    if degrees.shard and degrees.data > degrees.replicate:
+        shards = degrees.data // degrees.replicate
+        parts.append(f"1/{shards} sharded")
+        share /= shards
+    return " x ".join(parts) or "whole", share
+
+
+def _ranks(degrees: Degrees, along_pipeline: Sequence[int] | None) -> tuple[int, ...]:
+    ranks = range(degrees.workers)
+    if along_pipeline is None:
+        return tuple(ranks)
+    return tuple(rank for rank in ranks if degrees.coordinates(rank).pipeline in along_pipeline)
+
+
+def _span(names: Sequence[str]) -> str:
+    """`first ... last` of a run of layers."""
+    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"

@@ -1,0 +1,183 @@
+"""Plans that do not fit are refused before anything starts, naming what, its size and a remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import PlanError
+from shoal.parallel import ParallelSpec, World, check_plan, parallelize
+from shoal.parallel.batches import micro_batches
+from shoal.parallel.tensor_plan import TensorPlan, tensor_plan
+
+
+class Learnable:
+    """First element in, mean out."""
+
+    def __init__(self, plan: dict[str, str] | None = None) -> None:
+        self.plan = plan
+
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        return (batch,)
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return outputs.float().mean()
+
+    def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
+        return {}
+
+    def tensor_plan(self) -> dict[str, str] | None:
+        return self.plan
+
+    def pipeline_cuts(self) -> list[str] | None:
+        return None
+
+
+def _mlp(hidden: int = 12) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Dropout(0.5), nn.Linear(hidden, 4))
+
+
+def _check(model: nn.Module, plan: dict[str, Any] | str, workers: int, device: str = "cpu", **given: Any) -> None:
+    spec = ParallelSpec.model_validate(plan)
+    check_plan(model, Learnable(given.get("styles")), spec, spec.degrees(workers), torch.randn(4, 6), device)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "workers", "message"),
+    [
+        (_mlp(), {"precision": "fp16"}, 1, "is for CUDA, not for cpu. use bf16"),
+        (nn.LazyLinear(3), {}, 1, "shape is not known yet"),
+        (nn.ReLU(), {}, 1, "has no parameter to train"),
+        (_mlp(), {"data": 1, "tensor": 2, "pipeline": 2}, 4, "stages cannot be split"),
+        (_mlp(), {"data": 2, "shard": True, "pipeline": 2}, 4, "never sharded"),
+        (nn.Sequential(_mlp(), nn.Linear(4, 1).double()), "fsdp", 2, "use one dtype, or ddp"),
+        (_mlp(10), "tensor", 4, r"0: has 10 outputs, which 4 ranks cannot share"),
+        (nn.LSTM(6, 8), "tensor", 2, "recurrent layers are not split"),
+        (nn.Linear(6, 3), "tensor", 2, "no layer can be split"),
+    ],
+)
+def test_refusals(model: nn.Module, plan: Any, workers: int, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        _check(model, plan, workers)
+
+
+def test_a_parameter_without_a_dimension() -> None:
+    model = _mlp()
+    model.register_parameter("scale", nn.Parameter(torch.ones(())))
+    with pytest.raises(PlanError, match=r"'scale': is a parameter without a dimension"):
+        _check(model, "fsdp", 2)
+    _check(model, "ddp", 2)
+
+
+@pytest.mark.parametrize(
+    ("styles", "message"),
+    [
+        ({"0": "sideways"}, "is no style"),
+        ({"nothing.*": "row"}, "matches no linear layer"),
+        ({"0": "vocabulary"}, "cannot be split by vocabulary"),
+        ({"0": "column"}, "no layer split by rows follows"),
+        ({"3": "row"}, "no layer before it by columns"),
+    ],
+)
+def test_a_users_tensor_plan_is_refused(styles: dict[str, str], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        _check(_mlp(), "tensor", 2, styles=styles)
+
+
+def test_a_users_tensor_plan_must_divide_even_without_an_example() -> None:
+    spec = ParallelSpec.model_validate("tensor")
+    with pytest.raises(PlanError, match="3 has 10 inputs, which 4 ranks cannot share"):
+        check_plan(_mlp(10), Learnable({"3": "row"}), spec, spec.degrees(4))
+
+
+class Mixing(nn.Module):
+    """What lies between the layers depends on all features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(6, 12), nn.Linear(12, 6), nn.Linear(6, 2)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.head(torch.relu(self.down(self.up(values).softmax(-1))))
+
+
+class Attention(nn.Module):
+    """Hand-written, with a number of heads that each rank must halve, and keys of another width."""
+
+    def __init__(self, num_heads: int = 4) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, 3
+        self.queries, self.keys = nn.Linear(6, num_heads * 3), nn.Linear(6, num_heads * 3)
+        self.out = nn.Linear(num_heads * 3, 6)
+
+    def forward(self, values: Tensor) -> Tensor:
+        batch, length, _ = values.shape
+        q, k = (f(values).view(batch, length, self.num_heads, self.head_dim) for f in (self.queries, self.keys))
+        mixed = torch.einsum("bqhd,bkhd,bkhe->bqhe", q, k, k).reshape(batch, length, -1)
+        return self.out(mixed)
+
+
+class Peeking(nn.Module):
+    """The embedding's weight is also used without its layer, which a part of it would not allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mlp = nn.Embedding(40, 6), _mlp()
+
+    def forward(self, values: Tensor) -> Tensor:
+        embedded = self.embedding(values.abs().long())
+        return self.mlp(embedded) @ self.embedding.weight[:4, :4]
+
+
+def _found(model: nn.Module, example: Tensor, size: int = 2) -> TensorPlan:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plan = tensor_plan(model, Learnable(), size, example)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert model.training
+    return plan
+
+
+def test_what_is_found() -> None:
+    plan = _found(_mlp(), torch.randn(4, 6))
+    assert (plan.styles, plan.dropouts) == ({"0": "column", "3": "row"}, {"2": 1})
+    plan = _found(Mixing(), torch.randn(4, 6))
+    assert plan.styles == {"down": "column", "head": "row"}
+    assert "mixes" in plan.whole["up"]
+    plan = _found(Attention(), torch.randn(4, 5, 6))
+    assert plan.styles == {"queries": "column", "keys": "column", "out": "row"}
+    assert plan.changes == {("", "num_heads"): 2}
+    plan = _found(Peeking(), torch.randn(4, 5))
+    assert plan.styles == {"mlp.0": "column", "mlp.3": "row"}
+    assert "outside its layer's call" in plan.whole["embedding"]
+
+
+def test_heads_that_ranks_cannot_share() -> None:
+    with pytest.raises(PlanError, match="no layer can be split"):
+        _found(Attention(2), torch.randn(4, 5, 6), size=3)
+
+
+def test_a_batch_that_cannot_be_divided() -> None:
+    with pytest.raises(PlanError, match="batch_size = 5: cannot be divided into 2 micro-batches"):
+        micro_batches(torch.zeros(5, 2), 2)
+    parts = micro_batches({"a": (torch.arange(6), "text"), "b": torch.tensor(1)}, 3)
+    assert [part["a"][0].tolist() for part in parts] == [[0, 3], [1, 4], [2, 5]]
+    assert parts[2]["a"][1] == "text"
+    assert parts[2]["b"] == 1
+
+
+def test_a_loss_that_is_no_scalar() -> None:
+    learnable = Learnable()
+    learnable.loss = lambda outputs, batch: outputs  # type: ignore[method-assign]
+    spec = ParallelSpec()
+    parallel = parallelize(_mlp(), learnable, spec, spec.degrees(1), World.alone("cpu"), torch.randn(4, 6))
+    with pytest.raises(ValueError, match="is not a scalar"):
+        parallel.train_step(torch.randn(4, 6), 0)
+
+
+def test_more_workers_than_the_plan_has() -> None:
+    spec = ParallelSpec()
+    with pytest.raises(PlanError, match="start 2 processes"):
+        parallelize(_mlp(), Learnable(), spec, spec.degrees(2), World.alone("cpu"), torch.randn(4, 6))

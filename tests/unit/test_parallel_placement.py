@@ -1,0 +1,44 @@
+"""The table of which rank holds what."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shoal.parallel import Degrees
+from shoal.parallel.placement import parameters_by_rank, placement, ranges
+from shoal.parallel.tensor_plan import TensorPlan
+
+
+def _model() -> nn.Module:
+    model = nn.Sequential(
+        nn.Embedding(10, 4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Linear(4, 10, bias=False)
+    )
+    model[4].weight = model[0].weight
+    return model
+
+
+def test_every_layer_counts_once() -> None:
+    (line,) = placement(_model(), Degrees(data=4))
+    assert line.cells() == ("0 ... 3", "116", "whole", "0-3")
+    (line,) = placement(_model(), Degrees(data=4, replicate=2, shard=True))
+    assert (line.held_as, line.share) == ("1/2 sharded", 0.5)
+
+
+def test_split_layers() -> None:
+    degrees = Degrees(data=2, shard=True, tensor=2)
+    placed = placement(_model(), degrees, TensorPlan({"1": "column", "3": "row"}))
+    assert [each.cells() for each in placed] == [
+        ("0", "40", "1/2 sharded", "0-3"),
+        ("1", "40", "1/2 by column x 1/2 sharded", "0-3"),
+        ("3", "36", "1/2 by row x 1/2 sharded", "0-3"),
+    ]
+    assert parameters_by_rank(placed, degrees) == [39] * 4
+
+
+def test_stages() -> None:
+    degrees = Degrees(data=2, pipeline=2)
+    along = {"0.weight": [0, 1], "1.weight": [0], "3.weight": [1]}
+    placed = placement(_model(), degrees, pipeline_ranks=along)
+    assert [(each.module, each.ranks) for each in placed] == [("0", (0, 1, 2, 3)), ("1", (0, 1)), ("3", (2, 3))]
+    assert parameters_by_rank(placed, degrees) == [80, 80, 76, 76]
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
