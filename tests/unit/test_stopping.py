@@ -62,6 +62,14 @@ def test_a_target_met_in_the_evaluation_after_the_last_step_is_the_reason() -> N
     assert policy.after_step(10, 1.0, 1.0) == ended  # whichever is asked last
 
 
+def test_a_target_met_as_the_run_converges_is_the_reason_and_its_network_is_kept() -> None:
+    policy = _policy({"target": "accuracy>=0.9", "convergence": {"metric": "loss", "patience": 1}})
+    assert policy.after_evaluation(1, {"loss": 0.1, "accuracy": 0.8}) is None
+    ended = policy.after_evaluation(2, {"loss": 0.2, "accuracy": 0.9})
+    assert ended is not None
+    assert (ended.reason, ended.keep_step, policy.best_step) == ("target", 2, 1)
+
+
 def test_an_evaluation_of_another_step_comes_too_late() -> None:
     policy = _policy({"steps": 10, "target": "accuracy>=0.9"})
     first = policy.after_step(10, 1.0, 1.0)
