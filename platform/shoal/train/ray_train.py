@@ -180,6 +180,7 @@ class Fit:
         self._mailbox = Mailbox.remote()  # type: ignore[attr-defined]
         self._outcome: Outcome | None = None
         self._failure: str | None = None
+        self._surprise: Exception | None = None
         config = {"setting": setting, "mailbox": self._mailbox}
         spec = setting.spec
         scaling = ScalingConfig(num_workers=spec.workers, use_gpu=spec.device == "cuda")
@@ -208,6 +209,8 @@ class Fit:
         """How the attempt ended. Raises the workers' own error; RankLost when a worker died without a word."""
         if self._outcome is not None:
             return self._outcome
+        if self._surprise is not None:
+            raise self._surprise
         _, errors = ray.get(self._mailbox.take.remote(), timeout=CALL_TIMEOUT_S)
         causes = [error for error in errors if not isinstance(error, RankLost)]
         if causes:
@@ -224,3 +227,5 @@ class Fit:
         except (RayError, ray.train.TrainingFailedError) as error:
             # As text: its frames would keep the group's placement alive, and the next attempt waiting for it.
             self._failure = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        except Exception as error:  # the top of a thread: whoever asks for the outcome gets it
+            self._surprise = error

@@ -1,0 +1,183 @@
+"""Kill a worker, Ray Train's controller and the whole run, by name, and let tasks fail: where it goes on, and with what."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+import shoal.runs
+from programs import run_ranks
+from shoal.errors import NotFinite, TrainError
+from shoal.parallel import World
+from shoal.runs import Run, Status
+from shoal.train.spec import TrainSpec
+from train_task import Toy
+from waiting import wait_for
+
+if TYPE_CHECKING:
+    from shoal.cluster.embedded import EmbeddedCluster
+
+TASK = f"{Path(__file__).parents[1] / 'train_task.py'}:Toy"
+SAMPLES, STEPS, SAVED_EVERY = 256, 16, 3  # two epochs of eight steps
+pytestmark = pytest.mark.timeout(240)
+
+
+def spec_of(notes: Path, **args: Any) -> TrainSpec:
+    return TrainSpec.parse(
+        {
+            "task": TASK,
+            "args": {"notes": str(notes), "count": SAMPLES, **args},
+            "parallel": "ddp",
+            "workers": 2,
+            "threads": 1,
+            "batch_size": 32,
+            "stop": {"steps": STEPS},
+            "log_every_steps": 1,
+            "optimizer": {"learning_rate": 0.01},
+            "checkpoint": {"every_steps": SAVED_EVERY},
+            "name": "toy-faults",
+        }
+    )
+
+
+def losses_without_ray(world: World, folder: Path, spec: TrainSpec) -> dict[int, float]:
+    """The program of a rank that nothing disturbs."""
+    from shoal.train.trainer import Trainer
+
+    losses: dict[int, float] = {}
+
+    class Journal:
+        def log(self, step: int, values: dict[str, float]) -> None:
+            losses.update({step: values["train/loss"]} if "train/loss" in values else {})
+
+        def event(self, kind: str, /, **details: object) -> None:
+            pass
+
+        def histogram(self, *given: object) -> None:
+            pass
+
+    Trainer(spec, Toy(**spec.args), world, folder, journal=Journal()).run()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of two ranks that nothing disturbs, and that no Ray has started."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    losses: dict[int, float] = run_ranks(losses_without_ray, 2, folder, spec_of(folder))[0]
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    return losses
+
+
+def losses_of(run: Run) -> dict[int, float]:
+    """The newest loss that the record has of each step."""
+    rows = run.metrics().dropna(subset=["train/loss"])
+    return dict(zip(rows["train/step"].astype(int), rows["train/loss"], strict=True))
+
+
+def lines_of(notes: Path, rank: int) -> list[list[int]]:
+    """The samples of each step that this rank took, over all of its lives."""
+    return [json.loads(line) for line in (notes / f"samples-{rank}.jsonl").read_text().splitlines()]
+
+
+def assert_went_on(run: Run, notes: Path, undisturbed: dict[int, float]) -> None:
+    """From the newest checkpoint, to the bit, and with every sample of an epoch once in the steps that count."""
+    assert run.status is Status.FINISHED
+    kinds = run.events()["kind"].tolist()
+    assert kinds.count("workers_lost") == 1
+    resumed_at = run.last_events()["restored"]["step"]
+    assert resumed_at in (SAVED_EVERY, 2 * SAVED_EVERY)  # the newest one that was whole
+    # The same number of ranks adds in the same order: not a tolerance, equality.
+    assert losses_of(run) == undisturbed
+    kept = []
+    for rank in range(2):
+        lines = lines_of(notes, rank)
+        later = STEPS - resumed_at  # the second life's
+        first, second = lines[:-later], lines[-later:]
+        assert first[resumed_at:] == second[: len(first) - resumed_at]  # what was done again was the same
+        kept.append(first[:resumed_at] + second)
+    for epoch in (0, 1):
+        given = [index for each in kept for step in each[epoch * 8 : epoch * 8 + 8] for index in step]
+        assert sorted(given) == list(range(SAMPLES))
+
+
+def test_a_killed_worker_is_replaced_and_the_run_goes_on_to_the_bit(
+    cluster: EmbeddedCluster, tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    from shoal.flows.training import run_training
+
+    run_id = run_training(spec_of(tmp_path, fault="kill", fault_step=7, fault_rank=1), "train")
+    assert_went_on(shoal.runs.load(run_id), tmp_path, undisturbed)
+
+
+def test_the_death_of_ray_trains_controller_is_a_loss_of_workers(
+    cluster: EmbeddedCluster, tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    from shoal.flows.training import run_training
+
+    def kill() -> None:
+        wait_for(lambda: (tmp_path / "failed").exists(), 120, "the step to wait at")
+        found = [pid for pid in cluster.pids() if "TrainController" in "".join(psutil.Process(pid).cmdline())]
+        assert len(found) == 1
+        os.kill(found[0], signal.SIGKILL)
+
+    with _meanwhile(kill):
+        run_id = run_training(spec_of(tmp_path, fault="wait", fault_step=7), "train")
+    assert_went_on(shoal.runs.load(run_id), tmp_path, undisturbed)
+
+
+class _meanwhile:
+    """Runs something in a thread, and fails with it."""
+
+    def __init__(self, what: Callable[[], None]) -> None:
+        self._what, self._error = what, None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self._what()
+        except BaseException as error:
+            self._error = error
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *raised: object) -> None:
+        self._thread.join(10)
+        if self._error is not None:
+            raise self._error
+
+
+def test_an_error_of_the_users_own_comes_out_once_with_its_traceback(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    from shoal.flows.training import run_training
+
+    with pytest.raises(TrainError) as raised:
+        run_training(spec_of(tmp_path, fault="raise", fault_step=4, fault_rank=1), "train")
+    assert str(raised.value).count("Traceback") == 1
+    assert "in _failed" in str(raised.value)
+    assert str(raised.value).endswith("ValueError: a fault of the user's own")
+    run = shoal.runs.load("latest")
+    assert run.status is Status.FAILED
+    assert run.events()["kind"].tolist().count("training") == 1  # not tried again
+
+
+def test_a_loss_that_is_not_finite_is_in_the_record_with_step_samples_and_checkpoint(
+    cluster: EmbeddedCluster, tmp_path: Path
+) -> None:
+    from shoal.flows.training import run_training
+
+    with pytest.raises(NotFinite) as raised:
+        run_training(spec_of(tmp_path, fault="nan", fault_step=7, fault_rank=1), "train")
+    run = shoal.runs.load("latest")
+    assert (raised.value.step, raised.value.indices) == (7, sorted(lines_of(tmp_path, 1)[7]))
+    assert raised.value.checkpoint == str(run.folder / "checkpoints" / "step-000000006")
+    assert run.status is Status.FAILED
+    assert run.error == f"NotFinite: {raised.value}"
