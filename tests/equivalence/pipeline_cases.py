@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cases import Mixture, SmallTransformer
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -118,7 +119,7 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**sizes, **ends, **no_functional_dropout))
 
 
-MODELS = {"transformer": Transformer, "cnn": cnn, "gpt2": gpt2}
+MODELS = {"transformer": Transformer, "cnn": cnn, "gpt2": gpt2, "mixture": Mixture, "layers": SmallTransformer}
 
 
 def batch_of(model: str, num_samples: int = NUM_SAMPLES) -> Any:
@@ -126,12 +127,15 @@ def batch_of(model: str, num_samples: int = NUM_SAMPLES) -> Any:
     if model == "cnn":
         return torch.randn(num_samples, 1, 6, 6), torch.randint(0, 5, (num_samples,))
     tokens = torch.randint(0, VOCABULARY, (num_samples, LENGTH + 1))
-    return tokens[:, :-1], tokens[:, 1:]
+    return tokens[:, :-1], tokens[:, -1] if model in ("mixture", "layers") else tokens[:, 1:]
 
 
 @dataclass
 class Difference:
-    """The greatest differences from one process over all steps, and what else there was to see."""
+    """The greatest differences from one process over all steps, and what else there was to see.
+
+    Those of gradients are relative to the greatest of a parameter, where that is above 1; those of norms are relative.
+    """
 
     loss: float = 0.0
     gradient: float = 0.0
@@ -183,9 +187,11 @@ def compare(world: World, model: str, schedule: ScheduleName, learnable: Any = N
             if (parameter.grad is None) != (expected[name].grad is None):
                 found.strange.append(f"{name} at step {step}")
             elif parameter.grad is not None:
-                difference = float((parameter.grad - expected[name].grad).abs().max())
+                reference = expected[name].grad
+                difference = float((parameter.grad - reference).abs().max() / (1.0 + reference.abs().max()))
                 found.gradient = max(found.gradient, difference)
-        found.norm = max(found.norm, abs(float(pipeline.clip(0.5) - single.clip(0.5))))
+        norm = single.clip(0.5)
+        found.norm = max(found.norm, float((pipeline.clip(0.5) - norm).abs() / norm))
         mine.step()
         theirs.step()
     own = {name: value for name, value in whole.state_dict().items() if name in pipeline.model_state()}
@@ -206,7 +212,7 @@ def compare(world: World, model: str, schedule: ScheduleName, learnable: Any = N
 
 def _difference(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
-    return max(float((mine[name].double() - value.double()).abs().max()) for name, value in theirs.items())
+    return max(float((mine[name].double() - value.double()).nan_to_num().abs().max()) for name, value in theirs.items())
 
 
 def _copies_that_differ(world: World, pipeline: Pipelined) -> list[str]:

@@ -1,7 +1,7 @@
 """A pipeline's losses, gradients and weights are those of one process that accumulates over the same micro-batches.
 
-Tolerance, fp32: 2e-6 for losses and gradients, which are of the order of 1 and summed in another order; 1e-4 for
-weights, after three steps of Adam.
+Tolerance, fp32: 1e-5 for losses and gradients (sums in another order, which batch norm over 4 samples amplifies); 1e-4
+for weights, after three steps of Adam.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from programs import RanksFailed, run_ranks
 from shoal.errors import PlanError, SpecMismatch
 from shoal.parallel.pipeline_schedules import CLASSES
 
-TOLERANCE, WEIGHT_TOLERANCE = 2e-6, 1e-4
+TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 1e-4
 CASES: dict[str, dict[str, Any]] = {
     **{schedule: {"model": "transformer", "schedule": schedule} for schedule in CLASSES},
     "accumulate": {"model": "transformer", "schedule": "1f1b", "accumulate": 2},
     "cnn": {"model": "cnn", "schedule": "1f1b"},
     "cnn-zbv": {"model": "cnn", "schedule": "zbv"},
+    "mixture": {"model": "mixture", "schedule": "interleaved_zero_bubble"},
+    "layers": {"model": "layers", "schedule": "1f1b"},
     "gpt2": {"model": "gpt2", "schedule": "1f1b"},
     "gpt2-interleaved_zero_bubble": {"model": "gpt2", "schedule": "interleaved_zero_bubble"},
 }

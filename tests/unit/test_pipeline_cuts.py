@@ -190,6 +190,17 @@ def test_a_skip_connection_is_not_cut(how: str) -> None:
         layout_of(Chain(how), 4)
 
 
+def test_no_stage_begins_where_evaluation_does_not_come() -> None:
+    """torch's own encoder layer calls none of its parts in evaluation."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, norm_first=True)
+    model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
+    found = survey(model, lambda: model(torch.randn(3, 5, 4)).square().mean(), CPU)
+    assert "1.norm2" in {cut.module for cut in found.cuts}
+    assert [cut.module for cut in choose(found, 3, None)] == ["1", "2"]
+    with pytest.raises(PlanError, match="not called in evaluation"):
+        choose(found, 2, ["1.norm2"])
+
+
 def test_no_stage_begins_where_the_backward_pass_recomputes() -> None:
     assert [cut.module for cut in layout_of(Chain("checkpointed"), 2).cuts] == ["last"]
     with pytest.raises(PlanError, match="without activation checkpointing"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,9 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shoal.errors import PlanError
+from shoal.parallel.whole import evaluating
 
+UNFIT = "is recomputed in the backward pass, or not called in evaluation"
 NUM_TIMED = 2  # passes, after one that warms up; the fastest counts
 
 
@@ -50,7 +54,8 @@ class Survey:
     parameters: the parts in which a parameter is used, by its first name; [] where none does
     buffers:    the part that computes with a buffer first
     cost_s:     seconds of each part, forward and backward
-    recomputed: modules that the backward pass calls again (activation checkpointing): no stage can begin with them
+    unfit:      modules with which no stage can begin: the backward pass calls them again (activation checkpointing), or
+                evaluation does not call them (fast paths)
     """
 
     calls: list[Call]
@@ -59,7 +64,7 @@ class Survey:
     parameters: dict[str, list[int]]
     buffers: dict[str, int]
     cost_s: list[tuple[float, float]] = field(default_factory=list)
-    recomputed: set[str] = field(default_factory=set)
+    unfit: set[str] = field(default_factory=set)
 
 
 def survey(model: nn.Module, run: Callable[[], Tensor], device: torch.device) -> Survey:
@@ -71,6 +76,7 @@ def survey(model: nn.Module, run: Callable[[], Tensor], device: torch.device) ->
         found = _find_cuts(model, run)
         passes = [_timed_pass(model, run, found, device) for _ in range(NUM_TIMED + 1)]
         model.zero_grad(set_to_none=True)
+        found.unfit |= _not_in_evaluation(model, run, found.calls)
     found.cost_s = [(min(f for f, _ in part), min(b for _, b in part)) for part in zip(*passes, strict=True)]
     return found
 
@@ -90,7 +96,7 @@ def choose(found: Survey, num_stages: int, wanted: Sequence[str] | None) -> list
             f"handed on and parameters lie on both sides ({named})"
         )
         remedy = "use fewer stages, a schedule with one stage for each rank, or a model that is a chain of blocks"
-        if found.recomputed:
+        if found.unfit:
             remedy += ", without activation checkpointing"
         raise PlanError("parallel.pipeline", num_stages, problem, remedy)
     edges = [0, *(place + 1 for place in places), len(found.cost_s)]
@@ -104,7 +110,7 @@ def _worthwhile(found: Survey) -> list[int]:
     places: list[int] = []
     begin = 0
     for place, cut in enumerate(found.cuts):
-        if cut.module in found.recomputed:
+        if cut.module in found.unfit:
             continue
         if any(begin <= part <= place for part in used) and any(part > place for part in used):
             places.append(place)
@@ -146,8 +152,8 @@ def _wanted(found: Survey, num_stages: int, wanted: Sequence[str]) -> list[Cut]:
             called = any(call.module == name for call in found.calls)
             problem = "more than its first tensor is handed on there" if called else "no module of this name is called"
             raise PlanError("pipeline_cuts", name, problem, f"cut at {', '.join(cut.module for cut in found.cuts)}")
-        if known[name].module in found.recomputed:
-            raise PlanError("pipeline_cuts", name, "is recomputed in the backward pass", "do not checkpoint it")
+        if known[name].module in found.unfit:
+            raise PlanError("pipeline_cuts", name, UNFIT, "cut elsewhere, or do not checkpoint it")
         cuts.append(known[name])
     if sorted({cut.call for cut in cuts}) != [cut.call for cut in cuts]:
         raise PlanError("pipeline_cuts", list(wanted), "are not in the order of the calls", "sort them, each once")
@@ -311,7 +317,7 @@ def _timed_pass(
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal num_calls
         if num_calls == len(found.calls):
-            found.recomputed.add(names[module])
+            found.unfit.add(names[module])
             return
         place = places.get(num_calls)
         num_calls += 1
@@ -332,6 +338,25 @@ def _timed_pass(
     forward_s = [after - before for before, after in pairwise(began_s)]
     moments_s = [ended_s, *(reached_s.get(place, ended_s) for place in range(len(cuts))), began_s[-1]]
     return list(zip(forward_s, (before - after for before, after in pairwise(moments_s)), strict=True))
+
+
+def _not_in_evaluation(model: nn.Module, run: Callable[[], Tensor], calls: Sequence[Call]) -> set[str]:
+    """Modules that evaluation calls more or less often than training."""
+    names = {module: name for name, module in model.named_modules()}
+    counts: Counter[str] = Counter()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module in names:
+            counts[names[module]] += 1
+
+    hook = register_module_forward_pre_hook(enter)  # a module's own hooks would keep it from its fast path
+    try:
+        with evaluating(model), torch.no_grad():
+            run()
+    finally:
+        hook.remove()
+    trained = Counter(call.module for call in calls)
+    return {name for name in counts | trained if counts[name] != trained[name]}
 
 
 def _now_s(device: torch.device) -> float:

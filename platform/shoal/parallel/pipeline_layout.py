@@ -153,7 +153,7 @@ def _without_cut(found: Survey, refused: Cut) -> Survey:
         {name: sorted({merged(part) for part in parts}) for name, parts in found.parameters.items()},
         {name: merged(part) for name, part in found.buffers.items()},
         [*found.cost_s[:place], together, *found.cost_s[place + 2 :]],
-        found.recomputed,
+        found.unfit,
     )
 
 
