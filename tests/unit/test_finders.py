@@ -137,7 +137,7 @@ def test_on_a_parabola_it_stops_soon_after_the_rate_at_which_descent_diverges(ta
     assert found.suggestion is not None
     assert 0.02 / curvature < found.suggestion < 2 / curvature
     assert found.lowest < 10 * 2 / curvature
-    assert found.losses[-1] < 10 * found.losses[0]  # long before it overflows
+    assert found.losses[-1] < 1e6 * found.losses[0]  # long before it overflows
     assert found.losses[0] == pytest.approx(curvature / 2)  # the network is fresh each time
 
 
