@@ -83,6 +83,15 @@ def test_a_game_client_loads_neither_torch_nor_ray_nor_the_platforms_libraries(m
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("module", ["shoal.rl.learner", "shoal.serve.replica", "shoal.registry"])
+def test_the_loop_loads_nothing_of_training(module: str) -> None:
+    """A run has a dozen processes: a second of imports in each of them is what a user waits for at its start."""
+    heavy = ["torch.distributed.checkpoint", "sympy", "matplotlib", "shoal.train", "shoal.data"]
+    program = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_every_module_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))

@@ -125,7 +125,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, con
     logits, values = model(batch.observations)
     losses = impala_loss(logits, values, batch, config)
     optimizer.zero_grad(set_to_none=True)
-    losses.total.backward()  # type: ignore[no-untyped-call]
+    losses.total.backward()
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
     metrics = {
         "learner/loss": losses.total.item(),
