@@ -2,6 +2,7 @@
 
     $SHOAL_HOME/runs.sqlite      the run record          $SHOAL_HOME/registry/   models
     $SHOAL_HOME/runs/ID/         files of one run        $SHOAL_HOME/token       what actors and clients must show
+    $SHOAL_HOME/found/           what `shoal find` and `shoal ablate` found
     $SHOAL_HOME/ray-token        what Ray's own clients must show: full control of the cluster, never for actors
 
 Standard library only: the actor process uses it too.

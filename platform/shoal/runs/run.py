@@ -37,6 +37,10 @@ _HEADLINES = (
     ("score", True),
     ("loss", False),
     ("error", False),
+    ("perplexity", False),
+    ("bits_per", False),
+    ("mae", False),
+    ("mse", False),
 )
 
 
