@@ -10,6 +10,8 @@ import math
 import os
 import sys
 from contextlib import redirect_stdout
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -18,6 +20,9 @@ from rich.text import Text
 
 from shoal.errors import RunError
 from shoal.runs import Run, load
+
+if TYPE_CHECKING:
+    from shoal.cost import CostTable
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported: else it remarks on being watched
 
@@ -47,6 +52,11 @@ def inspect(what: str, words: tuple[str, ...], as_json: bool) -> None:
 
 
 def _run(what: str) -> Run | None:
+    """The run, where it is not rather a task that is meant."""
+    from shoal.train.task import source_file
+
+    if ":" in what or source_file(what) is not None:
+        return None
     try:
         return load(what)
     except RunError:
@@ -55,22 +65,24 @@ def _run(what: str) -> Run | None:
 
 def _show_task(console: Console, word: str, words: tuple[str, ...], as_json: bool) -> None:
     from shoal.cost import predict
-    from shoal.train import TrainSpec
     from shoal.train.optimizers import make_optimizer
+    from shoal.train.recipe import spec_from_words
     from shoal.train.task import make_task
 
-    spec = TrainSpec(task=word).override(words)
     with redirect_stdout(sys.stderr):  # what a Task prints is no part of the answer
+        spec = spec_from_words([f"task={word}", *words])
         task = make_task(word, spec.args)
         table = predict(task, spec, make_optimizer)
     if as_json:
         plan = {"task": word, "plan": spec.degrees().words, "workers": spec.workers, "batch_size": spec.batch_size}
-        click.echo(json.dumps({**plan, **table.details()}, indent=2))
+        placed = [asdict(line) for line in table.placed]
+        click.echo(json.dumps({**plan, **table.details(), "placement": placed}, indent=2))
         return
     title = f"{word}, {spec.degrees().words}, {spec.workers} worker(s), batch of {spec.batch_size}"
     console.print(Text(title, style="bold"))
     console.print(_columns({"predicted": table.values}))
-    _words(console, table.unknown, table.notes)
+    _words(console, table)
+    console.print(_placement(table))
 
 
 def _show_run(console: Console, run: Run, as_json: bool) -> None:
@@ -86,7 +98,7 @@ def _show_run(console: Console, run: Run, as_json: bool) -> None:
         return
     console.print(Text(f"{run.id}: predicted beside measured", style="bold"))
     console.print(_columns({"predicted": predicted.values, "measured": measured.values}))
-    _words(console, predicted.unknown, predicted.notes)
+    _words(console, predicted)
 
 
 def _columns(tables: dict[str, dict[str, float]]) -> Table:
@@ -110,9 +122,22 @@ def _columns(tables: dict[str, dict[str, float]]) -> Table:
     return table
 
 
-def _words(console: Console, unknown: tuple[str, ...], notes: tuple[str, ...]) -> None:
-    if unknown:
-        text = f"unknown, and not in the FLOPs: {', '.join(unknown)}"
-        console.print(Text(text, style="yellow"))
-    for note in notes:
+def _placement(table: CostTable) -> Table:
+    """Which rank holds what."""
+    from shoal.parallel.placement import HEADINGS
+
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in HEADINGS:
+        drawn.add_column(heading, justify="right" if heading == "parameters" else "left", overflow="fold")
+    for line in table.placed:
+        drawn.add_row(*map(Text, line.cells()))
+    return drawn
+
+
+def _words(console: Console, table: CostTable) -> None:
+    if table.unknown:
+        console.print(Text(f"unknown, and not in the FLOPs: {', '.join(table.unknown)}", style="yellow"))
+    if table.cuts:
+        console.print(Text(f"stages after the first begin at: {', '.join(table.cuts)}", style="dim"))
+    for note in table.notes:
         console.print(Text(note, style="dim"))

@@ -22,6 +22,8 @@ from shoal.cost.reading import busy_by_stage, metering
 from shoal.data import Data
 from shoal.parallel import Degrees, ParallelSpec
 from shoal.parallel.model import ParallelModel, parallelize
+from shoal.parallel.pipeline import Pipelined
+from shoal.parallel.pipeline_layout import Layout
 
 MOST_TIMED, TIMED_S = 5, 0.2
 NUM_WARM = 2  # DDP arranges its buckets anew before its second step, optimisers make their states in the first
@@ -55,10 +57,15 @@ def representatives(degrees: Degrees) -> list[int]:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank did in a step. `busy_s`: seconds by (stage, "forward" or "backward"), of a pipeline's stages."""
+    """What one rank did in a step.
+
+    busy_s: seconds by (stage, "forward" or "backward"), of a pipeline's stages
+    layout: which stage has what, in a pipeline
+    """
 
     values: dict[str, float]
     busy_s: dict[tuple[int, str], float]
+    layout: Layout | None = None
 
 
 def dry_run(
@@ -94,7 +101,8 @@ def dry_run(
             chunks = {name: (value - before[name]) / len(timed) for name, value in busy_by_stage(model).items()}
             with metering(model, optimizer, is_pretended=True) as found:
                 _step(model, optimizer, batch, next(steps), spec.clip_norm)
-            return DryRun({**found, "step_s": min(timed)}, chunks)
+            layout = model.layout if isinstance(model, Pipelined) else None
+            return DryRun({**found, "step_s": min(timed)}, chunks, layout)
         finally:
             model.close()
 

@@ -12,13 +12,19 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import torch
+from torch import nn
 
-from shoal.cost.alone import Alone, Costed, look, undisturbed
+from shoal.cost.alone import Alone, Costed, first_batch, look, undisturbed
 from shoal.cost.dry_run import Configured, DryRun, MakeOptimizer, dry_run, representatives
 from shoal.cost.pretence import NotSaidYet, Play
 from shoal.cost.table import CostTable, most
-from shoal.data import Data
+from shoal.data import Batch, Data
+from shoal.parallel.pipeline_bubble import predict as play
+from shoal.parallel.pipeline_layout import Layout
+from shoal.parallel.pipeline_schedules import stage_ranks
+from shoal.parallel.placement import Placed, placement
 from shoal.parallel.plan import Degrees
+from shoal.parallel.tensor_plan import tensor_plan
 from shoal.parallel.world import choose_device
 
 BUDGET_S = 1.5  # of a step of a dry run; a longer one is scaled
@@ -38,14 +44,18 @@ def predict(task: Costed, spec: Configured, make_optimizer: MakeOptimizer) -> Co
     threads = spec.threads or max(1, (os.cpu_count() or 1) // spec.workers)
     with undisturbed(spec.seed, threads):
         data = task.data()
-        alone = look(task, task.model().to(device), data, min(NUM_LOOKED, samples), device)
+        model = task.model().to(device)
+        alone = look(task, model, data, min(NUM_LOOKED, samples), device)
         runs, notes = _ranks(task, spec, data, alone, samples, degrees, device, make_optimizer)
+        layout = next(iter(runs.values())).layout
+        placed = _placed(task, spec, model, first_batch(data, samples, device), layout)
     ranks = {rank: run.values for rank, run in runs.items()}
     values = _of_model(alone) | most(ranks)
     values["flops_step"] *= degrees.workers / len(ranks)  # the ranks of a stage do alike
     if degrees.pipeline > 1:
         values |= _pipeline(spec, degrees, runs)
-    return CostTable(values, alone.unknown, notes, ranks)
+    cuts = tuple(cut.module for cut in layout.cuts) if layout is not None else ()
+    return CostTable(values, alone.unknown, notes, cuts, ranks, placed)
 
 
 def _of_model(alone: Alone) -> dict[str, float]:
@@ -72,13 +82,13 @@ def _ranks(
     repeats = spec.batch_size // samples  # micro-batches of all ranks in a step
     affordable = int(BUDGET_S / max(alone.sample_s * repeats / degrees.data, 1e-9))
 
-    def play(size: int) -> dict[int, DryRun]:
+    def at(size: int) -> dict[int, DryRun]:
         return _round(lambda rank, round: dry_run(task, spec, data, rank, size * repeats, device, make, round), degrees)
 
     if affordable >= samples:
-        return play(samples), ()
+        return at(samples), ()
     small = max(1, min(affordable, samples // 2) // 2)
-    less, more = play(small), play(2 * small)
+    less, more = at(small), at(2 * small)
     found = {rank: _scaled(less[rank], more[rank], samples / small - 1) for rank in less}
     return found, (f"scaled from steps of {small} and {2 * small} samples a micro-batch to {samples}",)
 
@@ -101,13 +111,24 @@ def _scaled(one: DryRun, two: DryRun, by: float) -> DryRun:
     """What grows with the samples goes on growing as it did from `one` to `two`."""
     values = {name: one.values[name] + (two.values[name] - one.values[name]) * by for name in one.values}
     busy_s = {name: one.busy_s[name] + (two.busy_s[name] - one.busy_s[name]) * by for name in one.busy_s}
-    return DryRun(values, busy_s)
+    return DryRun(values, busy_s, two.layout)
+
+
+def _placed(
+    task: Costed, spec: Configured, model: nn.Module, batch: Batch, layout: Layout | None
+) -> tuple[Placed, ...]:
+    """Which rank holds what."""
+    degrees = spec.degrees()
+    split = tensor_plan(model, task, degrees.tensor, batch) if degrees.tensor > 1 else None
+    along: dict[str, list[int]] | None = None
+    if layout is not None:
+        ranks = stage_ranks(spec.parallel.schedule, degrees.pipeline)
+        along = {name: sorted({ranks[stage] for stage in stages}) for name, stages in layout.parameters.items()}
+    return tuple(placement(model, degrees, split, along))
 
 
 def _pipeline(spec: Configured, degrees: Degrees, runs: dict[int, DryRun]) -> dict[str, float]:
     """The bubble and the length of a step, from what each stage computes, played through in the schedule's order."""
-    from shoal.parallel.pipeline_bubble import predict as play
-
     busy_s = {name: seconds for run in runs.values() for name, seconds in run.busy_s.items()}
     micro = spec.parallel.num_micro_batches(degrees)
     each = micro * spec.parallel.accumulate

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.parallel.placement import Placed
+
 PREDICTED, MEASURED = "cost_predicted", "cost_measured"  # kinds of events in the run record
 
 
@@ -46,33 +48,41 @@ BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}
 COMPARED = ("memory_peak", "flops_step", "sent_bytes", "bubble")  # what a prediction answers for, within 10%
 
 
+_WORDS = ("unknown", "notes", "cuts")
+
+
 @dataclass(frozen=True)
 class CostTable:
     """Numbers by name (those that are known), and in words what is not known.
 
     unknown: operators and modules whose arithmetic nobody can tell: the FLOPs are without them
     notes:   how the numbers were come by, where that is not the usual way
+    cuts:    names of the modules with which the pipeline's stages after the first begin
     ranks:   for each rank that was looked at, its numbers
+    placed:  which rank holds what
     """
 
     values: dict[str, float] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    cuts: tuple[str, ...] = ()
     ranks: dict[int, dict[str, float]] = field(default_factory=dict)
+    placed: tuple[Placed, ...] = ()
 
     def __getitem__(self, name: str) -> float:
         return self.values.get(name, math.nan)
 
     def details(self) -> dict[str, Any]:
         """For an event of the run record; `of` reads it back."""
-        words = {name: list(value) for name, value in (("unknown", self.unknown), ("notes", self.notes)) if value}
+        words = {name: list(getattr(self, name)) for name in _WORDS if getattr(self, name)}
         return {**{name: value for name, value in self.values.items() if math.isfinite(value)}, **words}
 
     @classmethod
     def of(cls, details: Mapping[str, Any]) -> CostTable:
         """From the details of an event; names that this version does not know are left out."""
         values = {name: float(details[name]) for name in BY_NAME if name in details}
-        return cls(values, tuple(details.get("unknown", ())), tuple(details.get("notes", ())))
+        unknown, notes, cuts = (tuple(details.get(name, ())) for name in _WORDS)
+        return cls(values, unknown, notes, cuts)
 
 
 def most(ranks: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
