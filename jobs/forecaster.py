@@ -114,6 +114,7 @@ def spec() -> TrainSpec:
             "task": __file__,
             "name": "load",
             "batch_size": 64,
+            "threads": 1,  # its steps are too small to share
             "optimizer": {"name": "adam", "learning_rate": 3e-3},
             "clip_norm": 1.0,
             "stop": {"epochs": 10, "convergence": {"metric": "mae", "direction": "min", "patience": 3}},

@@ -97,6 +97,7 @@ def spec() -> TrainSpec:
             "task": __file__,
             "name": "tumours",
             "batch_size": 32,
+            "threads": 1,  # its steps are too small to share
             "optimizer": {"name": "adamw", "learning_rate": 2e-3, "weight_decay": 0.1},
             "schedule": {"name": "cosine"},
             "average": 0.98,

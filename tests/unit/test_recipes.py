@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from shoal.data import Data
+from shoal.data import Data, fingerprint
 from shoal.train.recipe import recipe_of
 from shoal.train.task import Task, load_file, make_task
 
@@ -179,6 +179,7 @@ def test_where_fashion_is_absent_images_are_generated_and_that_is_said(
     module.stand_ins.cache_clear()
     assert "GENERATED" in capsys.readouterr().out
     images, labels = data.train.tensors
+    assert fingerprint(data.train) != fingerprint(TensorDataset(images, labels))  # the class's name is in it
     assert images.dtype == torch.uint8
     assert images.shape == (300, 28, 28)
     assert sorted(set(labels.tolist())) == list(range(10))
