@@ -46,6 +46,8 @@ def test_workers_give_the_same_batches_and_end_with_the_loader(tmp_path: Path, m
                 pids |= set(theirs["pid"].tolist())
         assert sorted(pids) == sorted(loader.worker_pids())
         assert len(pids) == 2
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)  # Ctrl-C reaches them too; it is not for them
         loader.seek(0, 8)  # what has been prefetched is of another place
         inline.seek(0, 8)
         batch = next(iter(loader))

@@ -76,6 +76,8 @@ def test_evaluation_gives_every_item_of_a_stream_once() -> None:
     group = loaders(Stream(9, stateful=False), 3, 2, drop_last=False)
     assert global_batches(group) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
     assert [loader.num_samples for loader in group] == [1, 0, 0]
+    sizes = [[len(batch["inputs"]) for batch in loader] for loader in group]
+    assert sizes == [[2, 2, 1], [1, 1, 1], [1, 1, 1]]  # what a rank gets as a filler is one sample
 
 
 def test_noise_in_a_stream_is_the_same_after_a_resume() -> None:
