@@ -36,7 +36,7 @@ class Loader:
                 Evaluation (`shuffle=False, drop_last=False`): every sample is given once; of the last batch a rank may
                 get fewer, or none. A rank with none gets one filler sample and `num_samples == 0`: it takes part in
                 the step, and its mean counts with weight 0.
-    After each batch: `num_samples`, `last_indices` (of this rank; None for an iterable), `num_global`, `wait_s` (so far).
+    After each batch: `num_samples`, `last_indices` (of this rank; None for an iterable), `num_global`, `wait_s`.
     """
 
     def __init__(
