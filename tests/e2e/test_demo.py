@@ -8,10 +8,9 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -27,15 +26,22 @@ from shoal.rl.learner import model_arrays
 from shoal.weights import WeightSnapshot
 from waiting import wait_for
 
+if TYPE_CHECKING:
+    from shoal.cluster.embedded import EmbeddedCluster
+
 ROOT = Path(__file__).parents[2]
+# Deadlines for things that take seconds: a loaded machine must not fail a test.
+END_S, ANSWER_S, RUN_S = 90.0, 60.0, 280.0
 DEMO = ["run", "actor_learner", "--actors", "4"]
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of this test alone, and no word of the cluster that other tests share."""
+    """A home and a folder for temporary files of this test alone, and no word of the cluster that other tests share."""
     for name in [name for name in os.environ if name.startswith(("RAY_", "SHOAL_"))]:
         monkeypatch.delenv(name)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
@@ -43,10 +49,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def nothing_stays(home: Path) -> Iterator[None]:
     """No process that was started with this home stays (and so no port of one), and no temporary file."""
-    files = _temporary_files()
+    before = _folders_of_nobody()
     yield
-    wait_for(lambda: not _processes_of(home), 10, f"end of every process of {home}")
-    assert _temporary_files() <= files
+    wait_for(lambda: not _processes_of(home), END_S, f"end of every process of {home}")
+    assert list((home.parent / "tmp").iterdir()) == []
+    # Somebody else's cluster has a folder, too, a moment before and after it has processes.
+    wait_for(lambda: _folders_of_nobody() <= before, END_S, f"end of what is new beside {before}")
 
 
 def _processes_of(home: Path) -> list[str]:
@@ -60,13 +68,13 @@ def _processes_of(home: Path) -> list[str]:
     return found
 
 
-def _temporary_files() -> set[str]:
-    """What a cluster could leave; a folder that a living cluster of somebody else uses does not count."""
+def _folders_of_nobody() -> set[str]:
+    """What clusters could have left in /tmp; a folder that a living cluster uses does not count."""
     found = set()
-    for path in Path(tempfile.gettempdir()).iterdir():
+    for path in Path("/tmp").iterdir():
         mark = path / "cluster-id"
         in_use = path.name.startswith("shoal-") and mark.exists() and members(mark.read_text(), path)
-        if path.name.startswith(("shoal-", "pymp-", "haproxy")) and not in_use:
+        if path.name.startswith(("shoal-", "haproxy")) and not in_use:
             found.add(path.name)
     return found
 
@@ -81,13 +89,13 @@ def shoal_program(*words: str) -> subprocess.Popen[str]:
     )
 
 
-def shoal_command(*words: str, timeout_s: float = 170) -> tuple[int, str]:
+def shoal_command(*words: str, timeout_s: float = RUN_S) -> tuple[int, str]:
     program = shoal_program(*words)
     try:
         output, _ = program.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         program.send_signal(signal.SIGINT)
-        output, _ = program.communicate(timeout=30)
+        output, _ = program.communicate(timeout=END_S)
         raise AssertionError(f"not over after {timeout_s} s:\n{output}") from None
     return program.returncode, output
 
@@ -146,18 +154,18 @@ def test_ctrl_c_while_it_starts_leaves_nothing(home: Path, nothing_stays: None, 
     program = shoal_program(*DEMO)
     said = _read_until(program, phase)
     program.send_signal(signal.SIGINT)
-    rest, _ = program.communicate(timeout=60)
+    rest, _ = program.communicate(timeout=END_S)
     assert program.returncode == 130, said + rest
     assert "stopped" in rest
     assert "Traceback" not in said + rest
 
 
 def test_the_endpoint_answers_while_actors_teach_it_and_ctrl_c_ends_it_all(home: Path, nothing_stays: None) -> None:
-    program = shoal_program(*DEMO, "target_return=1000", "max_wall_s=60")
+    program = shoal_program(*DEMO, "target_return=1000", "max_wall_s=200")
     said = _read_until(program, "learning")
     run = shoal.runs.load("latest")
     url = next(endpoint.address for endpoint in run.endpoints() if endpoint.kind == "inference")
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=ANSWER_S)
     body = '{"inputs": [{"name": "observation", "datatype": "FP32", "shape": [1, 4], "data": [0, 0, 0, 0]}]}'
     headers = {"Authorization": f"Bearer {(home / 'token').read_text()}"}
     seen: set[str] = set()
@@ -170,10 +178,10 @@ def test_the_endpoint_answers_while_actors_teach_it_and_ctrl_c_ends_it_all(home:
         seen.add(response.headers["shoal-model-version"])
         return len(seen) >= 5
 
-    wait_for(ask, 30, "five versions from the endpoint")
+    wait_for(ask, ANSWER_S, "five versions from the endpoint")
     connection.close()
     program.send_signal(signal.SIGINT)
-    rest, _ = program.communicate(timeout=60)
+    rest, _ = program.communicate(timeout=END_S)
     assert program.returncode == 130, said + rest
     assert "Traceback" not in said + rest
     stopped = shoal.runs.load("latest")
@@ -181,7 +189,7 @@ def test_the_endpoint_answers_while_actors_teach_it_and_ctrl_c_ends_it_all(home:
     assert f"resume={run.id}" in rest
 
 
-def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(home: Path, nothing_stays: None) -> None:
+def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(cluster: EmbeddedCluster) -> None:
     status, output = shoal_command(*DEMO, "max_wall_s=2", "target_return=499.9")
     assert status == 1
     assert "the target is 499.9" in output
@@ -214,7 +222,7 @@ def test_an_environment_that_does_not_fit_is_refused_before_anything_starts(home
     assert "Traceback" not in output
 
 
-def test_the_champion_is_served_until_ctrl_c_and_follows_its_alias(home: Path, nothing_stays: None) -> None:
+def test_the_champion_is_served_until_ctrl_c_and_follows_its_alias(cluster: EmbeddedCluster, shared_home: Path) -> None:
     registry = Registry()
     for bias in (1.0, 2.0):
         _register_constant(registry, bias)
@@ -223,17 +231,17 @@ def test_the_champion_is_served_until_ctrl_c_and_follows_its_alias(home: Path, n
     said = _read_until(program, "serving constant@champion")
     found = re.search(r"\(now constant@1\) at (\S+)/v2/models/constant", said)
     assert found is not None, said
-    connection = InferenceConnection(found[1], "constant", (home / "token").read_text())
+    connection = InferenceConnection(found[1], "constant", (shared_home / "token").read_text())
     question = np.zeros((1, 4), np.float32)
-    wait_for_version(connection, question[0], 1, timeout_s=10)
+    wait_for_version(connection, question[0], 1, timeout_s=ANSWER_S)
     assert connection.infer(question).version == 1
     registry.promote("constant@2")
-    wait_for(lambda: connection.infer(question).version == 2, 10, "the flip to constant@2")
+    wait_for(lambda: connection.infer(question).version == 2, ANSWER_S, "the flip to constant@2")
     registry.rollback("constant")
-    wait_for(lambda: connection.infer(question).version == 1, 10, "the flip back to constant@1")
+    wait_for(lambda: connection.infer(question).version == 1, ANSWER_S, "the flip back to constant@1")
     connection.close()
     program.send_signal(signal.SIGINT)
-    rest, _ = program.communicate(timeout=60)
+    rest, _ = program.communicate(timeout=END_S)
     assert program.returncode == 130, said + rest
     assert "Traceback" not in said + rest
 
