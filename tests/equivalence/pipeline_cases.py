@@ -170,7 +170,8 @@ def compare(world: World, model: str, schedule: ScheduleName, learnable: Any = N
     pipeline, whole, share = build(world, model, schedule, learnable, **more)
     learnable = learnable or Learnable()
     parts = MICRO_BATCHES * more.get("accumulate", 1)
-    single = Single(whole, learnable, ParallelSpec(accumulate=parts), World.alone("cpu"), SEED)
+    alike = ParallelSpec(accumulate=parts, precision=more.get("precision", "fp32"))
+    single = Single(whole, learnable, alike, World.alone("cpu"), SEED)
     batch: Any = batch_of(model)
     if isinstance(learnable, Named):
         batch = {"tokens": batch[0], "targets": batch[1]}
@@ -194,6 +195,8 @@ def compare(world: World, model: str, schedule: ScheduleName, learnable: Any = N
         found.norm = max(found.norm, float((pipeline.clip(0.5) - norm).abs() / norm))
         mine.step()
         theirs.step()
+        if step == 0 and not isinstance(learnable, Named):
+            pipeline.evaluate(batch_of(model, 7), 7)  # of other shapes: training goes on undisturbed
     own = {name: value for name, value in whole.state_dict().items() if name in pipeline.model_state()}
     found.weight = _difference(pipeline.model_state(), own)
     full = pipeline.full_weights()

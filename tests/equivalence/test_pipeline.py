@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulate": {"model": "transformer", "schedule": "1f1b", "accumulate": 2},
     "cnn": {"model": "cnn", "schedule": "1f1b"},
     "cnn-zbv": {"model": "cnn", "schedule": "zbv"},
+    "bf16": {"model": "layers", "schedule": "1f1b", "precision": "bf16"},
     "mixture": {"model": "mixture", "schedule": "interleaved_zero_bubble"},
     "layers": {"model": "layers", "schedule": "1f1b"},
     "gpt2": {"model": "gpt2", "schedule": "1f1b"},

@@ -38,11 +38,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Cut:
-    """Just before call number `call`, which takes the tensor that is handed over as `argument` (position or name)."""
+    """Just before call number `call`, which takes the tensor that is handed over as `argument` (position or name).
+
+    size_bytes: of that tensor, for the micro-batch that the survey was made with
+    """
 
     call: int
     module: str
     argument: int | str
+    size_bytes: int
 
 
 @dataclass
@@ -200,6 +204,7 @@ class _Recorder:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         index, name = len(self.calls), self._names[module]
+        torch.clear_autocast_cache()  # a weight that is cast once and used twice would be handed on beside the tensor
         self.calls.append(Call(name))
         self._open.append(index)
         found = first_tensor(args, kwargs) if torch.is_grad_enabled() else None
@@ -211,7 +216,8 @@ class _Recorder:
             return
         self._places[tensor.grad_fn] = len(self.entries)
         now = _sequence(tensor.view_as(tensor).grad_fn)
-        self.entries.append(_Entry(Cut(index, name, position), tensor.grad_fn, now))
+        size_bytes = tensor.numel() * tensor.element_size()
+        self.entries.append(_Entry(Cut(index, name, position, size_bytes), tensor.grad_fn, now))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.calls[self._open.pop()].last = len(self.calls) - 1

@@ -156,6 +156,11 @@ class Pipelined(ParallelModel):
             handed: Tensor = self._gated.run(stage, self._learnable.inputs(batch), received)
             if stage == len(self._stage_ranks) - 1:
                 return self._share_of_loss(self._learnable.loss(handed, batch))
+        expected = self._handed[stage]
+        if (handed.shape, handed.dtype) != (expected.shape, expected.dtype):
+            problem = f"was handed {list(handed.shape)} {handed.dtype}, not {list(expected.shape)} {expected.dtype}"
+            remedy = "a pipeline needs the same shapes in every pass over inputs of the same shapes"
+            raise PlanError("parallel.pipeline", self.layout.cuts[stage].module, problem, remedy)
         handed = handed.contiguous()
         return handed if handed.requires_grad else handed.detach().requires_grad_()
 
@@ -165,13 +170,14 @@ class Pipelined(ParallelModel):
         return loss / (self._spec.accumulate * self._num_micro_batches)
 
     def _schedule(self, batch: Any) -> Any:
-        """The schedule for micro-batches of this form; what stages hand on is found by a pass without gradients."""
+        """The schedule for micro-batches of this form; what stages hand on is found by a pass in evaluation mode."""
         key = tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(batch))
         if key not in self._schedules:
-            with evaluating(self._model), torch.no_grad():
+            self._handed = {}
+            with evaluating(self._model):  # with gradients: fast paths may compute in other types
                 self._forward(batch)
             assert self._groups.pipeline is not None
-            self._schedules[key] = build_schedule(
+            made = build_schedule(
                 self._spec.schedule,
                 self._stages,
                 self._handed,
@@ -181,7 +187,9 @@ class Pipelined(ParallelModel):
                 self._groups.pipeline,
                 self.clock,
             )
-        return self._schedules[key]
+            self._schedules[key] = made, self._handed
+        made, self._handed = self._schedules[key]
+        return made
 
     def _reduce(self) -> None:
         began_s = time.perf_counter()
@@ -195,6 +203,7 @@ class Pipelined(ParallelModel):
 
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
         sums: list[Tensor] = []
+        self._handed = {}
         with evaluating(self._model), torch.no_grad():
             for part, share in _slices(batch, self._num_micro_batches):
                 outputs = self._forward(part)
@@ -232,7 +241,7 @@ class Pipelined(ParallelModel):
                 return handed
             self._handed[stage] = _like(handed)
             if self._stage_ranks[stage + 1] != self._rank:
-                send(handed, self._stage_ranks[stage + 1], group)
+                send(handed.detach(), self._stage_ranks[stage + 1], group)
                 handed = None
         return None
 
