@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import click
 from rich.console import Console
@@ -102,10 +104,11 @@ def show(model: str, as_json: bool) -> None:
         ("aliases", ", ".join(found.aliases) or "-"),
         ("registered", f"{moment(manifest.created_at)}, {since} ago"),
         ("from run", f"{manifest.run_id or '-'}, weights version {manifest.weights_version}"),
-        ("built by", f"{manifest.model.factory} {json.dumps(manifest.model.kwargs)}"),
+        ("built by", f"{manifest.model.factory} {json.dumps(_shortened(manifest.model.kwargs))}"),
         *(("input", _tensor(each)) for each in manifest.signature.inputs),
         *(("output", _tensor(each)) for each in manifest.signature.outputs),
         *((key, number(value)) for key, value in manifest.metrics.items()),
+        *((f"{part} data", fingerprint) for part, fingerprint in manifest.data.items()),
         ("weights", f"{len(tensors)} tensors, {num_values:,} values, {size(manifest.size_bytes)}, whole"),
         ("sha256", manifest.sha256),
         ("files", str(found.folder)),
@@ -150,6 +153,12 @@ def rollback(name: str, alias: str) -> None:
     """
     found = Registry().rollback(name, alias)
     click.echo(f"{found.name}@{alias} is {found.ref} now.")
+
+
+def _shortened(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """With a word in place of a text of many lines, such as the source of a Task."""
+    long = {name: value.count("\n") for name, value in kwargs.items() if isinstance(value, str) and "\n" in value}
+    return {**kwargs, **{name: f"({count} lines, see --json)" for name, count in long.items()}}
 
 
 def _rollback_command(found: ModelVersion, alias: str) -> str:

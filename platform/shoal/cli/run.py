@@ -352,8 +352,9 @@ def _check_words(path: Path, words: Sequence[str]) -> None:
         return
     checked = subprocess.run([sys.executable, str(path), *words, "--check"], capture_output=True, text=True)
     if checked.returncode:
-        lines = checked.stderr.strip().splitlines() or ["it said nothing"]
-        raise RunError(lines[-1].removeprefix("error: "))
+        said = checked.stderr.strip() or "it said nothing"
+        _, is_typed, error = f"\n{said}".rpartition("\nerror: ")
+        raise RunError(error if is_typed else said)  # what is not typed is the user's own, with its traceback
 
 
 def _new_run_id() -> str:

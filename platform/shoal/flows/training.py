@@ -33,6 +33,7 @@ JOB = "train"
 POLL_S = 0.25
 STOP_S = 12.0  # for the workers to save, before whoever asked for an end loses patience
 PRINT_S = 2.0
+ROOM_S = 10.0  # for a run that has just ended to give its place back
 ATTEMPTS_WITHOUT_PROGRESS = 3
 
 
@@ -66,14 +67,14 @@ class _Flow:
     """One run, over all attempts that it takes."""
 
     def __init__(self, spec: TrainSpec, checked: Checked, recorder: RunRecorder) -> None:
-        self.spec, self.checked, self.recorder = spec, checked, recorder
+        self.spec, self.checked, self.recorder = placed(spec), checked, recorder
         self._step = -1  # the newest that was heard of
         self._printed_at = 0.0
 
     def run(self) -> None:
         """Attempt until the run ends, or until workers were lost several times without a step between."""
         print(f"run {self.recorder.id}: {self.spec.task} on {self.spec.workers} workers", flush=True)
-        require_room(self.spec)
+        require_room(self.spec, ROOM_S)
         lost_in_a_row = 0
         while True:
             before = self._step
@@ -142,14 +143,24 @@ class _Flow:
         print(f"step {step:6,} | {_in_words(values)}", flush=True)
 
 
-def require_room(spec: TrainSpec) -> None:
-    """Raises PlanError when the cluster can never hold so many workers, ClusterError when it has nothing free."""
+def placed(spec: TrainSpec) -> TrainSpec:
+    """The spec with its device chosen: `auto` is CUDA where the cluster has one for each worker."""
+    if spec.device != "auto":
+        return spec
+    has_gpus = ray.cluster_resources().get("GPU", 0) >= spec.workers
+    return spec.model_copy(update={"device": "cuda" if has_gpus else "cpu"})
+
+
+def require_room(spec: TrainSpec, wait_s: float) -> None:
+    """Raises PlanError when the cluster can never hold so many workers, ClusterError when `wait_s` frees no place."""
     resource = "GPU" if spec.device == "cuda" else "CPU"
     there = int(ray.cluster_resources().get(resource, 0))
     if there < spec.workers:
         remedy = f"use workers={there}, or a larger cluster" if there else f"start a cluster with {resource}s"
         raise PlanError("workers", spec.workers, f"the cluster has {there} {resource}s", remedy)
-    free = int(ray.available_resources().get(resource, 0))
+    deadline = time.monotonic() + wait_s
+    while (free := int(ray.available_resources().get(resource, 0))) < spec.workers and time.monotonic() < deadline:
+        time.sleep(POLL_S)
     if free < spec.workers:
         problem = f"{spec.workers} workers need a {resource} each, and {free} of {there} are free"
         raise ClusterError(f"{problem}: wait for what runs (`shoal status`), or use fewer workers")

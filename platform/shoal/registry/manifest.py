@@ -92,6 +92,7 @@ class Manifest(Spec):
     run_id:          the run that made it; None when no run did
     weights_version: the version that the weights had within that run
     sha256:          hex digest of weights.safetensors
+    data:            fingerprints of the datasets that it was made with, by their part: train, validation, test
     """
 
     model_config = ConfigDict(ser_json_inf_nan="strings")  # a metric may be NaN, which JSON cannot say
@@ -106,3 +107,4 @@ class Manifest(Spec):
     model: ModelFactory
     signature: Signature
     metrics: dict[str, float] = Field(default_factory=dict)
+    data: dict[str, str] = Field(default_factory=dict)

@@ -80,6 +80,7 @@ class Registry:
         signature: Signature,
         run_id: str | None = None,
         metrics: Mapping[str, float] | None = None,
+        data: Mapping[str, str] | None = None,
         aliases: Sequence[str] = ("champion",),
     ) -> ModelVersion:
         """Add the next version of `name`, and let `aliases` mean it.
@@ -106,6 +107,7 @@ class Registry:
                     model=model,
                     signature=signature,
                     metrics=dict(metrics or {}),
+                    data=dict(data or {}),
                 )
                 _write_version(folder, manifest, snapshot.payload)
                 for alias in aliases:

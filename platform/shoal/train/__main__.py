@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from shoal.errors import ShoalError
+from shoal.errors import ConfigError, DataError, NotFinite, ShoalError
 from shoal.train.alone import train_here
 from shoal.train.recipe import spec_from_words
 
@@ -22,7 +22,8 @@ def main(words: list[str]) -> int:
     try:
         outcome = train_here(spec_from_words(words))
     except ShoalError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if is_first or isinstance(error, DataError) or not isinstance(error, ConfigError | NotFinite):
+            print(f"error: {error}", file=sys.stderr, flush=True)  # the others are the same on every rank
         return 1
     if is_first:
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in outcome.metrics.items())

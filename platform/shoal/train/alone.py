@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,8 @@ from shoal.train.task import make_task
 from shoal.train.trainer import Trainer
 
 JOB = "train"
+_TORCHRUN = "TORCHELASTIC_RUN_ID"  # a variable that torchrun sets
+_NUM_LOOKED_AT = 50  # newest runs, when the one that torchrun has interrupted is looked for
 
 
 def train_here(spec: TrainSpec, job: str = JOB, *, registers: bool = True) -> Outcome:
@@ -74,24 +77,42 @@ def train_here(spec: TrainSpec, job: str = JOB, *, registers: bool = True) -> Ou
 @contextmanager
 def _record(spec: TrainSpec, job: str) -> Iterator[RunRecorder]:
     """The record of this run, or of the one that is resumed; written to the end by this process."""
-    text = spec.to_yaml()
-    recorder = shoal.runs.reopen(spec.resume, text) if spec.resume else shoal.runs.create(job, text)
+    text, resumed = spec.to_yaml(), spec.resume or _run_of_torchrun()
+    recorder = shoal.runs.reopen(resumed, text) if resumed else shoal.runs.create(job, text)
     with recorder:
+        if _TORCHRUN in os.environ:
+            recorder.event("launched", by=_launcher())
         yield recorder
     if recorder.folder.is_dir():
         shoal.runs.write_report(shoal.runs.load(recorder.id))
 
 
+def _launcher() -> str:
+    """Which torchrun this is."""
+    return f"torchrun {os.environ[_TORCHRUN]}, process {os.getppid()} on {socket.gethostname()}"
+
+
+def _run_of_torchrun() -> str:
+    """The run to go on with when torchrun has started its ranks again (--max-restarts); empty when it has not."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return ""
+    runs = shoal.runs.list_runs(_NUM_LOOKED_AT)
+    return next((run.id for run in runs if run.last_events().get("launched", {}).get("by") == _launcher()), "")
+
+
 @contextmanager
 def _interrupts() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set: the Trainer then saves and ends. A second Ctrl-C ends it at once."""
+    """An event that Ctrl-C and SIGTERM set: the Trainer then saves and ends. A second Ctrl-C ends it at once.
+
+    Not under torchrun: a rank hears of one Ctrl-C from the terminal and from torchrun, which has a patience of its own.
+    """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
 
     def note(signum: int, frame: object) -> None:
-        if asked.is_set():
+        if asked.is_set() and _TORCHRUN not in os.environ:
             raise KeyboardInterrupt
         asked.set()
 

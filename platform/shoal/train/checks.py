@@ -10,7 +10,7 @@ import pickle
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.data import Data, Loader
 from shoal.data.example import example_batch
@@ -48,6 +48,7 @@ def check(spec: TrainSpec) -> Checked:
     if spec.stop.is_empty:
         raise ConfigError("stop", None, "nothing says when to end", "give stop.epochs=3, say, or stop.steps=1000")
     task = make_task(spec.task, spec.args)
+    _require_methods(task, spec)
     if spec.workers > 1:
         _require_pickles(task, spec)
     data = data_of(task, spec.task)
@@ -60,8 +61,9 @@ def check(spec: TrainSpec) -> Checked:
 
 def _try_out(spec: TrainSpec, task: Task, data: Data, samples: int) -> Checked:
     degrees = spec.parallel.degrees(spec.workers)
-    loader = Loader(
-        data.train, batch_size=spec.batch_size, share=(0, degrees.data), seed=spec.seed, collate=data.collate
+    share = (0, degrees.data)
+    loader = Loader(  # which starts no worker process before it is read, but finds out whether it could
+        data.train, batch_size=spec.batch_size, share=share, seed=spec.seed, spec=spec.loader, collate=data.collate
     )
     try:
         batch, steps_per_epoch = example_batch(data.train, data.collate, min(samples, 2)), loader.num_batches
@@ -70,9 +72,10 @@ def _try_out(spec: TrainSpec, task: Task, data: Data, samples: int) -> Checked:
     total_steps_of(spec, steps_per_epoch)
     seed_everything(spec.seed)
     model = model_of(task, spec.task)
-    device = choose_device(spec.device, 0).type
+    # Where the workers run there may be a CUDA that is not here.
+    device = "cuda" if spec.device == "cuda" else choose_device(spec.device, 0).type
     check_plan(model, task, spec.parallel, degrees, batch, device)
-    _require_metrics(spec, task, data, model, batch)
+    _require_watched(spec, data, _measures(spec, task, model, batch))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     signature = signature_of(task, model, batch)
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
@@ -81,22 +84,43 @@ def _try_out(spec: TrainSpec, task: Task, data: Data, samples: int) -> Checked:
     return Checked(signature, known, num_parameters, steps_per_epoch)
 
 
-def _require_metrics(spec: TrainSpec, task: Task, data: Data, model: nn.Module, batch: object) -> None:
+def _require_methods(task: Task, spec: TrainSpec) -> None:
+    for name in ("model", "data", "loss"):
+        if getattr(type(task), name) is getattr(Task, name):
+            problem = f"{type(task).__name__} has no method {name!r} of its own"
+            raise ConfigError("task", spec.task, problem, f"write {name}: see shoal.train.Task")
+
+
+def _measures(spec: TrainSpec, task: Task, model: nn.Module, batch: object) -> list[str]:
+    """What an evaluation will measure, by name. Raises ConfigError for what is no scalar."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            outputs = model(*task.inputs(batch))
+            found: dict[str, object] = {"loss": task.loss(outputs, batch), **task.metrics(outputs, batch)}
+    finally:
+        model.train(was_training)
+    for name, value in found.items():
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            kind = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            called = "loss" if name == "loss" else f"metrics: {name!r}"
+            problem = f"{type(task).__name__}.{called} gave {kind}"
+            raise ConfigError("task", spec.task, problem, "return the mean over the batch, as a tensor of one number")
+    return list(found)
+
+
+def _require_watched(spec: TrainSpec, data: Data, measured: list[str]) -> None:
     """The metrics that `stop` watches must be among those that are evaluated, and there must be an evaluation."""
-    watched = [("stop.target", spec.stop.target), ("stop.convergence", spec.stop.convergence)]
-    if not any(each for _, each in watched):
-        return
-    if data.validation is None:
-        field = next(name for name, each in watched if each)
-        raise ConfigError(
-            field, "", "needs an evaluation, and there is no validation data", "give Data(validation=...)"
-        )
-    with torch.no_grad():
-        names = ["loss", *task.metrics(model.eval()(*task.inputs(batch)), batch)]
-    model.train()
-    for field, each in watched:
-        if each is not None and each.metric not in names:
-            raise ConfigError(f"{field}.metric", each.metric, "is not evaluated", f"there is {', '.join(names)}")
+    for field, each in (("stop.target", spec.stop.target), ("stop.convergence", spec.stop.convergence)):
+        if each is None:
+            continue
+        if data.validation is None:
+            problem = "needs an evaluation, and there is no validation data"
+            raise ConfigError(f"{field}.metric", each.metric, problem, "give Data(validation=...)")
+        if each.metric not in measured:
+            known = f"there is {', '.join(measured)}"
+            raise ConfigError(f"{field}.metric", each.metric, "is not evaluated", known)
 
 
 def _require_pickles(task: Task, spec: TrainSpec) -> None:

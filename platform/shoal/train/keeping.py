@@ -92,6 +92,7 @@ class Keeper:
         """
         if self._saved_step == progress.step and not best:
             return
+        self.wait()  # for the one before: that it failed is said, and does not stop this one
         own = {"random": random_state(), "position": self._assembly.own_position()}
         extras = {"progress": asdict(progress), "position": self._assembly.position()}
         state, plan = self._assembly.state(), self._assembly.degrees.words
@@ -99,8 +100,9 @@ class Keeper:
             self._checkpointer.save(progress.step, state, extras, per_rank=own, plan=plan, best=best)
         except CheckpointError as error:
             self._lost(error, progress.step, must)
-            self._checkpointer.save(progress.step, state, extras, per_rank=own, plan=plan, best=best)
-        self._saved_step, self._saved_elapsed_s = progress.step, progress.elapsed_s
+        else:
+            self._saved_step = progress.step
+        self._saved_elapsed_s = progress.elapsed_s
 
     def wait(self, *, must: bool = False) -> None:
         """Until what was saved is on the disk. Collective."""

@@ -227,5 +227,5 @@ class Fit:
         except (RayError, ray.train.TrainingFailedError) as error:
             # As text: its frames would keep the group's placement alive, and the next attempt waiting for it.
             self._failure = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        except Exception as error:  # the top of a thread: whoever asks for the outcome gets it
+        except Exception as error:  # noqa: BLE001 - the top of a thread: whoever asks for the outcome gets it
             self._surprise = error

@@ -48,8 +48,12 @@ def build(task: str, args: Mapping[str, Any], source: str = "", name: str = "") 
     return made.model()
 
 
-def register(spec: TrainSpec, outcome: Outcome, signature: Signature, recorder: RunRecorder) -> ModelVersion:
+def register(
+    spec: TrainSpec, outcome: Outcome, signature: Signature, data: Mapping[str, str], recorder: RunRecorder
+) -> ModelVersion:
     """Put the network that a run kept into the registry, and say so in the record.
+
+    data: fingerprints of the datasets, by their part
 
     Raises RegistryError, and ConfigError for a name or alias that does not fit.
     """
@@ -62,6 +66,7 @@ def register(spec: TrainSpec, outcome: Outcome, signature: Signature, recorder: 
         signature=signature,
         run_id=recorder.id,
         metrics=outcome.metrics,
+        data=data,
         aliases=spec.aliases,
     )
     recorder.model_registered(version.name, version.version, version.aliases)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.data import Data
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, DataError
 
 JOBS = Path("jobs")
 
@@ -125,7 +125,11 @@ def make_task(word: str, args: Mapping[str, Any]) -> Task:
 
 def data_of(task: Task, word: str) -> Data:
     """What `task.data()` gives. Raises ConfigError when that is something else than a Data, and DataError."""
-    found: object = task.data()
+    try:
+        found: object = task.data()
+    except OSError as error:
+        problem = f"{type(task).__name__}.data could not read it: {type(error).__name__}: {error}"
+        raise DataError("task", word, problem, f"paths are looked up from {Path.cwd()}") from error
     if not isinstance(found, Data):
         problem = f"{type(task).__name__}.data gave a {type(found).__name__}"
         raise ConfigError("task", word, problem, "return shoal.data.Data(train=...)")
@@ -182,10 +186,12 @@ def load_file(path: Path, word: str) -> ModuleType:
 
 def _import(word: str, place: str) -> ModuleType:
     recipes = sorted(path.stem for path in JOBS.glob("*.py"))
+    remedy = "give file.py:Class, package.module:Class" + (f", or one of {', '.join(recipes)}" if recipes else "")
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise ConfigError("task", word, "is no file and no module", remedy)
     try:
         return importlib.import_module(place)
     except ImportError as error:
-        remedy = "give file.py:Class, package.module:Class" + (f", or one of {', '.join(recipes)}" if recipes else "")
         raise ConfigError("task", word, f"cannot be found ({error})", remedy) from error
 
 

@@ -1,0 +1,246 @@
+"""What is found wrong with a training run before any worker starts: field, value and remedy of each."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from shoal.data import Data
+from shoal.data.formats import Idx
+from shoal.errors import ConfigError, DataError, PlanError
+from shoal.train.checks import Checked, check
+from shoal.train.spec import TrainSpec
+from train_task import Toy
+
+HERE = "given_to_check"
+
+
+class NoData(Toy):
+    def data(self) -> Data:
+        return [1, 2, 3]  # type: ignore[return-value]
+
+
+class NoModel(Toy):
+    def model(self) -> nn.Module:
+        return lambda x: x  # type: ignore[return-value]
+
+
+class NoLoss(Toy):
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[2], reduction="none")
+
+
+class PlainNumber(Toy):
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        return {"accuracy": 0.5}  # type: ignore[dict-item]
+
+
+class Locked(Toy):
+    def __init__(self, **args: Any) -> None:
+        super().__init__(**args)
+        self.lock = threading.Lock()
+
+
+class Empty(Toy):
+    def data(self) -> Data:
+        return Data(TensorDataset(torch.zeros(0, 8), torch.zeros(0), torch.zeros(0)))
+
+
+class NoValidation(Toy):
+    def data(self) -> Data:
+        return Data(super().data().train)
+
+
+class Missing(Toy):
+    def data(self) -> Data:
+        return Data(Path("nowhere/features.bin").read_bytes())
+
+
+class OnlyItems(Toy):
+    def data(self) -> Data:
+        return Data(object())
+
+
+class Images(Toy):
+    """`folder`: where the two IDX files are."""
+
+    def __init__(self, folder: str = "") -> None:
+        super().__init__()
+        self.folder = Path(folder)
+
+    def data(self) -> Data:
+        return Data(Idx(self.folder / "images-idx3-ubyte", self.folder / "labels-idx1-ubyte"))
+
+
+class Unsplittable(Toy):
+    """Three outputs, which no two ranks can share."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 3))
+
+
+class Wrapped:
+    """A dataset that cannot be handed to another process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+        return torch.zeros(8), index, 0
+
+
+class Unsendable(Toy):
+    def data(self) -> Data:
+        return Data(Wrapped())
+
+
+def spec_of(task: str = "Toy", **changes: Any) -> TrainSpec:
+    base = {"task": f"{HERE}:{task}", "batch_size": 32, "stop": {"epochs": 1}}
+    return TrainSpec.parse({**base, **changes})
+
+
+@pytest.fixture(autouse=True)
+def _module(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType(HERE)
+    module.__dict__.update(globals())
+    monkeypatch.setitem(sys.modules, HERE, module)
+
+
+def refused(spec: TrainSpec, kind: type[ConfigError] = ConfigError) -> ConfigError:
+    """What `check` raises, which names all that a user needs."""
+    with pytest.raises(ConfigError) as raised:
+        check(spec)
+    assert type(raised.value) is kind
+    assert raised.value.remedy
+    assert repr(raised.value.value) in str(raised.value)
+    return raised.value
+
+
+def test_what_is_good_is_known_before_it_starts() -> None:
+    num_parameters = sum(parameter.numel() for parameter in Toy().model().parameters())
+    state = torch.get_rng_state()
+    found: Checked = check(spec_of(workers=2, parallel="ddp", stop={"epochs": 3, "target": "accuracy>=0.9"}))
+    assert (found.steps_per_epoch, found.num_parameters) == (8, num_parameters)
+    assert [(each.name, each.datatype, each.shape) for each in found.signature.inputs] == [("input", "FP32", [-1, 8])]
+    assert [(each.name, each.datatype, each.shape) for each in found.signature.outputs] == [("output", "FP32", [-1, 3])]
+    assert sorted(found.fingerprint) == ["train", "validation"]
+    assert found == check(spec_of())  # the fingerprint is of the data, not of the time
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value", "remedy"),
+    [
+        ({"workers": 3, "parallel": {"data": 2}}, "workers", 3, "use workers=2"),
+        ({"workers": 4, "parallel": {"tensor": 3}}, "workers", 4, "use a multiple of 3, or other degrees"),
+        ({"workers": 2, "parallel": "single"}, "workers", 2, "use workers=1"),
+        ({"workers": 3, "parallel": "ddp"}, "batch_size", 32, "use 30 or 33"),
+        ({"parallel": {"accumulate": 5}}, "batch_size", 32, "use 30 or 35"),
+        ({"workers": 2, "parallel": "pipeline", "batch_size": 6}, "batch_size", 6, "use 4 or 8"),
+    ],
+)
+def test_a_plan_that_does_not_fit(changes: dict[str, Any], field: str, value: object, remedy: str) -> None:
+    error = refused(spec_of(**changes), PlanError)
+    assert (error.field, error.value, error.remedy) == (field, value, remedy)
+
+
+def test_a_layer_that_cannot_be_split_is_named() -> None:
+    error = refused(spec_of("Unsplittable", workers=2, parallel="tensor"), PlanError)
+    assert "0" in str(error)  # the name of the layer
+    assert "tensor" in error.field
+
+
+def test_a_task_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("from shoal.train import Task\nclass Mine(Task): pass\nclass Other(Task): pass\n")
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "lenet.py").touch()
+    for word, problem, remedy in [
+        ("nowhere.py:Mine", "there is no file nowhere.py", str(tmp_path)),
+        ("mine.py:Mien", "mine.py has no Task 'Mien'", "did you mean 'Mine'?"),
+        ("mine.py", "mine.py has 2 Tasks", "name one of Mine, Other: mine.py:Mine"),
+        ("broken.py:Any", "broken.py does not load: ModuleNotFoundError", ""),
+        ("lenett", "cannot be found", "or one of lenet"),
+        ("", "is no file and no module", "give file.py:Class"),
+        ("mine.py:Mine", "Mine has no method 'model' of its own", "write model"),
+    ]:
+        with pytest.raises(ConfigError) as raised:
+            check(spec_of().model_copy(update={"task": word}))
+        assert (raised.value.field, raised.value.value) == ("task", word)
+        assert problem in raised.value.problem
+        assert remedy in raised.value.remedy
+
+
+def test_arguments_that_a_task_does_not_take() -> None:
+    error = refused(spec_of(args={"hiden": 4}))
+    assert (error.field, error.value, error.remedy) == ("args.hiden", 4, "did you mean 'hidden'?")
+
+
+@pytest.mark.parametrize(
+    ("task", "problem", "remedy"),
+    [
+        ("NoData", "NoData.data gave a list", "return shoal.data.Data(train=...)"),
+        ("NoModel", "NoModel.model gave a function", "return a torch.nn.Module"),
+        ("NoLoss", "NoLoss.loss gave a tensor [2]", "return the mean over the batch"),
+        ("PlainNumber", "PlainNumber.metrics: 'accuracy' gave a float", "return the mean over the batch"),
+    ],
+)
+def test_a_task_that_gives_something_else(task: str, problem: str, remedy: str) -> None:
+    error = refused(spec_of(task))
+    assert (error.field, error.value, error.problem) == ("task", f"{HERE}:{task}", problem)
+    assert error.remedy.startswith(remedy)
+
+
+def test_what_cannot_be_sent_to_workers() -> None:
+    error = refused(spec_of("Locked", workers=2, parallel="ddp"))
+    assert "cannot be sent to workers: TypeError: cannot pickle '_thread.lock'" in error.problem
+    check(spec_of("Locked"))  # alone it need not travel
+    error = refused(spec_of("Unsendable", loader={"workers": 2}))
+    assert (error.field, error.value) == ("loader.workers", 2)
+
+
+def test_data_that_is_not_there(tmp_path: Path) -> None:
+    assert "No such file" in refused(spec_of("Missing"), DataError).problem
+    with pytest.raises(DataError, match="is empty"):
+        check(spec_of("Empty"))
+    error = refused(spec_of(batch_size=300), DataError)
+    assert "256 samples, not one whole batch of 300" in error.problem
+    assert "neither a map-style nor an iterable" in refused(spec_of("OnlyItems")).problem
+    with pytest.raises(DataError, match="does not exist"):
+        check(spec_of("Images", args={"folder": str(tmp_path)}))
+
+
+def test_a_truncated_file(tmp_path: Path) -> None:
+    (tmp_path / "images-idx3-ubyte").write_bytes(struct.pack(">IIII", 0x803, 100, 4, 4) + bytes(99 * 16))
+    (tmp_path / "labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, 100) + bytes(100))
+    with pytest.raises(DataError, match="images-idx3-ubyte") as raised:
+        check(spec_of("Images", args={"folder": str(tmp_path)}))
+    assert raised.value.remedy
+
+
+def test_an_end_that_cannot_come() -> None:
+    assert refused(spec_of(stop={})).field == "stop"
+    error = refused(spec_of(stop={"epochs": 1, "target": "acuracy>=0.9"}))
+    assert (error.field, error.value, error.remedy) == ("stop.target.metric", "acuracy", "there is loss, accuracy")
+    error = refused(spec_of("NoValidation", stop={"epochs": 1, "target": "accuracy>=0.9"}))
+    assert (error.field, error.remedy) == ("stop.target.metric", "give Data(validation=...)")
+    error = refused(spec_of("NoValidation", stop={"convergence": {"metric": "loss"}}))
+    assert (error.field, error.value) == ("stop.convergence.metric", "loss")
+
+
+def test_a_device_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="device = 'tpu9'"):
+        check(spec_of(device="tpu9"))
