@@ -4,7 +4,8 @@ Each mask is drawn for the whole global micro-batch, from a generator seeded by 
 and each data rank takes the rows of its samples. `nn.Dropout` and `nn.Dropout1d/2d/3d` are treated so. What a model
 draws otherwise (functional dropout, as in `nn.MultiheadAttention` and between the layers of `nn.LSTM`, `AlphaDropout`,
 `torch.rand`) is seeded by (seed, step, micro-step, data rank): it can be repeated, and ranks that split layers agree on
-it, but data ranks draw independently of one another, and not what one process would have drawn.
+it, but data ranks draw independently of one another, and not what one process would have drawn. Compiled layers draw so
+too, because a generator of their own would break their graph.
 
 Called by every plan when it is made, and once for each micro-step.
 """
@@ -69,7 +70,6 @@ class Draws:
         for generator in self._global:
             generator.manual_seed(seed)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def keep_mask(self, layer: int, shape: torch.Size, keep: float, like: Tensor, part: Part | None) -> Tensor:
         """Ones with probability `keep` and zeros, [*shape]: the part of this rank's samples in the global mask.
 
@@ -124,6 +124,8 @@ class SeededDropout(nn.Dropout):
     part: Part | None
 
     def forward(self, input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return (torch.feature_dropout if self.channels else torch.dropout)(input, self.p, self.training)
         if not self.training or self.p == 0.0:
             return input
         if self.p == 1.0:
@@ -131,7 +133,7 @@ class SeededDropout(nn.Dropout):
         shape = input.shape
         if self.channels:
             shape = torch.Size([*shape[:2], *(1 for _ in shape[2:])])
-        mask: Tensor = self.draws.keep_mask(self.layer, shape, 1.0 - self.p, input, self.part)
+        mask = self.draws.keep_mask(self.layer, shape, 1.0 - self.p, input, self.part)
         return input * mask / (1.0 - self.p)
 
 

@@ -83,5 +83,6 @@ def data_group(degrees: Degrees, world: World) -> dist.ProcessGroup:
         assert world_group is not None
         return world_group
     firsts = [Coordinates(stage, 0, part) for stage in range(degrees.pipeline) for part in range(degrees.tensor)]
+    group: dist.ProcessGroup
     group, _ = dist.new_subgroups_by_enumeration([degrees.peers(degrees.rank(first), "data") for first in firsts])
     return group

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from shoal.parallel.model import Learnable
 from shoal.parallel.plan import ParallelSpec
-from shoal.parallel.whole import Whole, compile_module, trainable
+from shoal.parallel.whole import Whole, compile_forward, trainable
 from shoal.parallel.world import World
 
 LEAST_SHARE = 0.01  # of all parameters: a smaller block is gathered together with the rest of the model
@@ -44,7 +44,7 @@ class Sharded(Whole):
         names = ("replicate", "shard") if mesh["replicate"].size() > 1 else ("shard",)
         blocks = list(find_blocks(model))
         for block in [block for _, block in blocks] if spec.compile and blocks else [model] * spec.compile:
-            compile_module(block)
+            compile_forward(block)
         for part in [*(block for _, block in blocks), model]:
             part.register_forward_hook(_without_views)
             fully_shard(part, mesh=mesh[names])

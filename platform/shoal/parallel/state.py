@@ -165,7 +165,8 @@ def _initialise(optimizer: Optimizer) -> None:
     try:
         for parameter in everything:
             parameter.grad = None
-        for parameter in new:
+        for parameter in new:  # zeros, of which weight decay makes nothing
+            assign(parameter.data, torch.zeros_like(parameter))
             parameter.grad = torch.zeros_like(parameter)
         for group in optimizer.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
@@ -175,8 +176,9 @@ def _initialise(optimizer: Optimizer) -> None:
             group["lr"] = rate
         for parameter, grad in zip(everything, grads, strict=True):
             parameter.grad = grad
-    for parameter, value in zip(new, kept, strict=True):
-        assign(parameter.data, value)
+        for parameter, value in zip(new, kept, strict=True):
+            assign(parameter.data, value)
+    for parameter in new:
         for key, entry in optimizer.state[parameter].items():
             if key == "step":
                 optimizer.state[parameter][key] = torch.zeros_like(entry) if isinstance(entry, Tensor) else 0

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -165,16 +165,39 @@ class Single(Whole):
 
 
 def compile_module(module: nn.Module) -> None:
-    """torch.compile, in place. What cannot be compiled raises PlanError at the first call, and never runs slowly."""
-    module.compile()
-    compiled = module._compiled_call_impl
-    assert compiled is not None
+    """torch.compile, in place. What cannot be compiled raises PlanError at the first call, and never runs slowly.
+
+    Not by `module.compile()`, which silently leaves PyTorch's own modules (a Sequential, say) as they are.
+    """
+    module._compiled_call_impl = _compiled(module, lambda *args, **kwargs: module._call_impl(*args, **kwargs))
+
+
+def compile_forward(module: nn.Module) -> None:
+    """As `compile_module`, but hooks stay outside: what FSDP and pipelines do around a block would break its graph."""
+    forward = module.forward
+    module.forward = _compiled(module, lambda *args, **kwargs: forward(*args, **kwargs))
+
+
+def _compiled(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(function)
+    before = _num_graphs()  # blocks that are alike may share one
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return compiled(*args, **kwargs)
+            output = compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            problem = f"{type(module).__name__} cannot be compiled ({type(error).__name__}: {error})"
-            raise PlanError("parallel.compile", True, problem, "use compile=false") from error
+            raise _not_compiled(module, f"{type(error).__name__}: {error}") from error
+        if _num_graphs() == before:
+            raise _not_compiled(module, "no graph was made of it")
+        return output
 
-    module._compiled_call_impl = call
+    return call
+
+
+def _num_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _not_compiled(module: nn.Module, reason: str) -> PlanError:
+    problem = f"{type(module).__name__} cannot be compiled ({reason})"
+    return PlanError("parallel.compile", True, problem, "use compile=false")

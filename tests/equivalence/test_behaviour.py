@@ -1,0 +1,111 @@
+"""What plans do beside their sums: skipped layers, unequal shares, compiled modules, waiting, models built unalike."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from cases import MODELS, SEED, Tokens, build, global_batch, make, share, trained
+from torch import Tensor, nn
+
+from programs import run_ranks
+from shoal.errors import PlanError
+from shoal.parallel import ParallelSpec, World, parallelize
+
+
+class Skipping(nn.Module):
+    """Its middle layer works on odd first tokens only, and not at all where a share has none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.middle, self.head = nn.Embedding(72, 8), nn.Linear(8, 8), nn.Linear(8, 72)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens[:, 0])
+        odd = tokens[:, :1] % 2 == 1
+        return self.head(torch.where(odd, self.middle(hidden), hidden) if bool(odd.any()) else hidden)
+
+
+def _half_odd() -> tuple[Tensor, Tensor]:
+    """A global batch of which the second share alone has odd first tokens."""
+    tokens, targets = global_batch(0)
+    tokens[:, 0] = torch.tensor([2] * 8 + [3] * 8)
+    return tokens, targets
+
+
+def _skipped(world: World, plan: dict[str, Any]) -> dict[str, Tensor | None] | str:
+    spec = ParallelSpec.parse(plan)
+    example = share(tuple(torch.ones_like(tensor) for tensor in global_batch(0)), 0, world.size)
+    parallel = parallelize(make(Skipping), Tokens(), spec, spec.degrees(world.size), world, example, SEED)
+    batch = _half_odd() if spec.dynamic else tuple(torch.zeros_like(tensor) for tensor in global_batch(0))
+    try:
+        parallel.train_step(share(batch, parallel.data_rank, parallel.num_data_ranks), 0)
+    except PlanError as error:
+        return str(error)
+    return {name: None if each.grad is None else each.grad.clone() for name, each in parallel.named_parameters()}
+
+
+def _behaviour(world: World) -> dict[str, Any]:
+    found: dict[str, Any] = {"refused": _skipped(world, {}), "skipped": _skipped(world, {"dynamic": True})}
+    for plan in ({}, {"shard": True}):
+        parallel = build("mixture", ParallelSpec.parse(plan), world)
+        batch = share(global_batch(0), world.rank, 2)
+        parallel.train_step(batch, 0)
+        found[f"waited {plan}"] = parallel.communication_s
+        number = 5 if world.rank == 0 else 0  # a last batch of five: the second share is a filler
+        few = tuple(tensor[: max(number, 1)] for tensor in batch)
+        sums = parallel.evaluate(few, number)
+        found[f"evaluated {plan}"] = float(parallel.total(sums["loss"]) / 5)
+    torch.manual_seed(world.rank)
+    spec = ParallelSpec(shard=True)
+    try:
+        parallelize(nn.Linear(3, 3), Tokens(), spec, spec.degrees(2), world, global_batch(0))
+    except PlanError as error:
+        found["unalike"] = str(error)
+    return found
+
+
+def test_behaviour() -> None:
+    ranks = run_ranks(_behaviour, 2)
+    expected = _skipped(World.alone("cpu"), {"dynamic": True})
+    assert isinstance(expected, dict)
+    alone = build("mixture", ParallelSpec(), World.alone("cpu"))
+    alone.train_step(global_batch(0), 0)
+    few = tuple(tensor[:5] for tensor in global_batch(0))
+    loss = float(alone.evaluate(few, 5)["loss"] / 5)
+    for rank, found in enumerate(ranks):
+        assert "middle.weight had a gradient at first" in found["refused"]
+        assert "parallel.dynamic=true" in found["refused"]
+        torch.testing.assert_close(found["skipped"], expected)
+        assert 0 < found["waited {}"] < 60
+        assert math.isnan(found["waited {'shard': True}"])
+        for plan in ("{}", "{'shard': True}"):
+            assert math.isclose(found[f"evaluated {plan}"], loss, rel_tol=1e-5)
+        assert f"weight is not the same on ranks {rank} and {1 - rank}" in found["unalike"]
+
+
+def _compiled(world: World) -> list[list[float]]:
+    """With the compiler's first half: what is traced, and what would break a graph, without machine code."""
+    compile_with = torch.compile
+    torch.compile = lambda function: compile_with(function, backend="eager")  # type: ignore[assignment]
+    plans: list[dict[str, Any]] = [{}, {"shard": True}, {"data": 1, "tensor": 2}] if world.size > 1 else [{}]
+    build("transformer", ParallelSpec(compile=True), world).train_step(
+        share(global_batch(0), world.rank, world.size), 0
+    )
+    return [trained(_certain, ParallelSpec.parse({**plan, "compile": True}), world)["losses"] for plan in plans]
+
+
+def _certain() -> nn.Module:
+    """Without dropout, which compiled layers draw otherwise."""
+    model = MODELS["transformer"]()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def test_compiled_plans() -> None:
+    expected = trained(_certain, ParallelSpec(), World.alone("cpu"))["losses"]
+    for losses in (*run_ranks(_compiled, 1)[0], *run_ranks(_compiled, 2)[0]):
+        torch.testing.assert_close(losses, expected, rtol=2e-4, atol=2e-5)

@@ -1,0 +1,266 @@
+"""What plans are made of, in one process: masks, loss scales, clipping, states, blocks, evaluation, compiling."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal.errors import PlanError, SpecMismatch
+from shoal.parallel import ParallelSpec, World, gradients, state
+from shoal.parallel.dropout import Draws, Part, SeededDropout, mixed, seed_dropout
+from shoal.parallel.precision import LossScale
+from shoal.parallel.sharded import find_blocks
+from shoal.parallel.whole import Single
+
+CPU = torch.device("cpu")
+
+
+class Mean:
+    """A learnable whose loss is the mean of what comes out, times a factor."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        return (batch,)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.float().mean() * self.factor
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        return {"largest": outputs.max()}
+
+    def tensor_plan(self) -> dict[str, str] | None:
+        return None
+
+    def pipeline_cuts(self) -> list[str] | None:
+        return None
+
+
+def _single(model: nn.Module, learnable: Mean | None = None, **plan: Any) -> Single:
+    return Single(model, learnable or Mean(), ParallelSpec(**plan), World.alone("cpu"), 5)
+
+
+def _dropped(values: Tensor, rank: int, size: int, step: int = 0, part: Part | None = None, **layer: Any) -> Tensor:
+    """What a dropout layer of rank `rank` of `size` makes of its rows of `values`, in two calls."""
+    model = nn.Sequential(layer.get("layer", nn.Dropout(0.4)))
+    draws = Draws(7, rank, size, CPU)
+    seed_dropout(model, draws)
+    assert isinstance(model[0], SeededDropout)
+    model[0].part = part
+    draws.begin(step, 0, values.shape[layer.get("dim", 0)])
+    return torch.stack([model(values), model(values)])
+
+
+def test_ranks_take_their_rows_of_one_mask() -> None:
+    ones = torch.ones(8, 5, 3)
+    whole = _dropped(ones, 0, 1)
+    assert 0.2 < (whole == 0).float().mean() < 0.6
+    assert whole.max().item() == pytest.approx(1 / 0.6)
+    assert not torch.equal(whole[0], whole[1])  # another call, another mask
+    assert not torch.equal(whole, _dropped(ones, 0, 1, step=1))
+    assert torch.equal(whole, _dropped(ones, 0, 1))
+    parts = [_dropped(ones[:2], rank, 4) for rank in range(4)]
+    assert torch.equal(torch.cat(parts, 1), whole)
+    by_channel = _dropped(ones, 0, 1, layer=nn.Dropout1d(0.5))
+    assert ((by_channel == 0).all(-1) | (by_channel != 0).all(-1)).all()
+    assert torch.equal(
+        torch.cat([_dropped(ones[:4], rank, 2, layer=nn.Dropout1d(0.5)) for rank in (0, 1)], 1), by_channel
+    )
+
+
+def test_masks_where_the_sample_is_not_the_first_dimension_and_where_features_are_split() -> None:
+    ones = torch.ones(3, 8, 6)  # [T, B, F]
+    whole = _dropped(ones, 0, 1, dim=1)
+    assert torch.equal(torch.cat([_dropped(ones[:, :4], rank, 2, dim=1) for rank in (0, 1)], 2), whole)
+    rows = torch.ones(24, 6)  # three rows for each of 8 samples
+    model = [nn.Dropout(0.4) for _ in range(3)]
+    for index, (rank, size) in enumerate([(0, 1), (0, 2), (1, 2)]):
+        draws = Draws(7, rank, size, CPU)
+        seed_dropout(model[index], draws)
+        draws.begin(0, 0, 8 // size)
+    assert torch.equal(torch.cat([model[1](rows[:12]), model[2](rows[:12])]), model[0](rows))
+    ones = torch.ones(8, 6)
+    whole = _dropped(ones, 0, 1)
+    parts = [_dropped(ones[:, :2], 0, 1, part=Part(1, which, 3)) for which in range(3)]
+    assert torch.equal(torch.cat(parts, -1), whole)
+
+
+def test_recomputing_activations_draws_the_same_masks() -> None:
+    def gradient(recompute: bool) -> Tensor:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+        draws = Draws(7, 0, 1, CPU)
+        seed_dropout(model, draws)
+        draws.begin(0, 0, 4)
+        values = torch.ones(4, 6)
+        for _ in range(3):  # one layer, called again and again
+            values = checkpoint(model, values, use_reentrant=False) if recompute else model(values)
+        values.sum().backward()
+        grad = model[0].weight.grad
+        assert grad is not None
+        return grad
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
+def test_dropout_at_its_ends_and_copied() -> None:
+    ones = torch.ones(4, 2)
+    assert torch.equal(_dropped(ones, 0, 1, layer=nn.Dropout(0.0))[0], ones)
+    assert not _dropped(ones, 0, 1, layer=nn.Dropout(1.0)).any()
+    parallel = _single(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
+    copied = copy.deepcopy(parallel.module)
+    assert copied[1].draws is parallel.module[1].draws  # type: ignore[index, union-attr]
+    assert len({mixed(1, 2), mixed(2, 1), mixed(1, 2, 0), mixed(0, 1, 2)}) == 4
+
+
+def test_a_loss_scale_shrinks_on_overflow_and_grows_after_good_steps() -> None:
+    scale = LossScale(initial=4.0, growth_steps=2)
+    assert not scale.update(False)
+    assert scale.value == 2.0
+    assert scale.update(True)
+    assert scale.update(True)
+    assert scale.value == 4.0
+    scale.value = LossScale.LEAST
+    assert scale.update(False)  # nothing more can be done: the Trainer says what it is
+
+
+def test_an_overflowing_step_is_repeated_until_its_gradients_are_finite() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    parallel = _single(model, Mean(8.0), precision="fp16")
+    parallel.train_step(torch.ones(4, 1), 0)  # 8 * 65536 / 4 is more than fp16 can hold
+    assert model.weight.grad is not None
+    assert model.weight.grad.item() == 8.0
+    assert parallel._scale is not None
+    assert parallel._scale.value < 65536
+
+
+def test_clipping_is_that_of_torch() -> None:
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        (model(torch.ones(4, 3)).square().sum() * 9).backward()
+    models[0].bias.grad = models[1].bias.grad = None
+    expected = nn.utils.clip_grad_norm_(models[0].parameters(), 1.5)
+    torch.testing.assert_close(gradients.clip(models[1].parameters(), 1.5), expected)
+    torch.testing.assert_close(models[1].weight.grad, models[0].weight.grad)
+    assert gradients.clip([nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_asking_for_an_optimisers_state_changes_nothing(make: Any) -> None:
+    def run(asked: bool) -> dict[str, Any]:
+        torch.manual_seed(0)
+        parallel = _single(nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})["used"])
+        options = {"momentum": 0.9} if make is torch.optim.SGD else {}
+        optimizer = make(parallel.module.parameters(), lr=0.1, weight_decay=0.01, **options)
+        for step in range(3):
+            if asked:
+                parallel.optimizer_state(optimizer)
+            parallel.train_step(torch.ones(2, 2), step)
+            optimizer.step()
+        return {**parallel.model_state(), **parallel.optimizer_state(optimizer)["weight"]["state"]}
+
+    plain, asked = run(False), run(True)
+    for name, value in plain.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(asked[name])), name
+
+
+def test_an_optimisers_state_goes_over_with_its_settings() -> None:
+    first, second = _single(nn.Linear(2, 2)), _single(nn.Linear(2, 2))
+    saved, loaded = (torch.optim.AdamW(each.module.parameters(), lr=0.5, betas=(0.8, 0.9)) for each in (first, second))
+    first.train_step(torch.ones(2, 2), 0)
+    saved.step()
+    saved.param_groups[0]["lr"] = 0.25
+    saved.param_groups[0]["initial_lr"] = 0.5  # a schedule's
+    loaded.param_groups[0]["betas"] = (0.1, 0.2)
+    values = first.optimizer_state(saved)
+    second.load_optimizer_state(loaded, values)
+    assert loaded.param_groups[0]["lr"] == 0.25
+    assert loaded.param_groups[0]["betas"] == (0.8, 0.9)
+    mine = second.optimizer_state(loaded)
+    assert torch.equal(mine["weight"]["state"]["exp_avg"], values["weight"]["state"]["exp_avg"])
+    assert mine["bias"]["state"]["step"].item() == 1
+    with pytest.raises(SpecMismatch, match="bias"):
+        second.load_optimizer_state(loaded, {"weight": values["weight"]})
+    with pytest.raises(SpecMismatch, match="has no momentum_buffer, which SGD keeps"):
+        second.load_optimizer_state(torch.optim.SGD(second.module.parameters(), 0.1, momentum=0.9), values)
+
+
+def test_weights_that_do_not_fit_are_named() -> None:
+    parallel = _single(nn.Linear(2, 3))
+    good = nn.Linear(2, 3).state_dict()
+    parallel.load_model_state(dict(good))
+    assert torch.equal(parallel.full_weights()["weight"], good["weight"])
+    for wrong, message in (
+        ({"weight": good["weight"]}, "model.bias.*is missing"),
+        ({**good, "more": torch.zeros(1)}, "model.more.*not in the model"),
+        ({**good, "bias": torch.zeros(4)}, r"model.bias = \[4\]: the model has \[3\]"),
+    ):
+        with pytest.raises(SpecMismatch, match=message):
+            state.load_model_state(parallel.module, wrong)
+
+
+def test_blocks_are_layers_of_lists_that_share_nothing_with_others() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(9, 4)
+            self.body = nn.Sequential(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), nn.ReLU())
+            self.layers = nn.ModuleList(nn.ModuleDict({"mlp": nn.Linear(4, 4)}) for _ in range(2))
+            self.layers.append(nn.Linear(4, 9, bias=False))
+            self.layers[2].weight = self.embedding.weight  # type: ignore[assignment]
+
+    assert [name for name, _ in find_blocks(Model())] == ["body.0.0", "body.0.1", "body.0.2", "layers.0", "layers.1"]
+    assert list(find_blocks(nn.Linear(3, 3))) == []
+
+
+def test_evaluation_counts_samples_and_leaves_modes_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.9), nn.BatchNorm1d(1))
+    model[2].eval()  # frozen
+    parallel = _single(model)
+    batch = torch.randn(4, 2)
+    sums = parallel.evaluate(batch, 4)
+    model.eval()
+    torch.testing.assert_close(sums["loss"], model(batch).mean() * 4)
+    torch.testing.assert_close(sums["largest"], model(batch).max() * 4)
+    model.train()
+    model[2].eval()
+    assert not any(parallel.evaluate(batch, 0).values())
+    assert [module.training for module in model] == [True, True, False]
+    assert parallel.communication_s == 0.0
+    assert parallel.total(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Linear(3, 2), torch.randn(8, 3)
+    found = []
+    for accumulate in (1, 4):
+        loss = _single(model, accumulate=accumulate).train_step(batch, 0)
+        assert model.weight.grad is not None
+        found.append((loss, model.weight.grad.clone()))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_what_cannot_be_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    compile_with = torch.compile
+    for backend, message in ((refuses, "no compiler here"), ("eager", "")):
+        monkeypatch.setattr(torch, "compile", lambda function, backend=backend: compile_with(function, backend=backend))
+        parallel = _single(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), compile=True)
+        if not message:
+            parallel.train_step(torch.ones(4, 2), 0)
+            continue
+        with pytest.raises(PlanError, match=f"(?s)Sequential cannot be compiled .*{message}"):
+            parallel.train_step(torch.ones(4, 2), 0)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    with pytest.raises(PlanError, match="no graph was made of it"):
+        _single(nn.Linear(2, 2), compile=True).train_step(torch.ones(4, 2), 0)
