@@ -131,7 +131,7 @@ def test_the_loss_and_every_metric_are_means_over_the_samples(name: str, tmp_pat
     torch.manual_seed(1)
     model = task.model().eval()
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+        torch.nn.init.normal_(parameter)
     batch = batch_of(task.data().validation, np.arange(3, 35) % len(task.data().validation))
 
     def measured(part: Any) -> dict[str, float]:
