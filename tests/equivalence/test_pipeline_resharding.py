@@ -1,0 +1,60 @@
+"""A checkpoint goes from a pipeline to any other plan and back; what follows is what one process would have done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from cases import EPS, build, global_batch, share, trained
+
+from programs import run_ranks
+from shoal.parallel import ParallelSpec, World
+
+PIPELINE = {"pipeline": 2, "micro_batches": 4}
+CHAIN: list[tuple[int, dict[str, Any]]] = [
+    (2, {"accumulate": 4}),
+    (2, PIPELINE),
+    (2, {"shard": True, "accumulate": 4}),
+    (2, {**PIPELINE, "schedule": "zbv"}),
+    (2, PIPELINE),
+    (1, {"accumulate": 4}),
+]
+
+
+def links(world: World, name: str, folder: str, rate: float = 0.02) -> list[float]:
+    """One step under each plan of this many ranks, each resumed from the one before; the losses."""
+    losses = []
+    for step, (size, plan) in enumerate(CHAIN):
+        if size != world.size:
+            continue
+        parallel = build(name, ParallelSpec.parse(plan), world)
+        optimizer = torch.optim.AdamW(
+            [each for _, each in parallel.named_parameters()], rate if not step else 1.0, eps=EPS
+        )
+        state = {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}
+        if step:
+            dcp.load(state, checkpoint_id=f"{folder}/{step - 1}", no_dist=size == 1)
+            parallel.load_model_state(state["model"])
+            parallel.load_optimizer_state(optimizer, state["optimizer"])
+        batch = share(global_batch(step), parallel.data_rank, parallel.num_data_ranks)
+        losses.append(float(parallel.total(parallel.train_step(batch, step)) / parallel.num_data_ranks))
+        parallel.clip(0.5)
+        optimizer.step()
+        state = {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}
+        dcp.save(state, checkpoint_id=f"{folder}/{step}", no_dist=size == 1)
+    return losses
+
+
+def all_links(world: World, folder: str) -> dict[str, list[float]]:
+    return {name: links(world, name, f"{folder}/{name}") for name in ("mixture", "transformer")}
+
+
+def test_a_run_goes_on_under_other_plans(tmp_path: Path) -> None:
+    found = run_ranks(all_links, 2, str(tmp_path))
+    (rest,) = run_ranks(all_links, 1, str(tmp_path))
+    for name in rest:
+        expected = trained(name, ParallelSpec(accumulate=4), World.alone("cpu"), len(CHAIN))["losses"]
+        for losses in found:
+            torch.testing.assert_close(losses[name] + rest[name], expected, rtol=2e-4, atol=2e-5)
