@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from shoal.parallel.model import Learnable
 
 NUM_LATENCIES = 20
 LATENCY_BUDGET_S = 0.2
+WORTH_TIMING_S = 0.03  # a step that is shorter says little of how long a larger one takes
 _PARAMETERS_WITHOUT_PRODUCT = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -86,12 +87,19 @@ def first_batch(data: Data, num_samples: int, device: torch.device) -> Batch:
         loader.close()
 
 
-def look(task: Costed, model: nn.Module, data: Data, num_samples: int, device: torch.device) -> Alone:
-    """Run the model forward and backward on `num_samples`, and forward on one."""
-    batch = first_batch(data, num_samples, device)
+def look(task: Costed, model: nn.Module, data: Data, most: int, device: torch.device) -> Alone:
+    """Run the model forward and backward on so many samples as tell how long one takes, and forward on one.
+
+    most: samples of a micro-batch: no more are tried
+    """
     model.train()
-    _forward_backward(task, model, batch)
-    sample_s = min(_seconds(lambda: _forward_backward(task, model, batch)) for _ in range(2)) / num_samples
+    num_samples, seconds = 0, 0.0
+    while num_samples < most and seconds < WORTH_TIMING_S:
+        num_samples = min(most, max(2, 4 * num_samples))
+        batch = first_batch(data, num_samples, device)
+        _forward_backward(task, model, batch)
+        seconds = min(_seconds(task, model, batch, device) for _ in range(2))
+    sample_s = seconds / num_samples
     with silent_modules(model) as silent, metered() as reading:
         _forward_backward(task, model, batch)
     model.zero_grad()
@@ -113,9 +121,11 @@ def _forward_backward(task: Costed, model: nn.Module, batch: Batch) -> None:
     task.loss(model(*task.inputs(batch)), batch).backward()
 
 
-def _seconds(work: Callable[[], None]) -> float:
+def _seconds(task: Costed, model: nn.Module, batch: Batch, device: torch.device) -> float:
     began_s = time.perf_counter()
-    work()
+    _forward_backward(task, model, batch)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - began_s
 
 

@@ -102,18 +102,19 @@ def _post(rank: int, play: Play) -> tuple[Callable[..., None], Callable[..., int
         del play.sent[pair]  # this rank is played again
     num_read: dict[int, int] = defaultdict(int)
 
-    def other(group: Any, group_rank: int | None, global_rank: int | None) -> int:
-        return dist.get_global_rank(group, group_rank) if group_rank is not None else int(global_rank or 0)
-
     def send(
         tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
     ) -> None:
-        play.sent[rank, other(group, group_dst, dst)].append(tensor.detach().clone())
+        if group_dst is not None:
+            play.sent[rank, dist.get_global_rank(group, group_dst)].append(tensor.detach().clone())
 
     def recv(
         tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
     ) -> int:
-        sender = other(group, group_src, src)
+        if group_src is None:  # schedules vote so whether shapes are known, which all do
+            tensor.fill_(1)
+            return int(src or 0)
+        sender = dist.get_global_rank(group, group_src)
         messages = play.sent.get((sender, rank), [])
         if num_read[sender] == len(messages):
             raise NotSaidYet

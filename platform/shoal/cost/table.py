@@ -37,10 +37,10 @@ QUANTITIES = (
     Quantity("memory_parameters", "bytes", "parameters and buffers on a rank"),
     Quantity("memory_gradients", "bytes", "gradients on a rank"),
     Quantity("memory_optimizer", "bytes", "optimiser states on a rank"),
-    Quantity("memory_activations", "bytes", "activations on a rank, when the first backward pass begins"),
-    Quantity("memory_peak", "bytes", "the most that is alive at once on a rank"),
+    Quantity("memory_activations", "bytes", "activations on a rank, before the backward pass"),
+    Quantity("memory_peak", "bytes", "peak memory of a rank"),
     Quantity("sent_bytes", "bytes", "a rank sends, each step"),
-    Quantity("bubble", "share", "of the step that stages of the pipeline have nothing to do"),
+    Quantity("bubble", "share", "bubble: the share of a step without work"),
     Quantity("step_s", "seconds", "a step"),
     Quantity("latency_s", "seconds", "inference on one sample"),
 )

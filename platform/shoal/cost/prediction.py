@@ -28,7 +28,6 @@ from shoal.parallel.tensor_plan import tensor_plan
 from shoal.parallel.world import choose_device
 
 BUDGET_S = 1.5  # of a step of a dry run; a longer one is scaled
-NUM_LOOKED = 4  # samples with which a model is first looked at
 
 
 def predict(task: Costed, spec: Configured, make_optimizer: MakeOptimizer) -> CostTable:
@@ -45,7 +44,7 @@ def predict(task: Costed, spec: Configured, make_optimizer: MakeOptimizer) -> Co
     with undisturbed(spec.seed, threads):
         data = task.data()
         model = task.model().to(device)
-        alone = look(task, model, data, min(NUM_LOOKED, samples), device)
+        alone = look(task, model, data, samples, device)
         runs, notes = _ranks(task, spec, data, alone, samples, degrees, device, make_optimizer)
         layout = next(iter(runs.values())).layout
         placed = _placed(task, spec, model, first_batch(data, samples, device), layout)
@@ -80,17 +79,28 @@ def _ranks(
 ) -> tuple[dict[int, DryRun], tuple[str, ...]]:
     """What each representative rank does, at the real size of a micro-batch, or scaled to it from two smaller ones."""
     repeats = spec.batch_size // samples  # micro-batches of all ranks in a step
-    affordable = int(BUDGET_S / max(alone.sample_s * repeats / degrees.data, 1e-9))
 
     def at(size: int) -> dict[int, DryRun]:
-        return _round(lambda rank, round: dry_run(task, spec, data, rank, size * repeats, device, make, round), degrees)
+        return _round(lambda rank, play: dry_run(task, spec, data, rank, size * repeats, device, make, play), degrees)
 
-    if affordable >= samples:
+    small, large = _sizes(alone.sample_s * repeats / degrees.data, samples)
+    if large == samples:
         return at(samples), ()
-    small = max(1, min(affordable, samples // 2) // 2)
-    less, more = at(small), at(2 * small)
+    less, more = at(small), at(large)
     found = {rank: _scaled(less[rank], more[rank], samples / small - 1) for rank in less}
-    return found, (f"scaled from steps of {small} and {2 * small} samples a micro-batch to {samples}",)
+    return found, (f"scaled from steps of {small} and {large} samples a micro-batch to {samples}",)
+
+
+def _sizes(sample_s: float, samples: int) -> tuple[int, int]:
+    """The samples of a micro-batch in one dry run and twice as many in another; or all of them, if that is quick.
+
+    sample_s: what a step takes for each sample of its micro-batches
+    """
+    affordable = int(BUDGET_S / max(sample_s, 1e-9))
+    if affordable >= samples:
+        return samples, samples
+    small = max(1, min(affordable, samples // 2) // 2)
+    return small, 2 * small
 
 
 def _round(run: Callable[[int, Play], DryRun], degrees: Degrees) -> dict[int, DryRun]:
@@ -110,6 +120,8 @@ def _round(run: Callable[[int, Play], DryRun], degrees: Degrees) -> dict[int, Dr
 def _scaled(one: DryRun, two: DryRun, by: float) -> DryRun:
     """What grows with the samples goes on growing as it did from `one` to `two`."""
     values = {name: one.values[name] + (two.values[name] - one.values[name]) * by for name in one.values}
+    alive = ("memory_parameters", "memory_optimizer", "memory_activations")  # all of them, when backward begins
+    values["memory_peak"] = max(values["memory_peak"], sum(values[name] for name in alive))
     busy_s = {name: one.busy_s[name] + (two.busy_s[name] - one.busy_s[name]) * by for name in one.busy_s}
     return DryRun(values, busy_s, two.layout)
 

@@ -1,0 +1,105 @@
+"""Arithmetic is counted where torch counts nothing, against counts by hand; what nobody knows is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from shoal.cost.alone import silent_modules
+from shoal.cost.meter import Reading, metered
+
+
+def read(module: nn.Module, *inputs: Tensor) -> Reading:
+    with metered() as reading:
+        outputs = module(*inputs)
+        (outputs[0] if isinstance(outputs, tuple) else outputs).sum().backward()
+    return reading
+
+
+def torchs_count_on_meta(module: nn.Module, *inputs: Tensor) -> int:
+    """What torch says where it decomposes everything: an independent count."""
+    with FlopCounterMode(display=False) as counter:
+        module.to("meta")(*(each.to("meta") for each in inputs))
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}])
+def test_recurrent_layers_count_as_on_meta(kind: type[nn.RNNBase], options: dict[str, Any]) -> None:
+    inputs = torch.randn(3, 7, 4, requires_grad=True)
+    reading = read(kind(4, 5, **options), inputs)
+    assert reading.flops_forward == torchs_count_on_meta(kind(4, 5, **options), inputs.detach()) > 0
+    assert (
+        1.7 * reading.flops_forward <= reading.flops_backward <= 2 * reading.flops_forward
+    )  # the first state is given
+    assert not reading.unknown
+
+
+def test_layers_by_hand() -> None:
+    assert read(nn.Linear(8, 5), torch.randn(3, 8, requires_grad=True)).flops == 3 * (2 * 3 * 8 * 5)
+    assert read(nn.Bilinear(3, 4, 5), torch.randn(2, 3), torch.randn(2, 4)).flops_forward == 3 * 2 * 3 * 4 * 5
+    convolution = read(nn.Conv2d(2, 3, 5), torch.randn(4, 2, 9, 9))
+    assert convolution.flops_forward == 2 * 4 * 3 * (5 * 5) * (2 * 5 * 5)
+
+
+def test_fused_attention_counts_like_its_two_products() -> None:
+    query = torch.randn(2, 3, 8, 4, requires_grad=True)
+    with metered() as reading:
+        nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+    assert reading.flops_forward == 2 * (2 * 2 * 3 * 8 * 8 * 4)
+    assert reading.flops_backward == 2.5 * reading.flops_forward  # the scores are computed again
+
+
+def test_products_with_vectors_and_distances_are_not_nothing() -> None:
+    matrix, vector = torch.randn(6, 4), torch.randn(4)
+    with metered() as reading:
+        torch.mv(matrix, vector)
+        torch.dot(vector, vector)
+    assert reading.flops == 2 * 6 * 4 + 2 * 4
+    with metered() as reading:
+        torch.cdist(matrix, matrix, p=1.0)
+    assert reading.flops == 3 * 6 * 6 * 4
+
+
+@torch.library.custom_op("shoal_test::secret", mutates_args=())
+def secret(value: Tensor) -> Tensor:
+    return value @ value
+
+
+def test_an_operator_that_nobody_knows_is_named_and_so_is_a_decomposition() -> None:
+    with metered() as reading:
+        torch.ops.shoal_test.secret(torch.eye(3))
+        torch.linalg.qr(torch.eye(3))
+    assert set(reading.unknown) == {"shoal_test.secret", "aten.linalg_qr"}
+
+
+class _Outside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        return torch.from_numpy(np.asarray(inputs.detach()) @ np.asarray(weight.detach()))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None
+
+
+class InNumPy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = _Outside.apply(inputs, self.weight)
+        return result
+
+
+def test_a_module_that_computes_where_torch_does_not_see_it_is_named() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), InNumPy(), nn.Linear(4, 2), nn.LSTM(2, 2))
+    with silent_modules(model) as silent:
+        model(torch.zeros(3, dtype=torch.int64))
+    assert silent == ["1 (InNumPy)"]

@@ -1,0 +1,105 @@
+"""Live bytes and bytes sent, against what was allocated and sent by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal.cost.memory import bytes_of, growth
+from shoal.cost.meter import metered
+from shoal.cost.pretence import NotSaidYet, Play, pretended
+
+CPU = torch.device("cpu")
+KIB = 1024
+
+
+def test_views_cost_nothing_and_what_is_dropped_is_free_again() -> None:
+    held = torch.zeros(KIB)
+    with metered([held]) as reading:
+        first = held.view(32, 32) + 1
+        del first
+        second = held + 2
+        second[:10].mul_(3)
+    assert (reading.held_bytes, reading.peak_bytes) == (4 * KIB, 8 * KIB)
+    assert reading.saved_bytes == 0
+
+
+def test_activations_are_what_waits_for_the_backward_pass() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    with metered(model.parameters()) as reading:
+        model(torch.zeros(8, 16)).sum().backward()
+    tanh, outputs, loss = 8 * 16 * 4, 8 * 16 * 4, 4
+    assert tanh <= reading.saved_bytes <= tanh + outputs + 2 * loss
+    assert reading.peak_bytes >= reading.held_bytes + reading.saved_bytes
+
+
+def test_storages_that_are_resized_in_place_are_followed() -> None:
+    with metered() as reading:
+        storage = torch.zeros(KIB).untyped_storage()
+        storage.resize_(0)
+        storage.resize_(16 * KIB)
+    assert reading.peak_bytes == 16 * KIB
+
+
+def test_the_allocator_tells_of_what_is_inside_of_operators() -> None:
+    before = torch.zeros(4 * KIB)
+    with growth(CPU) as grown:
+        after = before + 1
+        del before
+        after.sort()
+    assert grown.peak_bytes >= 3 * 16 * KIB  # the sum, the values, and indices of twice the size
+    assert bytes_of([after, after[1:], after.view(2, -1)]) == 16 * KIB
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    with pretended(1, 4, CPU, Play()):
+        yield
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_bytes_of_collectives_are_those_of_a_ring() -> None:
+    whole, part = torch.zeros(4 * KIB), torch.zeros(KIB)
+    share = 3 / 4 * 16 * KIB
+
+    def sent(call: object, *args: object) -> float:
+        with metered() as reading:
+            result = call(*args)  # type: ignore[operator]
+            if isinstance(result, torch.Tensor):
+                torch.distributed._functional_collectives.wait_tensor(result)
+        return reading.sent_bytes
+
+    assert sent(dist.all_reduce, whole) == 2 * share
+    assert sent(dist.all_gather_single, whole, part) == share
+    assert sent(dist.reduce_scatter_single, part, whole) == 2 * share  # by Gloo, which reduces all for it
+    assert sent(dist.broadcast, whole, 0) == share
+    assert sent(lambda: dist.isend(part, 2).wait()) == 4 * KIB
+    assert sent(lambda: dist.irecv(part, 2).wait()) == 0
+    functional = torch.distributed._functional_collectives
+    assert sent(functional.all_reduce, whole, "sum", dist.group.WORLD) == 2 * share
+    assert sent(functional.all_gather_single, part, 0, dist.group.WORLD) == share
+    pair = dist.new_group([0, 1])
+    assert sent(lambda: dist.all_reduce(whole, group=pair)) == 16 * KIB
+
+
+def test_ranks_that_are_played_in_turn_hear_what_was_said_before() -> None:
+    play, value = Play(), torch.arange(3.0)
+    with pretended(0, 2, CPU, play) as world:
+        assert world.broadcast("layout") == "layout"
+        dist.send(value, group=dist.group.WORLD, group_dst=1)
+    with pretended(1, 2, CPU, play) as world:
+        assert world.broadcast("ignored") == "layout"
+        found = torch.zeros(3)
+        dist.recv(found, group=dist.group.WORLD, group_src=0)
+        assert found.equal(value)
+        with pytest.raises(NotSaidYet):
+            dist.recv(found, group=dist.group.WORLD, group_src=0)
+        with pytest.raises(NotSaidYet):
+            world.broadcast("more")
+    with pretended(0, 2, CPU, play) as world:
+        assert world.broadcast("another") == "layout"  # a rank that is played again decides as before
+    assert not dist.is_initialized()

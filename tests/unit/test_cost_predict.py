@@ -1,0 +1,157 @@
+"""What is predicted for a plan: equal to what one process takes, spread over ranks; and it leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from shoal.cost import CostProbe, CostTable, predict
+from shoal.cost.alone import first_batch
+from shoal.cost.table import most, off, shown
+from shoal.data import Data
+from shoal.errors import DataError, PlanError
+from shoal.parallel import World
+from shoal.parallel.model import parallelize
+from shoal.train import Task, TrainSpec
+from shoal.train.optimizers import make_optimizer
+
+WIDTH, BATCH = 32, 16
+
+
+class Blocks(Task):
+    """Four layers that can be replicated, sharded, split and cut."""
+
+    def __init__(self, *, samples: int = 64) -> None:
+        self.samples = samples
+
+    def model(self) -> nn.Module:
+        layers = [module for _ in range(3) for module in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        return nn.Sequential(*layers, nn.Linear(WIDTH, 4))
+
+    def data(self) -> Data:
+        return Data(TensorDataset(torch.randn(self.samples, WIDTH), torch.randint(0, 4, (self.samples,))))
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    def pipeline_cuts(self) -> list[str]:
+        return ["3"]
+
+
+PARAMETERS = 3 * (WIDTH * WIDTH + WIDTH) + 4 * WIDTH + 4
+
+
+def table(*words: str, **args: Any) -> CostTable:
+    return predict(Blocks(**args), TrainSpec(batch_size=BATCH).override(words), make_optimizer)
+
+
+def test_one_process_by_hand() -> None:
+    found = table()
+    forward = 2 * (3 * WIDTH * WIDTH + 4 * WIDTH)
+    assert found["parameters"] == found["parameters_rank"] == PARAMETERS
+    assert found["flops_forward_sample"] == forward
+    assert found["flops_step"] == BATCH * (3 * forward - 2 * WIDTH * WIDTH)  # nothing asks for the inputs' gradient
+    assert found["memory_gradients"] == found["memory_parameters"] == 4 * PARAMETERS
+    assert found["memory_optimizer"] == 2 * 4 * PARAMETERS + 8 * 4  # a step of 4 bytes for each of 8 tensors
+    assert found["memory_activations"] >= 4 * BATCH * 3 * WIDTH
+    assert found["memory_peak"] > found["memory_parameters"] + found["memory_optimizer"] + found["memory_activations"]
+    assert (found["sent_bytes"], found.unknown, found.notes) == (0, (), ())
+    assert 0 < found["latency_s"] < found["step_s"] * 100
+
+
+@pytest.mark.parametrize(
+    ("plan", "sent", "held"),
+    [
+        ("ddp", 4 * PARAMETERS, 1.0),  # 2 (n - 1)/n of the gradients
+        ("fsdp", 4 * PARAMETERS * 2, 0.5),  # gathered twice, all but the root's; Gloo reduces all of it to scatter
+        ("pipeline", 4 * BATCH * WIDTH, 0.7),  # what the first stage hands on
+    ],
+)
+def test_plans_spread_what_one_process_takes(plan: str, sent: float, held: float) -> None:
+    whole, found = table(), table(f"parallel={plan}", "workers=2")
+    assert found["flops_step"] == whole["flops_step"]
+    assert found["parameters"] == PARAMETERS
+    assert found["parameters_rank"] <= held * PARAMETERS
+    assert found["sent_bytes"] == pytest.approx(sent, rel=0.15)
+    assert found["memory_activations"] < whole["memory_activations"]
+    assert len(found.placed) >= 1
+    assert (found.cuts == ("3",)) == (plan == "pipeline") == (0 < found["bubble"] < 1)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
+def test_stages_that_wait_for_each_other_both_ways_are_played(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Blocks, "pipeline_cuts", lambda self: ["1", "3", "5"])
+    found = table("parallel=pipeline", "workers=2", f"parallel.schedule={schedule}")
+    assert found["flops_step"] == table()["flops_step"]
+    assert found["sent_bytes"] > 4 * BATCH * WIDTH
+
+
+def test_large_batches_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.cost.prediction._sizes", lambda *_: (256, 256))
+    exact = table("batch_size=256", samples=256)
+    monkeypatch.setattr("shoal.cost.prediction._sizes", lambda *_: (64, 128))
+    scaled = table("batch_size=256", samples=256)
+    assert scaled.notes
+    for name in ("flops_step", "memory_peak", "memory_activations", "memory_optimizer"):
+        assert scaled[name] == pytest.approx(exact[name], rel=0.1), name
+
+
+def test_it_leaves_no_trace() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(1)
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    threads = torch.get_num_threads()
+    table("parallel=ddp", "workers=2")
+    assert (random.random(), np.random.rand(), torch.rand(1)) == expected
+    assert torch.get_num_threads() == threads
+    assert not dist.is_initialized()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(DataError):
+        table(samples=8)
+    with pytest.raises(PlanError):
+        table("parallel=tensor", "workers=3", "batch_size=15")
+    assert not dist.is_initialized()
+
+
+def test_a_probe_measures_one_step_and_what_was_predicted() -> None:
+    task, spec, world = Blocks(), TrainSpec(batch_size=BATCH), World.alone("cpu")
+    batch = first_batch(task.data(), BATCH, world.device)
+    model = parallelize(task.model(), task, spec.parallel, spec.degrees(), world, batch)
+    optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
+    probe = CostProbe(model, optimizer, world)
+    due = []
+    for step in range(12):
+        with probe.step():
+            model.train_step(batch, step)
+            optimizer.step()
+        if probe.is_due:
+            due.append(step)
+            measured = probe.measured()
+    assert len(due) == 1
+    assert probe.is_done
+    predicted = table()
+    for name in ("memory_peak", "memory_activations", "flops_step", "sent_bytes", "memory_optimizer"):
+        assert measured[name] == predicted[name], name
+
+
+def test_tables_travel_and_merge() -> None:
+    found = CostTable({"memory_peak": 3.0, "bubble": float("nan")}, unknown=("aten.x",), cuts=("3",))
+    assert CostTable.of({**found.details(), "later": 1}) == CostTable({"memory_peak": 3.0}, ("aten.x",), (), ("3",))
+    merged = most({0: {"flops_rank": 2.0, "bubble": 0.5}, 1: {"flops_rank": 3.0, "bubble": 0.1}})
+    assert merged == {"flops_step": 5.0, "flops_rank": 3.0, "bubble": pytest.approx(0.3)}
+    assert (off(1.1, 1.0), off(0.0, 0.0)) == (pytest.approx(0.1), 0.0)
+    words = [shown(3 << 20, "bytes"), shown(2.5e9, "operations"), shown(0.0021, "seconds"), shown(0.25, "share")]
+    assert words == ["3 MiB", "2.5 GFLOP", "2.1 ms", "25.0%"]
