@@ -44,9 +44,9 @@ def test_ray_job_submit_runs_the_same_job(cluster: EmbeddedCluster, shared_home:
             if found and actor is None:
                 command = [sys.executable, *found[1].split()]
                 actor = subprocess.Popen(command, env={**os.environ, "SHOAL_TOKEN": access_token()})
-        assert submitted.wait(30) == 0, output
+        assert submitted.wait(90) == 0, output
         assert actor is not None, output
-        assert actor.wait(20) == 0
+        assert actor.wait(60) == 0
         submitted.stdout.close()
     finally:
         for process in (submitted, actor):

@@ -43,7 +43,7 @@ class Player(threading.Thread):
             while not self.stopping.is_set():
                 self.client.send(segment(2))
                 self.num_sent += 1
-            self.drained = self.client.drain(10)
+            self.drained = self.client.drain(60)
 
 
 def consume(parts: Parts, stopping: threading.Event) -> None:
@@ -74,8 +74,8 @@ def disturbed(**spec: object) -> Iterator[Parts]:
             plays_on(parts)
         finally:
             player.stopping.set()
-            player.join(timeout=20)
-            learner.join(timeout=20)
+            player.join(timeout=60)
+            learner.join(timeout=60)
         account = parts.ledger.account(("player", 1))
         assert player.drained
         assert player.client.reconnects == 0
@@ -172,7 +172,7 @@ def test_noise_that_nobody_reads_the_answers_to() -> None:
 
 
 def raw_connection(parts: Parts) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", parts.gateway.port), timeout=10)
+    return socket.create_connection(("127.0.0.1", parts.gateway.port), timeout=60)
 
 
 def garbage() -> list[bytes]:

@@ -107,7 +107,7 @@ def test_down_removes_what_a_dead_cluster_left(shell: Shell) -> None:
     assert handle.temp_dir is not None
     assert handle.head_pid is not None
     os.kill(handle.head_pid, signal.SIGKILL)
-    wait_for(lambda: started_by_up() is None, 5, "news of the death")
+    wait_for(lambda: started_by_up() is None, 60, "news of the death")
     assert "`shoal up` starts one" in shell.run("shoal status").stdout
     assert shell.run("shoal down").stdout == "The cluster had died; what was left of it is removed.\n"
     assert members(handle.cluster_id, handle.temp_dir) == []
