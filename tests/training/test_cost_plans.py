@@ -1,0 +1,105 @@
+"""What is predicted for a plan in one process, beside what two real ranks of it measure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from programs import run_ranks
+from shoal.cost import CostProbe, predict
+from shoal.cost.alone import first_batch
+from shoal.data import Data
+from shoal.parallel import World
+from shoal.parallel.model import parallelize
+from shoal.train import Task, TrainSpec
+from shoal.train.optimizers import make_optimizer
+
+PLANS = {
+    "ddp": ["parallel=ddp"],
+    "ddp, accumulating, clipped": ["parallel=ddp", "parallel.accumulate=2", "clip_norm=1.0"],
+    "fsdp": ["parallel=fsdp"],
+    "tensor": ["parallel=tensor"],
+    "pipeline": ["parallel=pipeline"],
+    "interleaved": ["parallel=pipeline", "parallel.schedule=interleaved_1f1b", "args.cuts=[conv2, flat, middle]"],
+}
+WITHIN = 0.1
+
+
+class Net(nn.Module):
+    """Convolutions, which have scratch memory, and linear layers, which can be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 8, 3)
+        self.flat, self.first = nn.Flatten(), nn.Linear(8 * 12 * 12, 64)
+        self.middle, self.last = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.first(self.flat(self.conv2(self.conv1(images).relu()).relu())).relu()
+        result: Tensor = self.last(self.middle(hidden).relu())
+        return result
+
+
+class Pictures(Task):
+    def __init__(self, *, cuts: tuple[str, ...] = ("flat",)) -> None:
+        self.cuts = cuts
+
+    def model(self) -> nn.Module:
+        return Net()
+
+    def data(self) -> Data:
+        return Data(TensorDataset(torch.randn(32, 1, 16, 16), torch.randint(0, 10, (32,))))
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    def pipeline_cuts(self) -> list[str]:
+        return list(self.cuts)
+
+
+def spec_of(words: list[str], workers: int) -> TrainSpec:
+    return TrainSpec(batch_size=32, workers=workers).override(words)
+
+
+def measured(world: World) -> list[dict[str, float]]:
+    """A probe's numbers for each plan, one after the other."""
+    return [_measured(world, spec_of(words, world.size)) for words in PLANS.values()]
+
+
+def _measured(world: World, spec: TrainSpec) -> dict[str, float]:
+    task, degrees = Pictures(**spec.args), spec.degrees()
+    torch.manual_seed(spec.seed)
+    batch = first_batch(task.data(), spec.batch_size // degrees.data, world.device)
+    model = parallelize(task.model(), task, spec.parallel, degrees, world, batch, spec.seed)
+    optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
+    probe = CostProbe(model, optimizer, world)
+    step = 0
+    while not probe.is_due:
+        with probe.step():
+            model.train_step(batch, step)
+            if spec.clip_norm is not None:
+                model.clip(spec.clip_norm)
+            optimizer.step()
+        model.optimizer_stepped()
+        step += 1
+    found = probe.measured().values
+    model.close()
+    return found
+
+
+def test_two_ranks_take_what_was_predicted_for_them() -> None:
+    found = run_ranks(measured, 2)
+    assert found[0] == found[1]  # every rank knows of all
+    for (name, words), real in zip(PLANS.items(), found[0], strict=True):
+        spec = spec_of(words, 2)
+        predicted = predict(Pictures(**spec.args), spec, make_optimizer)
+        for quantity in ("flops_step", "flops_rank", "memory_parameters", "memory_gradients", "memory_optimizer"):
+            assert predicted[quantity] == real[quantity], f"{name}: {quantity}"
+        assert predicted["sent_bytes"] == pytest.approx(real["sent_bytes"], rel=0.01), name
+        for quantity in ("memory_peak", "memory_activations"):
+            assert predicted[quantity] == pytest.approx(real[quantity], rel=WITHIN), f"{name}: {quantity}"
+        assert ("bubble" in real) == (spec.degrees().pipeline > 1)
