@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from cases import MODELS, SEED, Tokens, build, global_batch, make, share, trained
+from cases import MODELS, SEED, Tokens, build, global_batch, make, share, trained, whole_gradients
 from torch import Tensor, nn
 
 from programs import run_ranks
@@ -43,11 +43,14 @@ def _skipped(world: World, plan: dict[str, Any]) -> dict[str, Tensor | None] | s
         parallel.train_step(share(batch, parallel.data_rank, parallel.num_data_ranks), 0)
     except PlanError as error:
         return str(error)
-    return {name: None if each.grad is None else each.grad.clone() for name, each in parallel.named_parameters()}
+    return whole_gradients(parallel.named_parameters())
 
 
 def _behaviour(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {"refused": _skipped(world, {}), "skipped": _skipped(world, {"dynamic": True})}
+    found["skipped in shards"] = _skipped(world, {"dynamic": True, "shard": True})
+    torch.manual_seed(0)
+    found["indivisible"] = _refusal(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), {"data": 1, "tensor": 2}, world)
     for plan in ({}, {"shard": True}):
         parallel = build("mixture", ParallelSpec.parse(plan), world)
         batch = share(global_batch(0), world.rank, 2)
@@ -58,12 +61,17 @@ def _behaviour(world: World) -> dict[str, Any]:
         sums = parallel.evaluate(few, number)
         found[f"evaluated {plan}"] = float(parallel.total(sums["loss"]) / 5)
     torch.manual_seed(world.rank)
-    spec = ParallelSpec(shard=True)
-    try:
-        parallelize(nn.Linear(3, 3), Tokens(), spec, spec.degrees(2), world, global_batch(0))
-    except PlanError as error:
-        found["unalike"] = str(error)
+    found["unalike"] = _refusal(nn.Linear(3, 3), {"shard": True}, world)
     return found
+
+
+def _refusal(model: nn.Module, plan: dict[str, Any], world: World) -> str:
+    spec = ParallelSpec.parse(plan)
+    try:
+        parallelize(model, Tokens(), spec, spec.degrees(world.size), world, (torch.ones(4, 3), torch.ones(4)))
+    except PlanError as error:
+        return str(error)
+    return ""
 
 
 def test_behaviour() -> None:
@@ -78,6 +86,8 @@ def test_behaviour() -> None:
         assert "middle.weight had a gradient at first" in found["refused"]
         assert "parallel.dynamic=true" in found["refused"]
         torch.testing.assert_close(found["skipped"], expected)
+        torch.testing.assert_close(found["skipped in shards"], expected)
+        assert "0: has 3 outputs, which 2 ranks cannot share" in found["indivisible"]
         assert 0 < found["waited {}"] < 60
         assert math.isnan(found["waited {'shard': True}"])
         for plan in ("{}", "{'shard': True}"):

@@ -30,7 +30,7 @@ def spread(
     """See `parallelize`."""
     if degrees.workers != world.size:
         raise PlanError("workers", world.size, f"does not fit {degrees.words}", f"start {degrees.workers} processes")
-    check_plan(model, learnable, spec, degrees, example, world.device.type)
+    check_plan(model, learnable, spec, degrees, device=world.device.type)
     if degrees.shard or degrees.tensor > 1 or degrees.pipeline > 1:
         _check_alike(model, world)  # replicas take rank 0's weights; parts of one model must be parts of the same
     if degrees.pipeline > 1:

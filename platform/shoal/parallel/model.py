@@ -128,7 +128,7 @@ def parallelize(
 
     example: a batch as this rank will be fed it, from which shapes are read
 
-    Raises PlanError, with the remedy, when the model cannot be held by the plan; nothing has been communicated then.
+    Raises PlanError on every rank, with the remedy, when the model cannot be held by the plan.
     """
     from shoal.parallel.layout import spread
 

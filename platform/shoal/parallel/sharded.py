@@ -28,7 +28,11 @@ LARGEST_SHARE = 0.5  # a larger block is divided further, where it can be
 
 
 class Sharded(Whole):
-    """FSDP2. Blocks are compiled one by one, as their parameters come and go between them."""
+    """FSDP2. Blocks are compiled one by one, as their parameters come and go between them.
+
+    With `dynamic`, a parameter that some ranks did not use counts as zero there (and where nobody used it: its gradient
+    is zero, not None); but every rank must call every block.
+    """
 
     def __init__(
         self,
@@ -48,6 +52,9 @@ class Sharded(Whole):
         for part in [*(block for _, block in blocks), model]:
             part.register_forward_hook(_without_views)
             fully_shard(part, mesh=mesh[names])
+        if spec.dynamic:
+            assert isinstance(model, FSDPModule)
+            model.set_reduce_scatter_unused_params(True)
         model.to(world.device)  # what is not sharded: buffers
         self._trainable = trainable(model)
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from shoal.errors import PlanError
 from shoal.parallel.dropout import Part, SeededDropout
 from shoal.parallel.layout import data_group, make_mesh
 from shoal.parallel.model import Learnable, ParallelModel
@@ -35,8 +36,8 @@ class TensorParallel(Whole):
 def build_tensor(
     model: nn.Module, learnable: Learnable, spec: ParallelSpec, degrees: Degrees, world: World, example: Any, seed: int
 ) -> ParallelModel:
-    """Split the layers, then spread the copies over the data ranks. Collective."""
-    plan = tensor_plan(model, learnable, degrees.tensor, example)
+    """Split the layers, as rank 0 has found, then spread the copies over the data ranks. Collective."""
+    plan = _agreed_plan(model, learnable, degrees.tensor, world, example)
     mesh = make_mesh(degrees, world)
     split_layers(model.to(world.device), plan, mesh["tensor"])
     parallel: Whole
@@ -49,6 +50,21 @@ def build_tensor(
         assert isinstance(layer, SeededDropout)
         layer.part = Part(dim, mesh["tensor"].get_local_rank(), degrees.tensor)
     return parallel
+
+
+def _agreed_plan(model: nn.Module, learnable: Learnable, size: int, world: World, example: Any) -> TensorPlan:
+    """Ranks are fed different samples, of which a model may make different calls: one of them decides."""
+    answer: TensorPlan | PlanError | None = None
+    if world.is_first:
+        try:
+            answer = tensor_plan(model, learnable, size, example)
+        except PlanError as error:
+            answer = error
+    answer = world.broadcast(answer)
+    if isinstance(answer, PlanError):
+        raise answer
+    assert answer is not None
+    return answer
 
 
 def split_layers(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
