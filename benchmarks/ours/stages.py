@@ -23,9 +23,9 @@ from shoal.parallel.pipeline import Pipelined, build_pipeline
 from shoal.parallel.pipeline_bubble import predict
 from shoal.parallel.pipeline_stages import Clock
 
-BATCH, MICRO_BATCHES, LENGTH, VOCABULARY = 32, 16, 64, 256
-WIDTH, DEPTH, HEADS = 256, 8, 4
-STEPS, WARM_BLOCKS = 2, 1
+BATCH, MICRO_BATCHES, LENGTH, VOCABULARY = 128, 16, 64, 256
+WIDTH, DEPTH, HEADS = 192, 8, 4
+STEPS, WARM_BLOCKS = 1, 1
 
 
 class NextToken:
