@@ -41,7 +41,7 @@ QUANTITIES = (
     Quantity("memory_peak", "bytes", "peak memory of a rank"),
     Quantity("sent_bytes", "bytes", "a rank sends, each step"),
     Quantity("bubble", "share", "bubble: the share of a step without work"),
-    Quantity("step_s", "seconds", "a step"),
+    Quantity("step_s", "seconds", "a step (predicted: without waiting for other ranks)"),
     Quantity("latency_s", "seconds", "inference on one sample"),
 )
 BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}

@@ -1,0 +1,158 @@
+"""What is predicted before a run beside what the run measures, for every recipe under every plan that applies to it.
+
+python -m benchmarks.cost
+
+Predicted by `shoal inspect` in one process; measured by the probe of a real run of two ranks with one thread each
+(under torchrun; one process for `single`): memory as the allocator tells it, arithmetic operator by operator, bytes by
+collective. A pipeline is cut by both where the prediction cuts it, as the search goes by measured times. The bubble is
+judged where computing dominates: on a transformer of width 256.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import shoal.runs
+from benchmarks.children import ROOT
+from benchmarks.result import Row, options, spread, write
+from shoal.cost import MEASURED
+from shoal.cost.table import BY_NAME, off, shown
+
+RECIPES = ("lenet", "transformer", "forecaster", "tabular")
+PLANS = ("single", "ddp", "fsdp", "tensor", "pipeline")
+LARGE = ("args.width=256", "args.depth=4", "args.heads=8", "batch_size=64")  # computing dominates
+BAR = 0.10
+TIMEOUT_S = 300.0
+JUDGED = {"memory_peak": "memory", "flops_step": "FLOPs", "sent_bytes": "bytes sent", "bubble": "pipeline bubble"}
+_PINNED = """
+from shoal.train.recipe import recipe_of
+from shoal.train.task import find_task
+
+class Pinned(find_task({recipe!r})):
+    def pipeline_cuts(self):
+        return {cuts!r}
+
+def spec():
+    return recipe_of({recipe!r})
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One recipe under one plan. `words` beyond the plan's own."""
+
+    recipe: str
+    plan: str
+    words: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}, {self.plan}" + (", large" if self.words else "")
+
+    @property
+    def workers(self) -> int:
+        return 1 if self.plan == "single" else 2
+
+    def all_words(self) -> list[str]:
+        return [f"parallel={self.plan}", f"workers={self.workers}", "threads=1", "device=cpu", *self.words]
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Every recipe under every plan; quick: one recipe."""
+    for recipe in RECIPES[-1:] if quick else RECIPES:
+        for plan in PLANS:
+            yield Case(recipe, plan)
+    if not quick:
+        yield Case("transformer", "pipeline", LARGE)
+
+
+def predicted(case: Case) -> dict[str, object] | None:
+    """What `shoal inspect` says; None where the plan does not apply."""
+    program = [sys.executable, "-c", "from shoal.cli import main; main()", "inspect", case.recipe, *case.all_words()]
+    done = subprocess.run(
+        [*program, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        print(f"{case.name}: does not apply: {done.stderr.strip().splitlines()[-1]}", flush=True)
+        return None
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def measured(case: Case, cuts: object, folder: Path) -> dict[str, float]:
+    """What a real run of ten steps measures."""
+    task = case.recipe
+    if cuts:
+        pinned = folder / f"pinned_{case.recipe}.py"
+        pinned.write_text(_PINNED.format(recipe=case.recipe, cuts=cuts))
+        task = f"{pinned}:Pinned"
+    home = Path(tempfile.mkdtemp(dir=folder))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.workers}"]
+    words = [f"task={task}", *case.all_words(), "stop={steps: 10}", "name=cost-benchmark"]
+    subprocess.run(
+        [sys.executable, *launcher, "-m", "shoal.train", *words],
+        cwd=ROOT,
+        env={**os.environ, "SHOAL_HOME": str(home), "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=TIMEOUT_S,
+        stdout=subprocess.DEVNULL,
+    )
+    os.environ["SHOAL_HOME"] = str(home)
+    found: dict[str, float] = shoal.runs.load("latest").last_events()[MEASURED]
+    return found
+
+
+def main() -> int:
+    chosen = options(__doc__, runs=1)
+    table: dict[str, dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases(chosen.quick):
+            before = predicted(case)
+            if before is None:
+                continue
+            after = measured(case, before.get("cuts"), Path(folder))
+            table[case.name] = _beside(before, after)
+            print(_line(case.name, table[case.name]), flush=True)
+    rows = [_row(quantity, label, judged) for quantity, label in JUDGED.items() if (judged := _judged(quantity, table))]
+    write("cost", rows, chosen.results)
+    return 0
+
+
+def _beside(before: dict[str, object], after: dict[str, float]) -> dict[str, list[float]]:
+    """[predicted, measured] by name, of what both know."""
+    both = [name for name in (*JUDGED, "step_s") if name in before and name in after]
+    return {name: [float(str(before[name])), after[name]] for name in both}
+
+
+def _line(name: str, values: dict[str, list[float]]) -> str:
+    words = []
+    for quantity, (said, was) in values.items():
+        unit = BY_NAME[quantity].unit
+        words.append(f"{quantity} {shown(said, unit)} / {shown(was, unit)} ({off(said, was):+.1%})")
+    return f"{name}: {', '.join(words)}"
+
+
+def _judged(quantity: str, table: dict[str, dict[str, list[float]]]) -> dict[str, list[float]]:
+    """[predicted, measured] of one quantity, by case; of the bubble, where computing dominates."""
+    known = {name: values[quantity] for name, values in table.items() if quantity in values}
+    return {name: both for name, both in known.items() if quantity != "bubble" or "large" in name}
+
+
+def _row(quantity: str, label: str, judged: dict[str, list[float]]) -> Row:
+    """The worst case of one quantity; all cases are in the runs."""
+    misses = [abs(off(*both)) for both in judged.values()]
+    runs = {"ours": spread(misses), "cases": judged}
+    note = f"the worst of {len(judged)} recipes and plans; [predicted, measured] of each are in `cost.json`"
+    name = f"predicted {label}: how far from measured"
+    return Row(name, "", max(misses), None, None, None, BAR, "value", "lower", runs, note)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
