@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from shoal.errors import ConfigError
 
@@ -46,7 +47,16 @@ class World:
             return cls.alone(device)
         rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
         chosen = choose_device(device, local)
-        dist.init_process_group(backend or backend_for(chosen), timeout=timedelta(seconds=TIMEOUT_S))
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
+        # torchrun keeps its store over restarts, with the addresses of ranks that are dead.
+        life = f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        dist.init_process_group(
+            backend or backend_for(chosen),
+            store=dist.PrefixStore(life, store),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
         return cls(rank, size, chosen, local, _owns_group=True)
 
     @classmethod

@@ -28,7 +28,8 @@ from shoal.weights import WeightSnapshot
 def model_name(spec: TrainSpec) -> str:
     """The model's name in the registry: the spec's, or made from the task's."""
     place, _, name = spec.task.partition(":")
-    chosen = spec.name or (name if place.endswith(".py") and name else Path(place).stem)
+    file = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    chosen = spec.name or name or file
     return "".join(c if c.isalnum() or c in "._-" else "-" for c in chosen.lower()).strip("._-") or "model"
 
 

@@ -1,0 +1,240 @@
+"""Training without Ray as a user starts it: `python -m shoal.train`, alone and under torchrun, to the end and back."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal.runs
+from programs import RanksFailed, run_ranks
+from shoal.errors import RunError
+from shoal.parallel import World
+from shoal.runs import Run, Status
+from shoal.train.alone import train_here
+from shoal.train.spec import TrainSpec
+from train_task import Toy
+from waiting import wait_for
+
+TASK = Path(__file__).parents[1] / "train_task.py"
+STEPS = 24
+WORDS = [
+    *(f"task={TASK}:Toy", "batch_size=32", "threads=1", "log_every_steps=1", "checkpoint.every_steps=3"),
+    *("optimizer.learning_rate=0.01", f"stop.steps={STEPS}"),
+]
+# What a user has who did not train: the reference, no file of the Task, another folder.
+FRESH = """
+import numpy, sys, torch
+from shoal.registry import Registry
+found = Registry().get("toy@champion")
+model = found.manifest.model.build().eval()
+model.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in found.snapshot().tensors().items()})
+print(model(torch.arange(16.0).reshape(2, 8) / 16).tolist())
+"""
+
+
+def program(*words: str, ranks: int = 1, options: Sequence[str] = ()) -> subprocess.Popen[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *options]
+    return subprocess.Popen(
+        [sys.executable, *(torchrun if ranks > 1 else []), "-m", "shoal.train", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a terminal of its own: what Ctrl-C reaches
+    )
+
+
+def newest() -> Run | None:
+    try:
+        return shoal.runs.load("latest")
+    except RunError:
+        return None
+
+
+def has_come_to(step: int) -> bool:
+    run = newest()
+    return run is not None and run.latest().get("train/step", 0) >= step
+
+
+def interrupt(running: subprocess.Popen[str]) -> str:
+    """Ctrl-C, as a terminal gives it: to every process of the group. Returns what was said."""
+    os.killpg(running.pid, signal.SIGINT)
+    said, _ = running.communicate(timeout=60)
+    return said
+
+
+def losses_of(run: Run) -> dict[int, float]:
+    rows = run.metrics().dropna(subset=["train/loss"])
+    return dict(zip(rows["train/step"].astype(int), rows["train/loss"], strict=True))
+
+
+def test_alone_to_the_end_with_ctrl_c_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    undisturbed = shoal.runs.load(train_here(TrainSpec().override(WORDS)).run_id)
+    running = program(*WORDS, "args.step_s=0.1")
+    wait_for(lambda: newest() != undisturbed and has_come_to(2), 60, "the second step")
+    said = interrupt(running)
+    stopped = shoal.runs.load("latest")
+    assert stopped.id != undisturbed.id
+    assert running.returncode == 130
+    assert "Traceback" not in said
+    assert f"Go on with: python -m shoal.train resume={stopped.id}" in said
+    assert stopped.status is Status.STOPPED
+    assert stopped.models().empty  # what was interrupted is not registered
+    at = max(losses_of(stopped))
+    again = program(f"resume={stopped.id}", "args.step_s=0")
+    said, _ = again.communicate(timeout=60)
+    assert again.returncode == 0, said
+    assert f"run {stopped.id}: {STEPS} steps" in said
+    resumed = shoal.runs.load(stopped.id)
+    assert resumed.status is Status.FINISHED
+    assert resumed.last_events()["restored"]["step"] == at
+    assert losses_of(resumed) == losses_of(undisturbed)  # to the bit
+    answered = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True)
+    assert answered.stdout.strip() == _expected(resumed)
+
+
+def _expected(run: Run) -> str:
+    import safetensors.torch
+
+    model = Toy().model().eval()
+    model.load_state_dict(safetensors.torch.load_file(run.folder / "model.safetensors"))
+    with torch.no_grad():
+        return str(model(torch.arange(16.0).reshape(2, 8) / 16).tolist())
+
+
+def test_under_torchrun_ctrl_c_saves_once_and_a_killed_rank_is_started_again(tmp_path: Path) -> None:
+    words = [*WORDS, "parallel=ddp", f"args.notes={tmp_path}"]
+    running = program(*words, "args.step_s=0.1", ranks=2)
+    wait_for(lambda: has_come_to(2), 90, "the second step")
+    said = interrupt(running)
+    stopped = shoal.runs.load("latest")
+    assert stopped.status is Status.STOPPED, said
+    assert said.count(f"Go on with: python -m shoal.train resume={stopped.id}") == 1
+    at = max(losses_of(stopped))
+
+    fault = ["args.fault=kill", "args.fault_rank=1", f"args.fault_step={at + 7}"]
+    again = program(
+        f"resume={stopped.id}", "args.step_s=0", *fault, ranks=2, options=["--max-restarts=1", "--monitor-interval=0.1"]
+    )
+    said, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, said
+    resumed = shoal.runs.load("latest")
+    assert (resumed.id, resumed.status) == (stopped.id, Status.FINISHED)
+    assert resumed.incarnation == 3
+    samples = [json.loads(line) for line in (tmp_path / "samples-0.jsonl").read_text().splitlines()]
+    assert len(samples) > STEPS  # the steps since the last checkpoint were done again
+    undisturbed = run_ranks(losses_of_a_rank, 2, tmp_path / "undisturbed", TrainSpec().override([*WORDS, "workers=2"]))
+    assert losses_of(resumed) == undisturbed[0]  # to the bit: the same number of ranks adds in the same order
+
+
+def losses_of_a_rank(world: World, folder: Path, spec: TrainSpec) -> dict[int, float]:
+    """The program of a rank that nothing disturbs."""
+    from shoal.train.journal import Silent
+    from shoal.train.trainer import Trainer
+
+    losses: dict[int, float] = {}
+
+    class Journal(Silent):
+        def log(self, step: int, values: Any) -> None:
+            if "train/loss" in values:
+                losses[step] = values["train/loss"]
+
+    folder.mkdir(exist_ok=True)
+    Trainer(spec, Toy(), world, folder, journal=Journal()).run()
+    return losses
+
+
+class Wide(Toy):
+    """Activations of 4 MB for each sample."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 1_000_000), nn.Tanh(), nn.Linear(1_000_000, 3))
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        return {}
+
+
+def starve(world: World, folder: Path) -> None:
+    """The program of a process that may use little more memory than it has."""
+    from shoal.train.trainer import Trainer
+
+    spec = TrainSpec.parse({"task": "Wide", "batch_size": 128, "stop": {"steps": 2}, "optimizer": {"name": "sgd"}})
+    trainer = Trainer(spec, Wide(), world, folder)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + 600_000_000
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    trainer.run()
+
+
+def test_out_of_memory_says_what_would_have_fitted(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=r"OutOfMemory: step 0: .* 128 samples at a time .* would have fitted"):
+        run_ranks(starve, 1, tmp_path)
+
+
+class Events:
+    """A journal that keeps the events."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+        self.details: list[dict[str, Any]] = []
+
+    def log(self, step: int, values: Any) -> None:
+        pass
+
+    def event(self, kind: str, /, **details: object) -> None:
+        self.kinds.append(kind)
+        self.details.append(details)
+
+    def histogram(self, *given: object) -> None:
+        pass
+
+
+def fill_the_disk(world: World, folder: Path, asynchronous: bool) -> tuple[int, list[str], list[dict[str, Any]]]:
+    """The program of a process that may write no file as large as a checkpoint, for some steps."""
+    from shoal.train.trainer import Trainer
+
+    class Limited(Toy):
+        steps = 0
+
+        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+            if torch.is_grad_enabled():
+                self.steps += 1
+                most = 1000 if 5 < self.steps <= 11 else resource.RLIM_INFINITY
+                resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+            return super().loss(outputs, batch)
+
+    spec = TrainSpec.parse(
+        {
+            "task": "Limited",
+            "batch_size": 32,
+            "stop": {"steps": 16},
+            "checkpoint": {"every_steps": 3, "asynchronous": asynchronous, "keep": 10},
+        }
+    )
+    journal = Events()
+    outcome = Trainer(spec, Limited(), world, folder, journal=journal).run()
+    return outcome.steps, journal.kinds, journal.details
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_does_not_end_a_run(tmp_path: Path, asynchronous: bool) -> None:
+    [(steps, kinds, details)] = run_ranks(fill_the_disk, 1, tmp_path, asynchronous)
+    assert steps == 16
+    failed = [detail["error"] for kind, detail in zip(kinds, details, strict=True) if kind == "checkpoint_failed"]
+    assert ["step 6" in failed[0], "step 9" in failed[1]] == [True, True]
+    assert len(failed) == 2
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert kept == [f"step-{step:09}" for step in (3, 12, 15, 16)]

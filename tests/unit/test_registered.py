@@ -1,0 +1,99 @@
+"""A trained network in the registry: what is written down with it, and building it where no file of the Task's is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import shoal.runs
+from shoal.errors import ConfigError
+from shoal.registry import Registry
+from shoal.runs import Run, Status
+from shoal.train.alone import train_here
+from shoal.train.registered import build, factory_of, model_name
+from shoal.train.spec import TrainSpec
+from train_task import Toy
+
+TASK = Path(__file__).parents[1] / "train_task.py"
+
+
+def spec_of(**changes: Any) -> TrainSpec:
+    base = {"task": f"{TASK}:Toy", "batch_size": 32, "threads": 1, "stop": {"epochs": 1}, "args": {"hidden": 4}}
+    return TrainSpec.parse({**base, **changes})
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Run:
+    """A run of a Task whose file is gone by now."""
+    copy = tmp_path / "mine.py"
+    copy.write_text(TASK.read_text())
+    outcome = train_here(spec_of(task=f"{copy}:Toy"))
+    copy.unlink()
+    del sys.modules["shoal_task_mine"]
+    return shoal.runs.load(outcome.run_id)
+
+
+def test_the_end_of_a_run_is_in_its_record_and_in_the_registry(trained: Run) -> None:
+    assert trained.status is Status.FINISHED
+    events = trained.last_events()
+    (model,) = trained.models().to_dict("records")
+    version = Registry().get("toy@champion")
+    manifest = version.manifest
+    assert (model["name"], model["version"]) == (version.name, version.version) == ("toy", 1)
+    assert (manifest.run_id, manifest.weights_version) == (trained.id, events["trained"]["kept"])
+    assert manifest.metrics == events["trained"]["metrics"]
+    assert sorted(manifest.metrics) == ["accuracy", "loss"]
+    assert manifest.data == events["data"]
+    assert sorted(manifest.data) == ["train", "validation"]
+    assert [(each.name, each.datatype, each.shape) for each in manifest.signature.inputs] == [
+        ("input", "FP32", [-1, 8])
+    ]
+
+
+def test_it_is_built_again_without_the_tasks_file(trained: Run) -> None:
+    model = Registry().get("toy@champion").manifest.model.build()
+    assert isinstance(model, torch.nn.Module)
+    model.load_state_dict(safetensors.torch.load_file(trained.folder / "model.safetensors"))
+    assert type(model) is type(Toy(hidden=4).model())
+
+
+def test_a_task_of_an_installed_module_is_built_by_its_name() -> None:
+    factory = factory_of(spec_of(task="train_task:Toy"))
+    assert factory.kwargs == {"task": "train_task:Toy", "args": {"hidden": 4}}
+    assert isinstance(factory.build(), torch.nn.Sequential)
+
+
+def test_a_source_that_does_not_run_here_says_what_is_missing() -> None:
+    before = set(sys.modules)
+    with pytest.raises(ConfigError, match="No module named 'of_theirs'") as raised:
+        build("mine.py:Mine", {}, "import of_theirs\n", "Mine")
+    assert "must be installed here" in raised.value.remedy
+    assert set(sys.modules) == before  # the next attempt runs it again
+
+
+def test_an_error_in_a_registered_source_shows_its_lines() -> None:
+    source = "from shoal.train import Task\n\n\nclass Mine(Task):\n    def model(self):\n        return 1 / 0  # here\n"
+    with pytest.raises(ZeroDivisionError) as raised:
+        build("mine.py:Mine", {}, source, "Mine")
+    assert str(raised.traceback[-1].path) == "<mine.py:Mine, as registered>"
+    assert "here" in str(raised.traceback[-1].statement)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ({"task": "lenet"}, "lenet"),
+        ({"task": "mine.py:MyTask"}, "mytask"),
+        ({"task": "/a/b/My Task.py"}, "my-task"),
+        ({"task": "lenet", "name": "fashion"}, "fashion"),
+        ({"task": "package.module:Mine"}, "mine"),
+        ({"task": "package.module"}, "module"),
+    ],
+)
+def test_the_name_of_a_model(spec: dict[str, Any], name: str) -> None:
+    assert model_name(TrainSpec.parse(spec)) == name
