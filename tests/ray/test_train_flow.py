@@ -1,0 +1,229 @@
+"""The flow of a training run: what it tries again and what not, how it stops, what it writes down. No cluster here."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal.runs
+from shoal.errors import ClusterError, DataError, NotFinite, PlanError, RankLost, TrainError
+from shoal.registry import Registry
+from shoal.runs import Run, Status
+from shoal.train.outcome import Outcome
+from shoal.train.spec import TrainSpec
+from shoal.weights import WeightSnapshot
+
+TASK = Path(__file__).parents[1] / "train_task.py"
+Said = list[tuple[str, tuple[Any, ...]]]
+
+
+def logged(step: int) -> Said:
+    return [("log", (step, {"train/step": float(step), "train/loss": 1.0 / step}))]
+
+
+class FakeFit:
+    """Fulfils what the flow asks of a Fit: says one thing at each poll, and ends as it was told to.
+
+    Of each attempt, `script` has what rank 0 says, and the Outcome or the error with which it ends.
+    """
+
+    script: list[tuple[list[Said], Outcome | Exception]]
+    made: list[FakeFit]
+    on_poll: Callable[[], None]
+
+    def __init__(self, setting: Any) -> None:
+        self.setting, self.was_stopped, self.was_closed = setting, False, False
+        said, self._end = self.script[len(self.made)]
+        self._said = list(said)
+        self.made.append(self)
+
+    def poll(self, timeout_s: float) -> tuple[Said, bool]:
+        self.on_poll()
+        said = self._said.pop(0) if self._said else []
+        return said, not self._said
+
+    def stop(self) -> None:
+        self.was_stopped = True
+
+    def outcome(self) -> Outcome:
+        if isinstance(self._end, Exception):
+            raise self._end
+        return self._end
+
+    def close(self) -> None:
+        self.was_closed = True
+
+
+@pytest.fixture
+def fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeFit]:
+    import ray
+
+    from shoal.flows import training
+
+    made = type("Fit", (FakeFit,), {"script": [], "made": [], "on_poll": staticmethod(lambda: None)})
+    monkeypatch.setattr(training, "Fit", made)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 4.0})
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    return made
+
+
+def spec_of(**changes: Any) -> TrainSpec:
+    base = {"task": f"{TASK}:Toy", "batch_size": 32, "stop": {"steps": 9}, "workers": 2, "name": "toy-flow"}
+    return TrainSpec.parse({**base, **changes})
+
+
+def ended(tmp_path: Path) -> Outcome:
+    import numpy as np
+
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(WeightSnapshot.of(1, {"0.weight": np.zeros((1, 1), np.float32)}).payload)
+    return Outcome("r", "steps", "9 steps", 9, 9, 1.0, {"loss": 0.5}, weights)
+
+
+def run(spec: TrainSpec) -> Run:
+    from shoal.flows.training import run_training
+
+    return shoal.runs.load(run_training(spec, "train"))
+
+
+def test_lost_workers_are_replaced_as_long_as_there_is_progress(fit: type[FakeFit], tmp_path: Path) -> None:
+    lost = RankLost("a worker died")
+    # After every loss a step more was done, but for two in a row: never three without progress.
+    fit.script = [([logged(1)], lost), ([logged(2)], lost), ([], lost), ([logged(3)], lost), ([], lost), ([], lost)]
+    fit.script[-1] = ([logged(4)], ended(tmp_path))
+    found = run(spec_of())
+    assert found.status is Status.FINISHED
+    assert found.events()["kind"].tolist().count("workers_lost") == 5
+    assert all(each.was_closed for each in fit.made)
+    assert found.metrics()["train/loss"].tolist() == [1.0, 1 / 2, 1 / 3, 1 / 4]
+    assert Registry().get("toy-flow@champion").manifest.run_id == found.id
+    assert (found.folder / "report.html").exists()
+
+
+def test_lost_workers_are_not_replaced_for_ever(fit: type[FakeFit]) -> None:
+    from shoal.flows.training import ATTEMPTS_WITHOUT_PROGRESS
+
+    fit.script = [([logged(5)], RankLost("first"))] + [([logged(4)], RankLost(f"again {n}")) for n in range(10)]
+    with pytest.raises(RankLost, match="again 1"):
+        run(spec_of())
+    assert len(fit.made) == ATTEMPTS_WITHOUT_PROGRESS
+    found = shoal.runs.load("latest")
+    assert (found.status, found.error) == (Status.FAILED, "RankLost: again 1")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TrainError("Traceback ...\nValueError: a fault of the user's own"),
+        NotFinite("the loss", 7, [1, 2], "step-000000006"),
+        DataError("data", "mine.h5", "is truncated", "copy it again"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_would_happen_again_is_not_tried_again(fit: type[FakeFit], error: Exception) -> None:
+    fit.script = [([logged(1)], error)]
+    with pytest.raises(type(error)) as raised:
+        run(spec_of())
+    assert raised.value is error
+    assert len(fit.made) == 1
+    found = shoal.runs.load("latest")
+    assert (found.status, found.error) == (Status.FAILED, f"{type(error).__name__}: {error}")
+
+
+def test_an_interruption_lets_the_workers_save(fit: type[FakeFit]) -> None:
+    polls = iter(range(100))
+
+    def interrupt() -> None:
+        if next(polls) == 1:
+            raise KeyboardInterrupt
+
+    fit.on_poll = staticmethod(interrupt)
+    stopped = Outcome("r", "interrupted", "interrupted at step 3", 3, 3, 1.0)
+    fit.script = [([logged(1), logged(2), logged(3)], stopped)]
+    with pytest.raises(KeyboardInterrupt):
+        run(spec_of())
+    assert fit.made[0].was_stopped
+    found = shoal.runs.load("latest")
+    assert found.status is Status.STOPPED
+    assert found.latest()["train/step"] == 3  # what was said on the way out is in the record
+    assert found.models().empty
+
+
+def test_workers_that_do_not_end_are_left(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.flows import training
+
+    monkeypatch.setattr(training, "STOP_S", 0.0)
+    polls = iter(range(100))
+
+    def interrupt() -> None:
+        if next(polls) == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    fit.on_poll = staticmethod(interrupt)
+    fit.script = [([[]] * 50, RankLost("never asked"))]
+    with pytest.raises(KeyboardInterrupt):
+        run(spec_of())
+    assert fit.made[0].was_closed
+    assert shoal.runs.load("latest").status is Status.STOPPED
+
+
+def test_a_resumed_run_is_the_same_run(fit: type[FakeFit], tmp_path: Path) -> None:
+    from shoal.train.recipe import spec_from_words
+
+    fit.script = [([logged(1)], NotFinite("the loss", 7, None, None)), ([logged(8)], ended(tmp_path))]
+    with pytest.raises(NotFinite):
+        run(spec_of())
+    first = shoal.runs.load("latest")
+    again = run(spec_from_words([f"resume={first.id}", "clip_norm=1.0"]))
+    assert (again.id, again.status, again.incarnation) == (first.id, Status.FINISHED, 2)
+    assert fit.made[1].setting.folder == fit.made[0].setting.folder
+    assert (fit.made[1].setting.spec.clip_norm, fit.made[1].setting.spec.batch_size) == (1.0, 32)
+
+
+def test_more_workers_than_the_cluster_has(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from shoal.flows import training
+
+    with pytest.raises(PlanError) as raised:
+        run(spec_of(workers=8, parallel="ddp"))
+    assert (raised.value.field, raised.value.value) == ("workers", 8)
+    assert (raised.value.problem, raised.value.remedy) == (
+        "the cluster has 4 CPUs",
+        "use workers=4, or a larger cluster",
+    )
+    with pytest.raises(PlanError, match="start a cluster with GPUs"):
+        run(spec_of(device="cuda"))
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1.0})
+    monkeypatch.setattr(training, "ROOM_S", 0.0)
+    with pytest.raises(ClusterError, match="1 of 4 are free"):
+        run(spec_of())
+    assert not fit.made
+
+
+def test_a_place_that_becomes_free_is_waited_for(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from shoal.flows.training import require_room
+
+    free = iter([{"CPU": 1.0}, {}, {"CPU": 2.0}])
+    monkeypatch.setattr(ray, "available_resources", lambda: next(free))
+    require_room(spec_of(), 30)
+    assert next(free, None) is None
+
+
+def test_workers_get_gpus_where_there_are_enough(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from shoal.flows.training import placed
+
+    assert placed(spec_of()).device == "cpu"
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": 2.0})
+    assert placed(spec_of()).device == "cuda"
+    assert placed(spec_of(workers=4)).device == "cpu"
+    assert placed(spec_of(device="cpu")).device == "cpu"
