@@ -200,6 +200,36 @@ def test_the_newest_numbers_are_the_newest_by_time() -> None:
     assert "odd 2 1 2" in write(seen).text
 
 
+def test_a_training_run_has_its_losses_and_what_it_is_judged_by() -> None:
+    with runs.create("train", "", "one") as run:
+        for step in range(1, 33):
+            values = {"train/step": step, "train/epoch": step / 8, "train/loss": 1 / step, "wait/data": 0.125}
+            run.log(step, {**values, "samples/per_s": 1000.0, "time/training_s": step * 0.1})
+            if step % 8 == 0:
+                run.log(step, {"validation/loss": 2 / step, "validation/accuracy": step / 40})
+    seen = runs.load("one")
+    assert seen.best() == ("validation/accuracy", 0.8)
+    page = write(seen)
+    for told in ("0.8 best validation/accuracy", "32 training steps", "4 epochs", "12.5% waiting for data"):
+        assert told in page.text, told
+    drawn = re.findall(r"<svg.*?</svg>", page.source, re.DOTALL)
+    assert all(f">{word}</text>" in drawn[0] for word in ("loss", "training", "validation", "validation/accuracy"))
+    captions = re.findall(r'<figcaption><span title="([^"]*)"', page.source)
+    assert captions == ["samples/per_s", "wait/data"]  # no empty panel, and nothing twice
+
+
+def test_a_training_run_without_validation_is_judged_by_its_loss() -> None:
+    with runs.create("train", "", "one") as run:
+        run.log(1, {"train/loss": 1.0})
+        run.log(2, {"train/loss": 0.5})
+    seen = runs.load("one")
+    assert seen.best() == ("train/loss", 0.5)
+    assert write(seen).source.count("<svg") == 1
+    with runs.create("train", "", "two") as run:
+        run.log(2, {"train/loss": 0.5, "validation/loss": 0.7})
+    assert runs.load("two").best() == ("validation/loss", 0.7)
+
+
 def test_a_thinned_curve_keeps_its_spikes_and_its_order() -> None:
     x = np.arange(100_000.0)
     y = np.sin(x / 1000)

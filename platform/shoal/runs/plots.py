@@ -79,7 +79,37 @@ def learning_curve(
     return figure
 
 
-def small_plot(curve: Curve, end_s: float) -> Figure:
+@dataclass(frozen=True)
+class Panel:
+    """Curves over one way of counting progress: `x` says which, and each curve has a name."""
+
+    heading: str
+    x: str
+    curves: Sequence[tuple[str, Curve]]
+
+
+def training_curves(title: str, panels: Sequence[Panel]) -> Figure:
+    """The panels side by side. The first curve of each is a line, the others have a mark at each point as well."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(5.4 * len(panels), 3.5), facecolor="white")
+        figure.subplots_adjust(left=0.1 / len(panels), right=0.985, bottom=0.15, top=0.86, wspace=0.16)
+        for number, panel in enumerate(panels, start=1):
+            axes = figure.add_subplot(1, len(panels), number)
+            for index, (name, curve) in enumerate(panel.curves):
+                _draw(axes, curve, width=1.7 if index else 1.2, colour=(LINE, MARK)[index % 2])
+                axes.lines[-1].set(label=name, marker="o" if index or len(curve.x) < 2 else "", markersize=4)
+            if len(panel.curves) > 1:
+                axes.legend(frameon=False, labelcolor=INK)
+            axes.set_xlabel(panel.x, color=MUTED)
+            axes.set_title(panel.heading, loc="left", color=INK, fontsize=11, fontweight="bold", pad=12)
+        figure.text(0.985, 0.93, title, color=MUTED, fontsize=9, ha="right")
+    return figure
+
+
+def small_plot(curve: Curve, begin_s: float, end_s: float) -> Figure:
     """A plot for a grid of many, all over the same wall seconds: no labels, for the page names it."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -89,7 +119,8 @@ def small_plot(curve: Curve, end_s: float) -> Figure:
         figure.subplots_adjust(left=0.13, right=0.97, bottom=0.14, top=0.95)
         axes = figure.add_subplot()
         _draw(axes, curve, width=1.2)
-        axes.set_xlim(-0.01 * end_s, 1.01 * end_s)
+        margin_s = 0.01 * (end_s - begin_s)
+        axes.set_xlim(begin_s - margin_s, end_s + margin_s)
         axes.locator_params(nbins=4)
         axes.tick_params(labelsize=7.5)
     return figure
@@ -128,12 +159,14 @@ def png(figure: Figure, dots_per_inch: int = 160) -> bytes:
     return buffer.getvalue()
 
 
-def _draw(axes: Axes, curve: Curve, width: float, drawstyle: str = "default") -> None:
+def _draw(axes: Axes, curve: Curve, width: float, drawstyle: str = "default", colour: str = LINE) -> None:
     from matplotlib.ticker import EngFormatter
 
     thin = curve.thinned()
     single = "o" if len(thin.x) == 1 else ""
-    axes.plot(thin.x, thin.y, color=LINE, linewidth=width, solid_joinstyle="round", drawstyle=drawstyle, marker=single)
+    axes.plot(
+        thin.x, thin.y, color=colour, linewidth=width, solid_joinstyle="round", drawstyle=drawstyle, marker=single
+    )
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(RULE)

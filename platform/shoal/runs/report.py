@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from shoal.runs import plots
 from shoal.runs.display import duration, moment, number
-from shoal.runs.run import MEAN_RETURN, Run, is_more_better
+from shoal.runs.run import MEAN_RETURN, VALIDATION, Run, is_more_better
 from shoal.runs.status import Status
 
 if TYPE_CHECKING:
@@ -33,6 +33,13 @@ _NAMES = {
     "learner/policy_lag": "Policy lag (versions)",
     "queue/depth": "Queue depth (segments)",
     "endpoint/requests_per_s": "Endpoint requests a second",
+    "train/loss": "Training loss",
+    "train/learning_rate": "Learning rate",
+    "samples/per_s": "Samples a second",
+    "wait/data": "Share of time waiting for data",
+    "wait/communication": "Share of time communicating",
+    "flops/utilisation": "Share of the device's peak FLOP/s",
+    "step/seconds": "Seconds a step",
     "steps/total": "Environment steps",
     "weights/version": "Weight version",
 }
@@ -43,9 +50,16 @@ _CARDS = (
     ("weights/version", "weight version"),
     ("learner/policy_lag", "policy lag"),
     ("endpoint/requests_per_s", "requests a second"),
+    ("train/step", "training steps"),
+    ("train/epoch", "epochs"),
+    ("samples/per_s", "samples a second"),
+    ("wait/data", "waiting for data"),
+    ("wait/communication", "communicating"),
 )
+_SHARES = ("wait/", "flops/")  # of the time, or of a peak: shown as per cent
+TRAINING_LOSS, _HELD = "train/loss", f"{VALIDATION}loss"
 # Shown elsewhere than among the small plots.
-_ELSEWHERE = ("steps/total", "weights/version", "drops/", "segments/")
+_ELSEWHERE = ("steps/total", "weights/version", "drops/", "segments/", "train/step", "train/epoch", "time/")
 
 
 @dataclass(frozen=True)
@@ -169,16 +183,22 @@ def _cards(read: _Read) -> list[Card]:
         called = _SHORT_NAMES.get(name, name)
         cards.append(Card(number(value), f"best {called}"))
         cards.append(Card(number(read.latest[name]), f"newest {called}"))
-    cards += [Card(number(read.latest[name]), label) for name, label in _CARDS if name in read.latest]
+    cards += [Card(_shown(name, read.latest[name]), label) for name, label in _CARDS if name in read.latest]
     if len(read.versions) and "weights/version" not in read.latest:
         cards.append(Card(number(len(read.versions)), "weight versions"))
     return cards
+
+
+def _shown(name: str, value: float) -> str:
+    return f"{100 * value:.3g}%" if name.startswith(_SHARES) and math.isfinite(value) else number(value)
 
 
 def _learning_curve(read: _Read) -> str:
     """The markup of the learning curve, which is also written as a picture; empty when there is nothing to draw."""
     if read.best is None:
         return ""
+    if TRAINING_LOSS in read.metrics:
+        return _training_curves(read, read.best[0])
     run, (name, _) = read.run, read.best
     rows = read.metrics[read.metrics[name].notna()]
     has_steps = "steps/total" in rows and rows["steps/total"].notna().any()
@@ -195,20 +215,41 @@ def _learning_curve(read: _Read) -> str:
     return plots.svg(figure)
 
 
+def _training_curves(read: _Read, judged: str) -> str:
+    """The loss on the training and the validation data, and the metric that the run is judged by."""
+    losses = [(word, _over_steps(read, name)) for word, name in (("training", TRAINING_LOSS), ("validation", _HELD))]
+    panels = [plots.Panel("loss", "step", [(word, curve) for word, curve in losses if len(curve.x)])]
+    if judged not in (TRAINING_LOSS, _HELD):
+        panels.append(plots.Panel(judged, "step", [(judged, _over_steps(read, judged))]))
+    panels = [panel for panel in panels if any(len(curve.x) for _, curve in panel.curves)]
+    if not panels:
+        return ""
+    figure = plots.training_curves(f"{read.run.job} · {read.run.id}", panels)
+    (read.run.folder / "learning_curve.png").write_bytes(plots.png(figure))
+    return plots.svg(figure)
+
+
+def _over_steps(read: _Read, name: str) -> plots.Curve:
+    column = read.metrics[name].dropna() if name in read.metrics else read.metrics["time"][:0]
+    return plots.Curve.of(column.index.to_numpy(), column.to_numpy())
+
+
 def _small_plots(read: _Read) -> list[Plot]:
     """The known metrics in their order, then the rest by name."""
     hidden = {"time", read.best[0] if read.best else ""}
+    hidden |= {TRAINING_LOSS, _HELD} if TRAINING_LOSS in read.metrics else set()
     names = [name for name in read.metrics.columns if name not in hidden and not name.startswith(_ELSEWHERE)]
     order = list(_NAMES)
     names.sort(key=lambda name: (order.index(name) if name in order else len(order), name))
-    end_s = max(float(read.metrics["time"].max()), 1e-3) if names else 0.0
+    begin_s = float(read.metrics["time"].min()) if names else 0.0
+    end_s = max(float(read.metrics["time"].max()), begin_s + 1e-3) if names else 0.0
     made: list[Plot] = []
     for name in names:
         column = read.metrics[name].dropna()
         curve = plots.Curve.of(read.metrics.loc[column.index, "time"].to_numpy(), column.to_numpy())
         if len(curve.x) and len(made) < MAX_SMALL_PLOTS:
-            picture = plots.svg(plots.small_plot(curve, end_s))
-            made.append(Plot(name, _NAMES.get(name, ""), picture, number(float(column.iloc[-1]))))
+            picture = plots.svg(plots.small_plot(curve, begin_s, end_s))
+            made.append(Plot(name, _NAMES.get(name, ""), picture, _shown(name, float(column.iloc[-1]))))
     return made
 
 

@@ -30,6 +30,7 @@ MEAN_RETURN = "return/mean_100"
 _RESUMED = "(SELECT max(number) FROM events WHERE run = ?1 AND kind = 'resumed')"
 
 # What a run without mean returns is judged by: a part of the metric's name, and whether more is better.
+VALIDATION = "validation/"  # how the names of metrics begin that were evaluated on data held back
 _HEADLINES = (
     ("return", True),
     ("reward", True),
@@ -181,6 +182,7 @@ class Run:
             if row["name"] == MEAN_RETURN:  # whatever else there is, such as an evaluation's return
                 return None if row["highest"] is None else (MEAN_RETURN, row["highest"])
         rows = [row for row in rows if row["lowest"] is not None]
+        rows.sort(key=lambda row: not row["name"].startswith(VALIDATION))  # what was held back judges better
         for part, more_is_better in _HEADLINES:
             for row in rows:
                 if part in row["name"]:
