@@ -63,7 +63,8 @@ class Alone:
 def undisturbed(seed: int, threads: int) -> Iterator[None]:
     """Random numbers begin at `seed` within, and go on afterwards as if nothing had been; so do torch's threads."""
     states = random.getstate(), np.random.get_state(), torch.get_num_threads()
-    with torch.random.fork_rng():
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
