@@ -31,14 +31,10 @@ class SegmentBuilder:
 
     def __init__(self, spec: ExperienceSpec) -> None:
         self._spec = spec
-        self._observation_dtype = spec.observation.numpy_dtype()
-        self._action_dtype = spec.action.numpy_dtype()
+        self._segment_length = spec.segment_length
         self._observations: list[Any] = []
-        self._actions: list[Any] = []
-        self._rewards: list[float] = []
-        self._log_probabilities: list[float] = []
-        self._versions: list[int] = []
-        self._return = 0.0
+        self._steps: list[tuple[Any, float, float, int]] = []  # action, reward, log-probability, version
+        self._return = 0.0  # of the episode, up to the segment
         self._length = 0
 
     def begin(self, observation: Any) -> None:
@@ -60,29 +56,30 @@ class SegmentBuilder:
 
         `observation` after a truncated or terminated step is the episode's real final one. After it, call `begin`.
         """
+        # Everything that can wait does: this runs at every step of an environment that may be as fast as it is.
         self._observations.append(observation)
-        self._actions.append(action)
-        self._rewards.append(reward)
-        self._log_probabilities.append(log_probability)
-        self._versions.append(version)
-        self._return += reward
-        self._length += 1
+        self._steps.append((action, reward, log_probability, version))
+        if terminated or truncated or len(self._steps) == self._segment_length:
+            return self._complete(terminated, truncated)
+        return None
+
+    def _complete(self, terminated: bool, truncated: bool) -> Segment:
+        actions, rewards, log_probabilities, versions = zip(*self._steps, strict=True)
+        self._return = sum(rewards, self._return)
+        self._length += len(rewards)
         ended = terminated or truncated
-        if not ended and len(self._rewards) < self._spec.segment_length:
-            return None
         segment = Segment(
-            np.array(self._observations, self._observation_dtype),
-            np.array(self._actions, self._action_dtype),
-            np.array(self._rewards, np.float32),
-            np.array(self._log_probabilities, np.float32),
-            np.array(self._versions, np.int64),
+            np.array(self._observations, self._spec.observation.numpy_dtype()),
+            np.array(actions, self._spec.action.numpy_dtype()),
+            np.array(rewards, np.float32),
+            np.array(log_probabilities, np.float32),
+            np.array(versions, np.int64),
             terminated,
             truncated and not terminated,
             self._return if ended else None,
             self._length if ended else None,
         )
-        self._observations = [observation]
-        self._actions, self._rewards, self._log_probabilities, self._versions = [], [], [], []
+        self._observations, self._steps = self._observations[-1:], []
         return segment
 
 
@@ -92,7 +89,7 @@ def play(
     seed: int | None = None,
     max_steps: int | None = None,
     on_weights: Callable[[int], None] | None = None,
-    pull_interval_s: float = 0.002,
+    pull_interval_s: float = 0.005,
 ) -> int:
     """Play until the run is over, or for `max_steps`; returns the number of steps.
 
