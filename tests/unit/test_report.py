@@ -210,7 +210,7 @@ def test_a_training_run_has_its_losses_and_what_it_is_judged_by() -> None:
     seen = runs.load("one")
     assert seen.best() == ("validation/accuracy", 0.8)
     page = write(seen)
-    for told in ("0.8 best validation/accuracy", "32 training steps", "4 epochs", "12.5% waiting for data"):
+    for told in ("0.8 best accuracy", "against steps", "32 training steps", "4 epochs", "12.5% waiting for data"):
         assert told in page.text, told
     drawn = re.findall(r"<svg.*?</svg>", page.source, re.DOTALL)
     assert all(f">{word}</text>" in drawn[0] for word in ("loss", "training", "validation", "validation/accuracy"))

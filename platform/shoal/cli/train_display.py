@@ -22,11 +22,12 @@ from shoal.cli.display import MAX_HISTORY, sparkline
 from shoal.runs import Run
 from shoal.runs.display import duration, number
 
+TRAINING = "training"
 RATES = (
     ("samples/s", "samples/per_s", ",.0f", 1.0),
-    ("waiting for data", "wait/data", ".0f", 100.0),
-    ("communicating", "wait/communication", ".0f", 100.0),
-    ("of peak FLOP/s", "flops/utilisation", ".1f", 100.0),
+    ("data wait", "wait/data", ".0f", 100.0),
+    ("communication", "wait/communication", ".0f", 100.0),
+    ("MFU", "flops/utilisation", ".1f", 100.0),  # of the devices' peak FLOP/s, the share that was made use of
 )
 
 
@@ -58,8 +59,10 @@ class TrainView:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds to the last step at the present speed; NaN when unknown."""
+        """Seconds to the last step at the present speed; NaN when unknown, and when the last step is done."""
         total = self.setting.get("total_steps")
+        if self.phase != TRAINING:
+            return math.nan
         return max(0.0, total - self.value("train/step")) * self.value("step/seconds") if total else math.nan
 
     @property
@@ -81,7 +84,7 @@ def view_of(run: Run, before: TrainView | None, notes: Sequence[str]) -> TrainVi
 
 
 def _phase(seen: dict[str, dict[str, Any]]) -> str:
-    for kind, phase in (("trained", "writing the report"), ("stopped", "registering"), ("training", "training")):
+    for kind, phase in (("trained", "writing the report"), ("stopped", "registering"), ("training", TRAINING)):
         if kind in seen:
             return phase
     return "starting workers"
@@ -113,7 +116,7 @@ def plain_line(view: TrainView) -> str:
     parts = [f"step {view.value('train/step'):,.0f}", f"loss {number(view.value('train/loss'))}"]
     parts += [f"{name} {value}" for name, value in _rate_words(view)]
     parts += [f"validation {name} {number(value)}" for name, value in view.evaluated.items()]
-    if math.isfinite(view.remaining_s) and view.phase == "training":
+    if math.isfinite(view.remaining_s):
         parts.append(f"{duration(view.remaining_s)} to go")
     return f"{at}: {', '.join(parts)}"
 

@@ -109,8 +109,8 @@ def training_curves(title: str, panels: Sequence[Panel]) -> Figure:
     return figure
 
 
-def small_plot(curve: Curve, begin_s: float, end_s: float) -> Figure:
-    """A plot for a grid of many, all over the same wall seconds: no labels, for the page names it."""
+def small_plot(curve: Curve, begin: float, end: float) -> Figure:
+    """A plot for a grid of many, all from `begin` to `end`: no labels, for the page names it."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -119,8 +119,8 @@ def small_plot(curve: Curve, begin_s: float, end_s: float) -> Figure:
         figure.subplots_adjust(left=0.13, right=0.97, bottom=0.14, top=0.95)
         axes = figure.add_subplot()
         _draw(axes, curve, width=1.2)
-        margin_s = 0.01 * (end_s - begin_s)
-        axes.set_xlim(begin_s - margin_s, end_s + margin_s)
+        margin = 0.01 * (end - begin)
+        axes.set_xlim(begin - margin, end + margin)
         axes.locator_params(nbins=4)
         axes.tick_params(labelsize=7.5)
     return figure

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.runs import plots
 from shoal.runs.display import duration, moment, number
@@ -19,7 +19,7 @@ from shoal.runs.run import MEAN_RETURN, VALIDATION, Run, is_more_better
 from shoal.runs.status import Status
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    from pandas import DataFrame, Series
 
 MAX_SMALL_PLOTS = 12
 MAX_EVENTS = 200
@@ -54,7 +54,7 @@ _CARDS = (
     ("train/epoch", "epochs"),
     ("samples/per_s", "samples a second"),
     ("wait/data", "waiting for data"),
-    ("wait/communication", "communicating"),
+    ("wait/communication", "waiting for peers"),
 )
 _SHARES = ("wait/", "flops/")  # of the time, or of a peak: shown as per cent
 TRAINING_LOSS, _HELD = "train/loss", f"{VALIDATION}loss"
@@ -149,6 +149,7 @@ def _page(run: Run) -> dict[str, object]:
         "curve_name": read.best[0] if read.best else "",
         "curve": _learning_curve(read),
         "small_plots": _small_plots(read),
+        "drawn_over": "steps" if TRAINING_LOSS in read.metrics else "wall seconds",
         "drops": _drops(read.latest),
         "accounting": accounting(read.metrics),
         "num_versions": len(read.versions),
@@ -180,7 +181,7 @@ def _cards(read: _Read) -> list[Card]:
     cards = [Card(duration(read.run.duration_s), "wall time")]
     if read.best is not None:
         name, value = read.best
-        called = _SHORT_NAMES.get(name, name)
+        called = _SHORT_NAMES.get(name, name.removeprefix(VALIDATION))
         cards.append(Card(number(value), f"best {called}"))
         cards.append(Card(number(read.latest[name]), f"newest {called}"))
     cards += [Card(_shown(name, read.latest[name]), label) for name, label in _CARDS if name in read.latest]
@@ -241,16 +242,21 @@ def _small_plots(read: _Read) -> list[Plot]:
     names = [name for name in read.metrics.columns if name not in hidden and not name.startswith(_ELSEWHERE)]
     order = list(_NAMES)
     names.sort(key=lambda name: (order.index(name) if name in order else len(order), name))
-    begin_s = float(read.metrics["time"].min()) if names else 0.0
-    end_s = max(float(read.metrics["time"].max()), begin_s + 1e-3) if names else 0.0
+    places = _places(read)
+    begin, end = (float(places.min()), float(places.max())) if names else (0.0, 0.0)
     made: list[Plot] = []
     for name in names:
         column = read.metrics[name].dropna()
-        curve = plots.Curve.of(read.metrics.loc[column.index, "time"].to_numpy(), column.to_numpy())
+        curve = plots.Curve.of(places.loc[column.index].to_numpy(), column.to_numpy())
         if len(curve.x) and len(made) < MAX_SMALL_PLOTS:
-            picture = plots.svg(plots.small_plot(curve, begin_s, end_s))
+            picture = plots.svg(plots.small_plot(curve, begin, max(end, begin + 1e-3)))
             made.append(Plot(name, _NAMES.get(name, ""), picture, _shown(name, float(column.iloc[-1]))))
     return made
+
+
+def _places(read: _Read) -> Series[Any]:
+    """What the small plots are drawn over: seconds, or the steps of a training run, whose news comes in batches."""
+    return read.metrics.index.to_series() if TRAINING_LOSS in read.metrics else read.metrics["time"]
 
 
 def _drops(latest: Mapping[str, float]) -> list[Share]:
