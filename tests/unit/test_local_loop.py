@@ -67,7 +67,8 @@ def test_external_actors_teach_a_policy_until_it_is_solved(tmp_path: Path) -> No
         actors = [actor(loop, index) for index in range(2)]
         assert loop.wait_until_solved(timeout_s=60) > 0
         stats = loop.gateway.stats()
-        assert stats["mean_return"] >= 7.0
+        assert stats["solved_s"] is not None
+        assert stats["mean_return"] > 6.0  # they play on, and the mean with them
         assert {one["actor_id"] for one in stats["actors"]} == {"actor-0", "actor-1"}
     for thread in actors:
         thread.join(10)

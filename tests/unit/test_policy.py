@@ -12,7 +12,7 @@ import torch
 
 from shoal.actor import MlpPolicy
 from shoal.errors import ConfigError, WeightsError
-from shoal.models.actor_critic import ActorCritic, Tanh, policy_spec
+from shoal.models.actor_critic import ActorCritic, policy_spec
 from shoal.wire import PolicySpec
 
 ONE_LAYER = PolicySpec("mlp_categorical", "tanh", (("weight", "bias"),))
@@ -213,14 +213,30 @@ def test_a_policy_of_another_kind_is_refused_by_name() -> None:
         MlpPolicy(PolicySpec("mlp_categorical", "swish", ()))
 
 
-def test_the_fast_tanh_equals_torchs_and_so_does_its_gradient() -> None:
-    x = torch.linspace(-30, 30, 20_001, dtype=torch.float64, requires_grad=True)
-    fast, slow = Tanh()(x), torch.tanh(x)
-    torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-15)
-    weights = torch.linspace(-1, 1, 20_001, dtype=torch.float64)
-    (fast_gradient,) = torch.autograd.grad((fast * weights).sum(), x)
-    (slow_gradient,) = torch.autograd.grad((slow * weights).sum(), x)
-    torch.testing.assert_close(fast_gradient, slow_gradient, rtol=1e-9, atol=1e-12)
-    single = torch.linspace(-10, 10, 20_001)
-    # σ and 2σ - 1 each round once: the error is absolute, about the distance of neighbouring numbers near 1
-    torch.testing.assert_close(Tanh()(single), torch.tanh(single), rtol=0, atol=2.5e-7)
+@pytest.mark.parametrize("hidden", [(), (16,), (12, 20), (9, 4, 11)])
+def test_the_fast_perceptron_equals_its_layers_one_by_one_and_so_do_its_gradients(hidden: tuple[int, ...]) -> None:
+    """σ and 2σ - 1 each round once a layer: the error is absolute, a few distances of neighbouring numbers near 1."""
+    for dtype, tolerance in (
+        (torch.float64, {"rtol": 1e-9, "atol": 1e-12}),
+        (torch.float32, {"rtol": 1e-4, "atol": 1e-5}),
+    ):
+        model = model_with_large_weights(hidden).to(dtype)
+        x = (3 * torch.randn(257, 4, dtype=dtype)).requires_grad_()
+        for part in (model.policy, model.value):
+            fast, slow = part(x), torch.nn.Sequential.forward(part, x)
+            torch.testing.assert_close(fast, slow, **tolerance)
+            weights = torch.randn_like(fast)
+            leaves = [x, *part.parameters()]
+            gradients = [torch.autograd.grad((y * weights).sum(), leaves) for y in (fast, slow)]
+            for fast_gradient, slow_gradient in zip(*gradients, strict=True):
+                largest = float(slow_gradient.abs().max())
+                torch.testing.assert_close(fast_gradient / largest, slow_gradient / largest, **tolerance)
+
+
+def test_the_fast_perceptron_saturates_as_tanh_does() -> None:
+    part = ActorCritic(1, 1, (1,)).policy
+    with torch.no_grad():
+        for parameter, value in zip(part.parameters(), (1.0, 0.0, 1.0, 0.0), strict=True):
+            parameter.fill_(value)
+    x = torch.linspace(-30, 30, 2_001).unsqueeze(-1)
+    torch.testing.assert_close(part(x), torch.tanh(x), rtol=0, atol=2.5e-7)

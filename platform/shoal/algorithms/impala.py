@@ -81,41 +81,37 @@ def impala_loss(logits: Tensor, values: Tensor, batch: Batch, config: ImpalaConf
 
     logits [N+S, num_actions] and values [N+S] are the learner's, for every observation; differentiable in both.
     """
-    length_B, num_segments = batch.lengths_B, len(batch.lengths_B)
-    longest = int(length_B.max())
+    num_segments, longest = len(batch.lengths_B), int(batch.lengths_B.max())
     # Observation rows: segment b starts at sum(lengths[:b]) + b and has lengths[b] + 1 rows, the last the bootstrap.
-    column_of_row = torch.repeat_interleave(torch.arange(num_segments), length_B + 1)
-    start_B = (length_B + 1).cumsum(0) - (length_B + 1)
-    row_in_segment = torch.arange(len(values)) - start_B[column_of_row]
-    is_step = row_in_segment < length_B[column_of_row]
-    at = (row_in_segment[is_step], column_of_row[is_step])  # where each step lies in the [T, B] grid
+    num_rows_B = batch.lengths_B + 1
+    end_B = num_rows_B.cumsum(0)
+    step_rows = torch.ones(len(values), dtype=torch.bool).index_fill_(0, end_B - 1, False).nonzero().squeeze(-1)
+    column_of_row = torch.repeat_interleave(torch.arange(num_segments), num_rows_B)
+    place_of_row = (torch.arange(len(values)) - (end_B - num_rows_B)[column_of_row]) * num_segments + column_of_row
+    place = place_of_row[step_rows]  # of each step in the flat [T+1, B] grid
 
-    log_policy = torch.log_softmax(logits[is_step], -1)
+    log_policy = torch.log_softmax(logits.index_select(0, step_rows), -1)
     log_pi = log_policy.gather(-1, batch.actions.unsqueeze(-1)).squeeze(-1)
     entropy = -(log_policy.exp() * log_policy).sum(-1).mean()
 
-    def grid(steps: Tensor) -> Tensor:
-        return steps.new_zeros(longest, num_segments).index_put(at, steps)
-
-    values_T1B = values.detach().new_zeros(longest + 1, num_segments)
-    values_T1B = values_T1B.index_put((row_in_segment, column_of_row), values.detach())
-    is_last = row_in_segment[is_step] == length_B[at[1]] - 1
-    discounts = config.discount * (1.0 - (is_last & batch.terminated_B[at[1]]).float())
-    trace = vtrace(
-        grid(log_pi.detach() - batch.log_probabilities),
-        grid(discounts),
-        grid(batch.rewards),
-        values_T1B,
-        grid(torch.ones_like(batch.rewards)),
-        config.rho_bar,
-        config.c_bar,
-        config.lambda_,
+    discounts = torch.full_like(batch.rewards, config.discount)
+    last_of_terminated = (batch.lengths_B.cumsum(0) - 1)[batch.terminated_B]
+    discounts[last_of_terminated] = 0.0
+    per_step = torch.stack(
+        [log_pi.detach() - batch.log_probabilities, discounts, batch.rewards, torch.ones_like(batch.rewards)]
     )
-    advantages = trace.advantages_TB[at]
+    size = (longest + 1) * num_segments
+    grids = per_step.new_zeros(4, size).index_copy_(1, place, per_step).view(4, longest + 1, num_segments)
+    values_T1B = values.new_zeros(size).index_copy_(0, place_of_row, values.detach()).view(longest + 1, num_segments)
+    log_rhos_TB, discounts_TB, rewards_TB, mask_TB = grids[:, :-1]
+    trace = vtrace(
+        log_rhos_TB, discounts_TB, rewards_TB, values_T1B, mask_TB, config.rho_bar, config.c_bar, config.lambda_
+    )
+    advantages = trace.advantages_TB.flatten()[place]
     if config.normalize_advantages:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     policy_loss = -(advantages * log_pi).mean()
-    value_loss = 0.5 * (trace.targets_TB[at] - values[is_step]).square().mean()
+    value_loss = 0.5 * (trace.targets_TB.flatten()[place] - values.index_select(0, step_rows)).square().mean()
     total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
     return Losses(total, policy_loss, value_loss, entropy)
 
