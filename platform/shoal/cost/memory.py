@@ -6,6 +6,7 @@ inside of operators included. Called by the dry run and by the probe, around sin
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,19 @@ class Growth:
 @contextmanager
 def growth(device: torch.device) -> Iterator[Growth]:
     """Watch what this thread allocates in the body, and Gloo's threads in its name."""
+    gc.collect()  # what is freed in the body was allocated in it: garbage of before would count against it
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with _watched(device) as found:
+            yield found
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _watched(device: torch.device) -> Iterator[Growth]:
     found = Growth()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
