@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shoal.wire.spec import PolicySpec
 
 NARROW = 8  # layers of fewer units gain nothing from another library
+ROWS = 128  # oneDNN compiles its code once for a number of rows, in half a millisecond: few numbers should occur
 
 
 class _TanhPerceptron(torch.autograd.Function):
@@ -29,18 +30,18 @@ class _TanhPerceptron(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
         weights, biases = parameters[0::2], parameters[1::2]
-        kept = [x]  # the input, then s of each hidden layer
+        kept = [_padded(x)]  # the input, then s of each hidden layer
         for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
             kept.append(_affine(kept, weight * 2, bias * 2).sigmoid_())
         ctx.save_for_backward(*kept, *weights)
-        return _affine(kept, weights[-1], biases[-1])
+        return _affine(kept, weights[-1], biases[-1])[: len(x)]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         num_layers = len(ctx.saved_tensors) // 2
         kept, weights = ctx.saved_tensors[:num_layers], ctx.saved_tensors[num_layers:]
-        z_grad = grads[0]
+        z_grad = _padded(grads[0])
         found: list[Tensor | None] = []
         for index in reversed(range(num_layers)):
             bias_grad = z_grad.sum(0)
@@ -52,7 +53,14 @@ class _TanhPerceptron(torch.autograd.Function):
                 input_grad = _product(z_grad, (weights[index].t() * 4).contiguous())
                 z_grad = torch.ops.aten.sigmoid_backward.grad_input(input_grad, kept[index], grad_input=input_grad)
             found += [bias_grad, weight_grad]
-        return (z_grad @ weights[0] if ctx.needs_input_grad[0] else None, *reversed(found))
+        x_grad = (z_grad @ weights[0])[: len(grads[0])] if ctx.needs_input_grad[0] else None
+        return (x_grad, *reversed(found))
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """With rows of zeros up to the next multiple of ROWS; a few rows stay as they are."""
+    missing = -len(rows) % ROWS
+    return nn.functional.pad(rows, (0, 0, 0, missing)) if missing and len(rows) > ROWS else rows
 
 
 def _affine(kept: Sequence[Tensor], weight: Tensor, bias: Tensor) -> Tensor:
