@@ -1,0 +1,115 @@
+"""The pages on training: every block of Python runs, and every line of the shell is understood or run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+import shoal.runs
+from shoal.cli import cli
+from shoal.registry import Registry
+from shoal.train.__main__ import main
+from shoal.train.alone import train_here
+from shoal.train.checks import check
+from shoal.train.recipe import spec_from_words
+from shoal.train.spec import TrainSpec
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+    return [text for name, text in found if name == language]
+
+
+def lines(page: str) -> list[str]:
+    return [line.partition("  #")[0].strip() for block in blocks(page, "") for line in block.splitlines() if line]
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder with the page's own Task, and the recipes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_task.py").write_text(blocks("training.md", "python")[0])
+    (tmp_path / "jobs").symlink_to(DOCS.parent / "jobs")
+    yield
+    sys.modules.pop("shoal_task_my_task", None)
+
+
+def run_of_the_page() -> str:
+    """A run that `resume=RUN` can mean."""
+    return train_here(TrainSpec.parse({"task": "my_task.py:MyTask", "stop": {"epochs": 1}}), registers=False).run_id
+
+
+def test_the_python_of_the_training_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    for block in blocks("training.md", "python")[1:]:
+        exec(compile(block, "training.md", "exec"), {})
+    said = capsys.readouterr().out
+    assert "2 epochs" in said
+    assert "accuracy" in said
+    assert Registry().get("mine@champion").manifest.data
+
+
+@pytest.mark.parametrize("page", ["data.md", "checkpoints.md"])
+def test_the_python_of_the_other_pages_runs(page: str) -> None:
+    found = blocks(page, "python")
+    assert found
+    for block in found:
+        exec(compile(block, page, "exec"), {})
+
+
+@pytest.mark.parametrize("page", ["training.md", "recipes.md"])
+def test_every_command_of_the_pages_is_understood(page: str) -> None:
+    for line in lines(page):
+        if line.startswith("shoal "):
+            verb, *words = shlex.split(line)[1:]
+            found = cli.get_command(click.Context(cli), verb)
+            assert found is not None, line
+            while isinstance(found, click.Group):
+                inner = found.get_command(click.Context(found), words.pop(0))
+                assert inner is not None, line
+                found = inner
+            found.make_context(verb, words)
+
+
+def test_what_the_training_page_starts_without_ray_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    run_id = run_of_the_page()
+    started = [line for line in lines("training.md") if line.startswith("python -m shoal.train ")]
+    assert len(started) >= 4
+    for line in started:
+        words = [*shlex.split(line.replace("RUN", run_id))[3:], "threads=1"]
+        assert main(words) == 0, (line, capsys.readouterr().err)
+        assert shoal.runs.load("latest").status is shoal.runs.Status.FINISHED
+
+
+def test_what_the_training_page_starts_on_workers_fits() -> None:
+    run_id = run_of_the_page()
+    checked = 0
+    for line in lines("training.md"):
+        before, is_run, words = line.replace("RUN", run_id).partition("shoal run train ")
+        if not is_run:
+            before, is_run, words = line.partition("-m shoal.train ")
+            is_run = is_run if before.startswith("torchrun") else ""
+        if not is_run:
+            before, is_run, words = line.partition("python jobs/train.py ")
+        if is_run:
+            extra = ["workers=2"] if before.startswith("torchrun") else []
+            check(spec_from_words(shlex.split(words) + extra))
+            checked += 1
+    assert checked >= 6
+
+
+def test_the_fields_that_the_training_page_names_are_fields() -> None:
+    known = TrainSpec.parse({"stop": {"convergence": {}}, "selective_backprop": {}}).to_yaml()
+    text = (DOCS / "training.md").read_text()
+    for words in re.findall(r"`((?:[a-z_]+\.)*[a-z_]+=[^`]+)`", text):
+        for word in shlex.split(words):
+            name, is_word, _ = word.partition("=")
+            if is_word and name != "a.b" and not name.startswith("args."):
+                assert all(f"{part}:" in known for part in name.rstrip("><").split(".")), word
