@@ -8,6 +8,7 @@ and the run record; the work is done by the Trainers.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -20,11 +21,14 @@ import ray
 
 import shoal.runs
 from shoal.cluster.driver import expected_run_id, job_main
+from shoal.cost import PREDICTED
 from shoal.errors import ClusterError, PlanError, RankLost
 from shoal.runs import RunRecorder
 from shoal.train.checks import Checked, check
 from shoal.train.ending import end_run
+from shoal.train.interrupts import interrupts
 from shoal.train.outcome import Outcome
+from shoal.train.prediction import predicted_cost
 from shoal.train.ray_train import Fit, Message, Setting
 from shoal.train.recipe import spec_from_words
 from shoal.train.spec import TrainSpec
@@ -87,6 +91,8 @@ class _Flow:
                 print(f"{error}; going on from the last checkpoint", flush=True)
                 if lost_in_a_row >= ATTEMPTS_WITHOUT_PROGRESS:
                     raise
+        if not outcome.is_interrupted:  # told now, when the cores are free: it follows from the spec alone
+            self.recorder.event(PREDICTED, **predicted_cost(self.spec))
         end_run(self.spec, outcome, self.checked, self.recorder, registers=True)
         if outcome.is_interrupted:
             raise KeyboardInterrupt
@@ -99,22 +105,21 @@ class _Flow:
             self.recorder.folder,
             Path.cwd(),
         )
-        with closing(Fit(setting)) as fit:
+        with interrupts() as asked, closing(Fit(setting)) as fit:
+            deadline = math.inf
+            while not self._listen(fit, POLL_S):
+                if asked.is_set() and deadline == math.inf:
+                    print("stopping: saving a checkpoint ...", flush=True)
+                    fit.stop()
+                    deadline = time.monotonic() + STOP_S
+                if time.monotonic() > deadline:
+                    raise KeyboardInterrupt
             try:
-                while not self._listen(fit, POLL_S):
-                    pass
-            except KeyboardInterrupt:
-                self._finish(fit)
-            return fit.outcome()
-
-    def _finish(self, fit: Fit) -> None:
-        """Let the workers save. Raises KeyboardInterrupt when they take too long."""
-        print("stopping: saving a checkpoint ...", flush=True)
-        fit.stop()
-        deadline = time.monotonic() + STOP_S
-        while not self._listen(fit, POLL_S):
-            if time.monotonic() > deadline:
-                raise KeyboardInterrupt
+                return fit.outcome()
+            except RankLost:
+                if asked.is_set():
+                    raise KeyboardInterrupt from None  # nobody wants another attempt
+                raise
 
     def _listen(self, fit: Fit, timeout_s: float) -> bool:
         messages, is_over = fit.poll(timeout_s)

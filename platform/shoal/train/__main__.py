@@ -20,7 +20,7 @@ def main(words: list[str]) -> int:
         return 0
     is_first = os.environ.get("RANK", "0") == "0"
     try:
-        outcome = train_here(spec_from_words(words))
+        outcome = train_here(spec_from_words(words), predicts=True)
     except ShoalError as error:
         if is_first or isinstance(error, DataError) or not isinstance(error, ConfigError | NotFinite):
             print(f"error: {error}", file=sys.stderr, flush=True)  # the others are the same on every rank

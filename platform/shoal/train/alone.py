@@ -6,13 +6,12 @@ Called by `python -m shoal.train`, by `shoal ablate`, and by tests. The record i
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import shoal.runs
+from shoal.cost import PREDICTED
 from shoal.errors import ShoalError
 from shoal.home import home
 from shoal.parallel import World
@@ -20,24 +19,29 @@ from shoal.runs import RunRecorder
 from shoal.train.assembly import set_threads
 from shoal.train.checks import check
 from shoal.train.ending import end_run
+from shoal.train.interrupts import TORCHRUN, interrupts
 from shoal.train.journal import Recorded, Silent
 from shoal.train.outcome import Outcome
+from shoal.train.prediction import predicted_cost
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
 from shoal.train.trainer import Trainer
 
 JOB = "train"
-_TORCHRUN = "TORCHELASTIC_RUN_ID"  # a variable that torchrun sets
 _NUM_LOOKED_AT = 50  # newest runs, when the one that torchrun has interrupted is looked for
 
 
-def train_here(spec: TrainSpec, job: str = JOB, *, registers: bool = True) -> Outcome:
+def train_here(spec: TrainSpec, job: str = JOB, *, registers: bool = True, predicts: bool = False) -> Outcome:
     """Train in this process, one of torchrun's ranks or the only one, and return how it ended.
 
     Ctrl-C saves a checkpoint and ends the run as stopped. Raises ShoalError; the record then says why.
 
     registers: put the network into the registry at the end
+    predicts:  record what the run is predicted to cost, which takes a second or two at its beginning
     """
+    workers = int(os.environ.get("WORLD_SIZE", "1"))
+    is_told = predicts and os.environ.get("RANK", "0") == "0"
+    cost = predicted_cost(spec.model_copy(update={"workers": workers})) if is_told else {}
     with ExitStack() as closing:
         world = World.from_environment(spec.device, spec.parallel.backend)
         closing.callback(world.close)
@@ -55,8 +59,10 @@ def train_here(spec: TrainSpec, job: str = JOB, *, registers: bool = True) -> Ou
         run_id, problem = world.broadcast((recorder.id if recorder else "", problem))
         if problem:
             raise ShoalError(problem)
+        if recorder is not None and cost:
+            recorder.event(PREDICTED, **cost)
         folder = home() / "runs" / run_id
-        stop = closing.enter_context(_interrupts())
+        stop = closing.enter_context(interrupts())
         journal = Recorded(recorder) if recorder else Silent()
         trainer = Trainer(
             spec,
@@ -80,7 +86,7 @@ def _record(spec: TrainSpec, job: str) -> Iterator[RunRecorder]:
     text, resumed = spec.to_yaml(), spec.resume or _run_of_torchrun()
     recorder = shoal.runs.reopen(resumed, text) if resumed else shoal.runs.create(job, text)
     with recorder:
-        if _TORCHRUN in os.environ:
+        if TORCHRUN in os.environ:
             recorder.event("launched", by=_launcher())
         yield recorder
     if recorder.folder.is_dir():
@@ -89,7 +95,7 @@ def _record(spec: TrainSpec, job: str) -> Iterator[RunRecorder]:
 
 def _launcher() -> str:
     """Which torchrun this is."""
-    return f"torchrun {os.environ[_TORCHRUN]}, process {os.getppid()} on {socket.gethostname()}"
+    return f"torchrun {os.environ[TORCHRUN]}, process {os.getppid()} on {socket.gethostname()}"
 
 
 def _run_of_torchrun() -> str:
@@ -98,27 +104,3 @@ def _run_of_torchrun() -> str:
         return ""
     runs = shoal.runs.list_runs(_NUM_LOOKED_AT)
     return next((run.id for run in runs if run.last_events().get("launched", {}).get("by") == _launcher()), "")
-
-
-@contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set: the Trainer then saves and ends. A second Ctrl-C ends it at once.
-
-    Not under torchrun: a rank hears of one Ctrl-C from the terminal and from torchrun, which has a patience of its own.
-    """
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-
-    def note(signum: int, frame: object) -> None:
-        if asked.is_set() and _TORCHRUN not in os.environ:
-            raise KeyboardInterrupt
-        asked.set()
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

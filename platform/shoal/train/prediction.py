@@ -1,0 +1,20 @@
+"""What a run is predicted to cost, for its record. Called by the shells, in a process that is in no group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.cost import predict
+from shoal.errors import ShoalError
+from shoal.train.optimizers import make_optimizer
+from shoal.train.spec import TrainSpec
+from shoal.train.task import make_task
+
+
+def predicted_cost(spec: TrainSpec) -> dict[str, Any]:
+    """The details of the event PREDICTED. A model that cannot be looked at dry is trained all the same, and this says
+    why nothing is predicted of it."""
+    try:
+        return predict(make_task(spec.task, spec.args), spec, make_optimizer).details()
+    except (ShoalError, RuntimeError, NotImplementedError) as error:
+        return {"notes": [f"not predicted: {type(error).__name__}: {str(error).splitlines()[0][:200]}"]}
