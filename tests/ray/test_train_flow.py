@@ -140,7 +140,7 @@ def test_an_interruption_lets_the_workers_save(fit: type[FakeFit]) -> None:
 
     def interrupt() -> None:
         if next(polls) == 1:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGTERM)
 
     fit.on_poll = staticmethod(interrupt)
     stopped = Outcome("r", "interrupted", "interrupted at step 3", 3, 3, 1.0)
@@ -169,6 +169,15 @@ def test_workers_that_do_not_end_are_left(fit: type[FakeFit], monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         run(spec_of())
     assert fit.made[0].was_closed
+    assert shoal.runs.load("latest").status is Status.STOPPED
+
+
+def test_workers_that_die_while_they_save_are_not_replaced(fit: type[FakeFit]) -> None:
+    fit.on_poll = staticmethod(lambda: signal.raise_signal(signal.SIGINT))
+    fit.script = [([logged(1)], RankLost("a worker died"))]
+    with pytest.raises(KeyboardInterrupt):
+        run(spec_of())
+    assert len(fit.made) == 1
     assert shoal.runs.load("latest").status is Status.STOPPED
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 import click
@@ -36,6 +37,7 @@ from shoal.runs.origin import COMMAND_VARIABLE, as_typed
 REFRESH_S = 0.25
 # What Ray and Serve say in a job's log about themselves.
 _RAYS_OWN = re.compile(r" job_manager\.py:|^Running entrypoint for job|^INFO .* serve \d+ -- |\(raylet\)")
+_TAKES_CHECK = re.compile(r"\b(job|train)_main\b")  # in the file of a job whose words can be looked at
 PLAIN_S = 2.0
 TRAINING = "train"  # the job of every recipe that trains
 ACTORS_END_S = 10.0
@@ -128,8 +130,8 @@ class _Session:
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
         """Start everything, show it, and say how it ended. Raises RunError when the job failed."""
         self._console.print(f"run {self.run_id}: {self._path.stem} {as_typed(self._words)}".rstrip(), markup=False)
-        _check_words(self._path, self._words)
         if cluster is None:
+            _check_words(self._path, self._words)  # where a cluster is up, the job itself looks first, and as soon
             self._console.print("starting a Ray cluster for this run ...")
             embedded = start()
             stack.callback(embedded.stop)
@@ -179,6 +181,7 @@ class _Session:
         """What the job says, as long as its record has nothing to show: not every job measures something."""
         assert self._job is not None
         lines = [line for line in self._job.logs().splitlines() if not _RAYS_OWN.search(line)]
+        lines = list(takewhile(lambda line: not line.startswith("error: "), lines))  # which is said at the end
         for line in lines[self._num_words :]:
             self._console.print(line, markup=False)
         self._num_words = max(self._num_words, len(lines))
@@ -279,9 +282,10 @@ class _Session:
 
     def _failure(self) -> str:
         assert self._job is not None
-        said = [line for line in self._job.logs().splitlines() if line.strip()]
-        reason = next((line for line in reversed(said) if line.startswith("error: ")), "")
-        if reason:
+        said = [line for line in self._job.logs().splitlines() if line.strip() and not _RAYS_OWN.search(line)]
+        begins = [index for index, line in enumerate(said) if line.startswith("error: ")]
+        if begins:
+            reason = "\n".join(said[begins[-1] :])  # a Task's own error has a traceback, of many lines
             return f"{reason.removeprefix('error: ')}\n{self.how_to_resume()}".rstrip()
         return "\n".join([f"the job of run {self.run_id} failed; its last words:", *said[-15:]])
 
@@ -348,7 +352,7 @@ def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Conso
 
 def _check_words(path: Path, words: Sequence[str]) -> None:
     """Let the job look at its words before a cluster is started for it. Raises RunError with the job's own words."""
-    if not words or "job_main" not in path.read_text():
+    if not words or not _TAKES_CHECK.search(path.read_text()):
         return
     checked = subprocess.run([sys.executable, str(path), *words, "--check"], capture_output=True, text=True)
     if checked.returncode:
