@@ -160,3 +160,13 @@ def test_who_comes_later_finds_credit_although_others_do_not_use_theirs() -> Non
 def test_a_session_with_most_of_its_window_is_not_topped_up() -> None:
     assert share_credit({"a": 9}, queued=0, capacity=100, max_credits=16) == {}
     assert share_credit({"a": 8}, queued=0, capacity=100, max_credits=16) == {"a": 8}
+
+
+def test_a_batch_comes_out_of_its_bytes_as_it_went_in() -> None:
+    batch = ExperienceBatch.of(7, [segment(3, version=2, terminated=True), segment(5)])
+    again = ExperienceBatch.from_bytes(batch.to_bytes())
+    assert again.lease_id == 7
+    for name, array in vars(batch).items():
+        if name != "lease_id":
+            assert getattr(again, name).dtype == array.dtype
+            np.testing.assert_array_equal(getattr(again, name), array)

@@ -17,6 +17,7 @@ import numpy as np
 
 from shoal.errors import Closed
 from shoal.rl.ledger import ActorKey, Ledger
+from shoal.weights import decode_tensors, encode_tensors
 from shoal.wire.segment import DropReason, Segment
 
 
@@ -54,6 +55,16 @@ class ExperienceBatch:
     @property
     def num_steps(self) -> int:
         return len(self.rewards)
+
+    def to_bytes(self) -> bytes:
+        """The batch on its way to another process."""
+        return encode_tensors({**vars(self), "lease_id": np.array([self.lease_id])})
+
+    @classmethod
+    def from_bytes(cls, payload: bytes) -> ExperienceBatch:
+        """What `to_bytes` made; the arrays lie over `payload`."""
+        arrays = decode_tensors(payload)
+        return cls(lease_id=int(arrays.pop("lease_id")[0]), **arrays)
 
     def oldest_versions(self) -> np.ndarray:
         """The oldest weights version in each segment. [S]"""

@@ -76,8 +76,10 @@ class GatewayWorker:
             host = ray.util.get_node_ip_address()
         return f"tcp://{host}:{self._gateway.port}"
 
-    def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
-        return self._queue.take(consumer, request)
+    def take(self, consumer: str, request: BatchRequest) -> bytes | None:
+        """A batch as bytes, which Ray passes on as they are; it pickles arrays one by one."""
+        batch = self._queue.take(consumer, request)
+        return None if batch is None else batch.to_bytes()
 
     def settle(self, lease_id: int, dropped: np.ndarray, reason: DropReason) -> bool:
         return self._queue.settle(lease_id, dropped, reason)
@@ -105,7 +107,8 @@ class RayExperienceSource:
     def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
         try:
             call = self._gateway.take.remote(consumer, request)
-            return ray.get(call, timeout=request.timeout_s + CALL_TIMEOUT_S)
+            payload = ray.get(call, timeout=request.timeout_s + CALL_TIMEOUT_S)
+            return None if payload is None else ExperienceBatch.from_bytes(payload)
         except STORE_IS_AWAY:
             time.sleep(RETRY_S)
             return None
