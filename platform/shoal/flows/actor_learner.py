@@ -20,24 +20,22 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import gymnasium
-import numpy as np
 import zmq
 from pydantic import Field, SecretStr, model_validator
 
 import shoal.runs
 from shoal.cluster.driver import expected_run_id
-from shoal.errors import ClusterError, ConfigError, RunError
+from shoal.errors import ClusterError, RunError
 from shoal.flows.evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
+from shoal.flows.policy import look_at_environment, served_model
 from shoal.home import access_token
-from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.registry import ModelVersion, Registry
 from shoal.rl.ray_rl import ActorLearnerWorkers, RunSetting, require_room
-from shoal.rl.spec import RLSpec, experience_spec
+from shoal.rl.spec import RLSpec
 from shoal.runs import RunRecorder
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.ray_serve import Endpoint, deploy
 from shoal.weights import WeightSnapshot
-from shoal.wire import ExperienceSpec
 
 POLL_S = 0.5
 NAMED_BY_ENV = "named-by-env"
@@ -356,38 +354,6 @@ class _Flow:
             return play_through(connection, self.spec.env, self.spec.eval_episodes, seed)
         finally:
             connection.close()
-
-
-def look_at_environment(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
-    """What its experience looks like, and a first observation. Raises ConfigError for one that cannot be made or
-    learned from; called before anything is started."""
-    try:
-        environment = gymnasium.make(spec.env)
-    except (gymnasium.error.Error, ModuleNotFoundError) as error:
-        remedy = "name one that gymnasium knows, or module:Name to import module first"
-        raise ConfigError("env", spec.env, f"cannot be made: {error}", remedy) from None
-    experience = experience_spec(environment.observation_space, environment.action_space, spec)
-    observation: np.ndarray = environment.reset(seed=0)[0]
-    environment.close()
-    return experience, observation
-
-
-def served_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[ModelFactory, Signature]:
-    """How the endpoint and the registry build the policy, and what it takes and gives."""
-    size, num_actions = experience.observation.shape[0], int(experience.action.high or 0) + 1
-    factory = ModelFactory(
-        factory="shoal.models.actor_critic:ActorCritic",
-        kwargs={"observation_size": size, "num_actions": num_actions, "hidden": list(spec.hidden)},
-    )
-    signature = Signature(
-        inputs=[TensorSignature(name="observation", datatype="FP32", shape=[-1, size])],
-        outputs=[
-            TensorSignature(name="action", datatype="INT64", shape=[-1]),
-            TensorSignature(name="logits", datatype="FP32", shape=[-1, num_actions]),
-            TensorSignature(name="value", datatype="FP32", shape=[-1]),
-        ],
-    )
-    return factory, signature
 
 
 def curve_keys(folder: Path) -> tuple[bytes, bytes]:

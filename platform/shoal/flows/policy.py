@@ -1,0 +1,46 @@
+"""The policy of a run as others see it: what its environment shows and takes, and the model that stands for it.
+
+Asked by the flow of a run, by its endpoint and by the registry; starts nothing, and holds nothing.
+"""
+
+from __future__ import annotations
+
+import gymnasium
+import numpy as np
+
+from shoal.errors import ConfigError
+from shoal.registry import ModelFactory, Signature, TensorSignature
+from shoal.rl.spec import RLSpec, experience_spec
+from shoal.wire import ExperienceSpec
+
+
+def look_at_environment(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
+    """What its experience looks like, and a first observation. Raises ConfigError for one that cannot be made or
+    learned from; called before anything is started."""
+    try:
+        environment = gymnasium.make(spec.env)
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        remedy = "name one that gymnasium knows, or module:Name to import module first"
+        raise ConfigError("env", spec.env, f"cannot be made: {error}", remedy) from None
+    experience = experience_spec(environment.observation_space, environment.action_space, spec)
+    observation: np.ndarray = environment.reset(seed=0)[0]
+    environment.close()
+    return experience, observation
+
+
+def served_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[ModelFactory, Signature]:
+    """How the endpoint and the registry build the policy, and what it takes and gives."""
+    size, num_actions = experience.observation.shape[0], int(experience.action.high or 0) + 1
+    factory = ModelFactory(
+        factory="shoal.models.actor_critic:ActorCritic",
+        kwargs={"observation_size": size, "num_actions": num_actions, "hidden": list(spec.hidden)},
+    )
+    signature = Signature(
+        inputs=[TensorSignature(name="observation", datatype="FP32", shape=[-1, size])],
+        outputs=[
+            TensorSignature(name="action", datatype="INT64", shape=[-1]),
+            TensorSignature(name="logits", datatype="FP32", shape=[-1, num_actions]),
+            TensorSignature(name="value", datatype="FP32", shape=[-1]),
+        ],
+    )
+    return factory, signature
