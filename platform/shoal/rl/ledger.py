@@ -87,7 +87,9 @@ class Ledger:
     def account(self, key: ActorKey) -> Account:
         """The account of an actor's incarnation, opened when it is new. The caller must not change it."""
         with self.lock:
-            return self._accounts.setdefault(key, Account())
+            if (found := self._accounts.get(key)) is None:  # setdefault would make an account for every segment
+                found = self._accounts[key] = Account()
+            return found
 
     def newest_incarnation(self, actor_id: str) -> int | None:
         """The highest incarnation under which this actor has ever been seen."""
