@@ -1,0 +1,307 @@
+"""Training as a user does it: from the shell to an endpoint, through Ctrl-C, the death of everything, and errors."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import safetensors.torch
+import torch
+
+import shoal.runs
+from programs import run_ranks
+from shoal.errors import RunError
+from shoal.home import access_token
+from shoal.parallel import World
+from shoal.runs import Run, Status
+from shoal.train.recipe import spec_from_words
+from shoal.train.spec import TrainSpec
+from train_task import Toy
+from waiting import wait_for
+
+if TYPE_CHECKING:
+    from shoal.cluster.embedded import EmbeddedCluster
+
+ROOT = Path(__file__).parents[2]
+STEPS = 16
+# Deadlines for things that take seconds: a loaded machine must not fail a test.
+STATE_S, END_S = 240.0, 120.0
+WORDS = [
+    *("task=tests/train_task.py:Toy", "parallel=ddp", "workers=2", "batch_size=32", "threads=1"),
+    *(f"stop.steps={STEPS}", "log_every_steps=1", "checkpoint.every_steps=3", "optimizer.learning_rate=0.01"),
+]
+pytestmark = pytest.mark.timeout(600)
+
+
+def shoal_program(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", "from shoal.cli import main; main()", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def shoal_command(*words: str) -> tuple[int, str]:
+    program = shoal_program(*words)
+    output, _ = program.communicate(timeout=END_S + STATE_S)
+    return program.returncode, output
+
+
+def newest() -> Run | None:
+    try:
+        return shoal.runs.load("latest")
+    except RunError:
+        return None
+
+
+def at_step(step: int, incarnation: int = 1) -> Callable[[], bool]:
+    """Whether the newest run, in this life of it, has done so many steps."""
+
+    def found() -> bool:
+        run = newest()
+        return (
+            run is not None
+            and run.incarnation == incarnation
+            and run.latest(since_resumed=True).get("train/step", 0) >= step
+        )
+
+    return found
+
+
+def losses_of(run: Run) -> dict[int, float]:
+    rows = run.metrics().dropna(subset=["train/loss"])
+    return dict(zip(rows["train/step"].astype(int), rows["train/loss"], strict=True))
+
+
+def losses_of_a_rank(world: World, folder: Path, spec: TrainSpec) -> dict[int, float]:
+    """The program of a rank that nothing disturbs."""
+    from shoal.train.journal import Silent
+    from shoal.train.trainer import Trainer
+
+    losses: dict[int, float] = {}
+
+    class Journal(Silent):
+        def log(self, step: int, values: Any) -> None:
+            losses.update({step: values["train/loss"]} if "train/loss" in values else {})
+
+    Trainer(spec, Toy(), world, folder, journal=Journal()).run()
+    return losses
+
+
+@pytest.fixture
+def own_home(cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of this test alone; what it starts knows nothing of the cluster that other tests share."""
+    for name in [name for name in os.environ if name.startswith(("RAY_", "SHOAL_"))]:
+        monkeypatch.delenv(name)
+    home = tmp_path / "home"
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("SHOAL_HOME", str(home))
+    return home
+
+
+def assert_nothing_stays(home: Path) -> None:
+    """No process that was started with this home, and no temporary file of one."""
+    wait_for(lambda: not _processes_of(home), END_S, f"end of every process of {home}")
+    assert temporary_files(home) == []
+
+
+def temporary_files(home: Path) -> list[str]:
+    """But for the cache that torch makes for itself, in every program that trains."""
+    return [path.name for path in (home.parent / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def _processes_of(home: Path) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("SHOAL_HOME") == str(home) and process.pid != os.getpid():
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue  # it has just ended
+    return found
+
+
+def test_a_run_outlives_ctrl_c_and_the_death_of_everything(own_home: Path, tmp_path: Path) -> None:
+    program = shoal_program("run", "train", *WORDS, f"args.notes={tmp_path}", "args.step_s=0.3")
+    wait_for(at_step(2), STATE_S, "the second step")
+    program.send_signal(signal.SIGINT)
+    said, _ = program.communicate(timeout=END_S)
+    assert program.returncode == 130, said
+    assert "Traceback" not in said
+    assert_nothing_stays(own_home)
+    stopped = shoal.runs.load("latest")
+    assert stopped.status is Status.STOPPED, said
+    assert f"Go on with: shoal run train resume={stopped.id}" in said
+    assert stopped.last_events()["stopped"]["reason"] == "interrupted"
+    at = stopped.last_events()["stopped"]["step"]
+    assert (stopped.folder / "checkpoints" / f"step-{at:09}").is_dir()
+
+    fault = ["args.fault=wait", f"args.fault_step={at + 4}"]  # a place to be killed at
+    program = shoal_program("run", "train", f"resume={stopped.id}", "args.step_s=0", *fault)
+    wait_for((tmp_path / "failed").exists, STATE_S, "the step to wait at")
+    wait_for(at_step(at + 3, incarnation=2), STATE_S, "the steps before it in the record")
+    program.kill()
+    said, _ = program.communicate(timeout=END_S)
+    assert_nothing_stays(own_home)
+    wait_for(lambda: shoal.runs.load(stopped.id).status is Status.LOST, END_S, "the run to be lost")
+
+    run_id = _go_on_here(stopped.id)
+    ended = shoal.runs.load(run_id)
+    assert (ended.id, ended.status, ended.incarnation) == (stopped.id, Status.FINISHED, 3)
+    assert at <= ended.last_events(since_resumed=True)["restored"]["step"] <= at + 4
+    spec = spec_from_words([word for word in WORDS if not word.startswith("task=")])
+    undisturbed = run_ranks(losses_of_a_rank, 2, tmp_path / "undisturbed", spec)[0]
+    assert losses_of(ended) == undisturbed  # to the bit: two ranks, in three lives
+
+
+def _go_on_here(run_id: str) -> str:
+    """As `shoal run train resume=...` does it, on the cluster that is up already."""
+    from shoal.flows.training import run_training
+
+    return run_training(spec_from_words([f"resume={run_id}", "args.fault="]), "train")
+
+
+def test_ray_job_submit_trains_and_ray_job_stop_saves(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "RAY_API_SERVER_ADDRESS": cluster.dashboard_url,
+        "SHOAL_RUN_ID": (run_id := f"submitted-{os.getpid()}"),
+    }
+    words = [*WORDS, "stop.steps=100000", "args.step_s=0.2", "workers=1", "parallel=single", "name=toy-submitted"]
+    words[0] = f"task={ROOT / 'tests' / 'train_task.py'}:Toy"
+    # Ray gives a job the environment of the cluster, and this one.
+    runtime = json.dumps({"env_vars": {"SHOAL_RUN_ID": run_id}})
+    submit = ["ray", "job", "submit", "--no-wait", "--submission-id", run_id, "--runtime-env-json", runtime, "--"]
+    submitted = subprocess.run(
+        [*submit, "python", str(ROOT / "jobs" / "train.py"), *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    wait_for(lambda: (run := newest()) is not None and run.id == run_id and at_step(2)(), STATE_S, "the second step")
+    stopped = subprocess.run(["ray", "job", "stop", run_id], env=environment, capture_output=True, text=True)
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    wait_for(lambda: shoal.runs.load(run_id).status is not Status.RUNNING, END_S, "the end of the run")
+    run = shoal.runs.load(run_id)
+    logs = subprocess.run(["ray", "job", "logs", run_id], env=environment, capture_output=True, text=True).stdout
+    assert run.status is Status.STOPPED, logs
+    at = run.last_events()["stopped"]["step"]
+    assert (run.folder / "checkpoints" / f"step-{at:09}").is_dir()
+    _, shown = shoal_command("runs", run_id)
+    assert f"shoal run train resume={run_id}" in shown
+
+
+def test_from_a_loss_that_is_not_finite_to_an_endpoint(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    status, said = shoal_command(
+        "run", "train", *WORDS, f"args.notes={tmp_path}", "args.fault=nan", "args.fault_step=7", "name=toy-served"
+    )
+    failed = shoal.runs.load("latest")
+    samples = json.loads((tmp_path / "samples-0.jsonl").read_text().splitlines()[7])
+    checkpoint = failed.folder / "checkpoints" / "step-000000006"
+    shown = ", ".join(str(index) for index in sorted(samples))
+    reason = f"the loss is not finite at step 7, samples {shown}; the last good checkpoint is {checkpoint}"
+    assert status == 1
+    assert f"error: {reason}" in said
+    assert "Traceback" not in said
+    assert f"Go on with: shoal run train resume={failed.id}" in said
+    assert failed.status is Status.FAILED
+    assert (failed.error or "").startswith(f"NotFinite: {reason}")
+
+    status, said = shoal_command("run", "train", f"resume={failed.id}")
+    assert status == 0, said
+    run = shoal.runs.load(failed.id)
+    for word in (
+        f"{STEPS} steps after",
+        "evaluated loss",
+        "registered toy-served@1 (champion)",
+        f"shoal runs {run.id}",
+    ):
+        assert word in said, said
+    assert run.status is Status.FINISHED
+    assert sorted(losses_of(run)) == list(range(1, STEPS + 1))
+    assert list((run.folder / "tensorboard").iterdir())
+    assert "validation/accuracy" in (run.folder / "report.html").read_text()
+    assert (run.folder / "learning_curve.png").stat().st_size > 0
+
+    program = shoal_program("run", str(ROOT / "serve_apps" / "registered_model.py"), "model=toy-served@champion")
+    features = torch.arange(16.0).reshape(2, 8) / 16
+    assert _asked(program, features) == pytest.approx(_expected(run, features), abs=1e-6)
+    program.send_signal(signal.SIGTERM)
+    said, _ = program.communicate(timeout=END_S)
+    assert program.returncode == 130, said
+
+
+def _asked(program: subprocess.Popen[str], features: torch.Tensor) -> list[float]:
+    """What the endpoint, once it says where it is, answers over HTTP."""
+    assert program.stdout is not None
+    said = ""
+    for line in program.stdout:
+        said += line
+        if found := re.search(r"at http://(\S+)/v2/models/toy-served", line):
+            break
+    else:
+        raise AssertionError(said)
+    values = {"name": "input", "datatype": "FP32", "shape": [2, 8], "data": features.flatten().tolist()}
+    headers = {"Authorization": f"Bearer {access_token()}"}
+    connection = http.client.HTTPConnection(found[1], timeout=END_S)
+
+    def answer() -> list[float]:
+        connection.request("POST", "/v2/models/toy-served/infer", json.dumps({"inputs": [values]}), headers)
+        response = connection.getresponse()
+        body = response.read()
+        return json.loads(body)["outputs"][0]["data"] if response.status == 200 else []
+
+    try:
+        return wait_for(answer, END_S, "an answer")
+    finally:
+        connection.close()
+
+
+def _expected(run: Run, features: torch.Tensor) -> list[float]:
+    model = Toy().model().eval()
+    model.load_state_dict(safetensors.torch.load_file(run.folder / "model.safetensors"))
+    with torch.no_grad():
+        values: list[float] = model(features).flatten().tolist()
+    return values
+
+
+@pytest.fixture
+def no_cluster(own_home: Path) -> Iterator[None]:
+    """And none may be started."""
+    yield
+    assert temporary_files(own_home) == []
+
+
+def test_what_is_wrong_is_said_before_a_cluster_is_started(no_cluster: None, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from shoal.train import Task\nclass Mine(Task):\n    def data(self):\n        return self.nothing\n"
+        "    def model(self): ...\n    def loss(self, outputs, batch): ...\n"
+    )
+    for words, error in [
+        (["batch_size=33"], "error: batch_size = 33: cannot be divided by data 2. use 32 or 34"),
+        (["stop.target=acuracy>=0.9"], "error: stop.target.metric = 'acuracy': is not evaluated. there is loss, acc"),
+        ([f"task={tmp_path / 'mine.py'}"], "AttributeError: 'Mine' object has no attribute 'nothing'"),
+    ]:
+        status, said = shoal_command("run", "train", *WORDS, *words)
+        assert status == 1
+        assert error in said, said
+        assert "starting a Ray cluster" not in said
+        assert said.count("Traceback") == ("AttributeError" in error)  # where it is, in a Task of the user's own
+        assert said.count(error) == 1
