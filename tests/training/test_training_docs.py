@@ -8,11 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
 
 import shoal.runs
-from shoal.cli import cli
 from shoal.registry import Registry
 from shoal.train.__main__ import main
 from shoal.train.alone import train_here
@@ -62,20 +60,6 @@ def test_the_python_of_the_other_pages_runs(page: str) -> None:
     assert found
     for block in found:
         exec(compile(block, page, "exec"), {})
-
-
-@pytest.mark.parametrize("page", ["training.md", "recipes.md"])
-def test_every_command_of_the_pages_is_understood(page: str) -> None:
-    for line in lines(page):
-        if line.startswith("shoal "):
-            verb, *words = shlex.split(line)[1:]
-            found = cli.get_command(click.Context(cli), verb)
-            assert found is not None, line
-            while isinstance(found, click.Group):
-                inner = found.get_command(click.Context(found), words.pop(0))
-                assert inner is not None, line
-                found = inner
-            found.make_context(verb, words)
 
 
 def test_what_the_training_page_starts_without_ray_runs(capsys: pytest.CaptureFixture[str]) -> None:

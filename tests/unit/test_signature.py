@@ -1,0 +1,73 @@
+"""What a network takes and gives, found by running it once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ConfigError
+from shoal.train import Task
+from shoal.train.signature import signature_of
+
+
+class Two(nn.Module):
+    """Two inputs by name, three outputs as `kind` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Any:
+        hidden = self.drop(tokens.float() * mask)
+        made = {"scores": hidden, "best": hidden.argmax(-1), "half": hidden.to(torch.bfloat16)}
+        return {"dict": made, "tuple": tuple(made.values()), "text": "scores", "pair": (hidden, "scores")}[self.kind]
+
+
+class Given(Task):
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        return batch["tokens"], batch["mask"]
+
+
+BATCH = {"tokens": torch.arange(12).reshape(2, 6), "mask": torch.ones(2, 6, dtype=torch.bool)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [("dict", ["scores", "best", "half"]), ("tuple", ["output_0", "output_1", "output_2"])]
+)
+def test_names_types_and_shapes(kind: str, names: list[str]) -> None:
+    model = Two(kind)
+    found = signature_of(Given(), model, BATCH)
+    inputs = [(each.name, each.datatype, each.shape) for each in found.inputs]
+    assert inputs == [("tokens", "INT64", [-1, 6]), ("mask", "BOOL", [-1, 6])]
+    outputs = [(each.datatype, each.shape) for each in found.outputs]
+    assert outputs == [("FP32", [-1, 6]), ("INT64", [-1]), ("BF16", [-1, 6])]
+    assert [each.name for each in found.outputs] == names
+    assert model.training  # it is left as it was found
+
+
+def test_more_inputs_than_names_are_numbered() -> None:
+    class Whatever(nn.Module):
+        def forward(self, *given: Tensor) -> Tensor:
+            return given[0]
+
+    found = signature_of(Given(), Whatever(), BATCH)
+    assert [each.name for each in found.inputs] == ["given", "input_1"]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("text", "output"), ("pair", "output_1")])
+def test_what_is_no_tensor_cannot_be_served(kind: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' of its network is a str"):
+        signature_of(Given(), Two(kind), BATCH)
+
+
+def test_a_dtype_that_the_protocol_has_no_word_for_is_refused() -> None:
+    class Complex(nn.Module):
+        def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+            return tokens.to(torch.complex64)
+
+    with pytest.raises(ConfigError, match="complex64"):
+        signature_of(Given(), Complex(), BATCH)

@@ -1,0 +1,84 @@
+"""A Task is found by the word that a user types, loaded once, and given its batch."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.errors import ConfigError, DataError
+from shoal.train import Task
+from shoal.train.task import data_of, find_task, make_task, source_file
+
+FILE = """
+from beside import WIDTH
+from shoal.train import Task
+class Mine(Task):
+    def __init__(self, *, width=WIDTH): self.width = width
+class _Hidden(Task): pass
+def made(**args): return Mine(**args)
+def other(): return 3
+def fussy(*, one): raise TypeError("one is too few")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("mine.py").write_text(FILE)
+    Path("beside.py").write_text("WIDTH = 5\n")
+    Path("jobs").mkdir()
+    Path("jobs/recipe.py").write_text(FILE)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_file_a_recipe_and_a_module_are_found() -> None:
+    assert find_task("mine.py").__name__ == "Mine"  # the only one that is meant to be seen
+    assert find_task("mine.py:Mine") is find_task("mine.py:Mine")  # a file is loaded once
+    assert find_task("recipe").__name__ == "Mine"
+    assert find_task("train_task:Toy").__name__ == "Toy"
+    assert source_file("recipe") == Path("jobs/recipe.py").resolve()
+    assert source_file("train_task:Toy") is None
+
+
+def test_what_lies_beside_the_file_can_be_imported_and_its_classes_travel() -> None:
+    task = make_task("mine.py:Mine", {})
+    assert task.width == 5  # type: ignore[attr-defined]
+    assert pickle.loads(pickle.dumps(task)).width == 5
+
+
+def test_a_function_may_make_a_task_and_nothing_else() -> None:
+    assert type(make_task("mine.py:made", {"width": 2})).__name__ == "Mine"
+    with pytest.raises(ConfigError, match=r"gives a int, not a shoal\.train\.Task"):
+        make_task("mine.py:other", {})
+    with pytest.raises(ConfigError, match=r"refused them.*one is too few"):
+        make_task("mine.py:fussy", {"one": 1})
+
+
+def test_the_inputs_of_each_kind_of_batch() -> None:
+    one, two, three = torch.zeros(1), torch.ones(1), torch.ones(2)
+    assert Task().inputs(one) == (one,)
+    assert Task().inputs((one, two, three)) == (one, two)
+    assert Task().inputs([one, two]) == (one,)
+    assert Task().inputs({"inputs": one, "target": two}) == (one,)
+    with pytest.raises(ConfigError, match="has no 'inputs', but x, y"):
+        Task().inputs({"x": one, "y": two})
+
+
+def test_data_that_cannot_be_opened_is_a_data_error() -> None:
+    class Gone(Task):
+        def data(self) -> Any:
+            return Path("nowhere.npy").open()
+
+    with pytest.raises(DataError, match=r"Gone\.data could not read it: FileNotFoundError.*nowhere\.npy") as raised:
+        data_of(Gone(), "mine.py:Gone")
+    assert str(Path.cwd()) in raised.value.remedy
