@@ -25,7 +25,7 @@ demo: $(READY)  ## Run the main job: four external actors teach a policy that an
 	@$(BIN)/shoal run actor_learner --actors 4
 
 test: $(READY)  ## Run the whole test suite
-	@$(BIN)/python -m pytest -n 3 --dist worksteal tests/unit
+	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit
 	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/contracts tests/training tests/equivalence
 	@$(BIN)/python -m pytest --ignore tests/unit --ignore tests/contracts --ignore tests/training --ignore tests/equivalence tests
 
