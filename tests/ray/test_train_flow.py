@@ -218,7 +218,7 @@ def test_more_workers_than_the_cluster_has(fit: type[FakeFit], monkeypatch: pyte
 def test_a_place_that_becomes_free_is_waited_for(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from shoal.flows.training import require_room
+    from shoal.train.ray_room import require_room
 
     free = iter([{"CPU": 1.0}, {}, {"CPU": 2.0}])
     monkeypatch.setattr(ray, "available_resources", lambda: next(free))
@@ -229,7 +229,7 @@ def test_a_place_that_becomes_free_is_waited_for(fit: type[FakeFit], monkeypatch
 def test_workers_get_gpus_where_there_are_enough(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from shoal.flows.training import placed
+    from shoal.train.ray_room import placed
 
     assert placed(spec_of()).device == "cpu"
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": 2.0})

@@ -17,18 +17,17 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import ray
-
 import shoal.runs
 from shoal.cluster.driver import expected_run_id, job_main
 from shoal.cost import PREDICTED
-from shoal.errors import ClusterError, PlanError, RankLost
+from shoal.errors import RankLost
 from shoal.runs import RunRecorder
 from shoal.train.checks import Checked, check
 from shoal.train.ending import end_run
 from shoal.train.interrupts import interrupts
 from shoal.train.outcome import Outcome
 from shoal.train.prediction import predicted_cost
+from shoal.train.ray_room import placed, require_room
 from shoal.train.ray_train import Fit, Message, Setting
 from shoal.train.recipe import spec_from_words
 from shoal.train.spec import TrainSpec
@@ -146,29 +145,6 @@ class _Flow:
             return
         self._printed_at = time.monotonic()
         print(f"step {step:6,} | {_in_words(values)}", flush=True)
-
-
-def placed(spec: TrainSpec) -> TrainSpec:
-    """The spec with its device chosen: `auto` is CUDA where the cluster has one for each worker."""
-    if spec.device != "auto":
-        return spec
-    has_gpus = ray.cluster_resources().get("GPU", 0) >= spec.workers
-    return spec.model_copy(update={"device": "cuda" if has_gpus else "cpu"})
-
-
-def require_room(spec: TrainSpec, wait_s: float) -> None:
-    """Raises PlanError when the cluster can never hold so many workers, ClusterError when `wait_s` frees no place."""
-    resource = "GPU" if spec.device == "cuda" else "CPU"
-    there = int(ray.cluster_resources().get(resource, 0))
-    if there < spec.workers:
-        remedy = f"use workers={there}, or a larger cluster" if there else f"start a cluster with {resource}s"
-        raise PlanError("workers", spec.workers, f"the cluster has {there} {resource}s", remedy)
-    deadline = time.monotonic() + wait_s
-    while (free := int(ray.available_resources().get(resource, 0))) < spec.workers and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    if free < spec.workers:
-        problem = f"{spec.workers} workers need a {resource} each, and {free} of {there} are free"
-        raise ClusterError(f"{problem}: wait for what runs (`shoal status`), or use fewer workers")
 
 
 def _in_words(values: dict[str, Any]) -> str:

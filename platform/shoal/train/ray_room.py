@@ -1,0 +1,35 @@
+"""Where a run's workers can be: what the cluster has, and what of it is free. Called by the flow before an attempt."""
+
+from __future__ import annotations
+
+import time
+
+import ray
+
+from shoal.errors import ClusterError, PlanError
+from shoal.train.spec import TrainSpec
+
+POLL_S = 0.25
+
+
+def placed(spec: TrainSpec) -> TrainSpec:
+    """The spec with its device chosen: `auto` is CUDA where the cluster has one for each worker."""
+    if spec.device != "auto":
+        return spec
+    has_gpus = ray.cluster_resources().get("GPU", 0) >= spec.workers
+    return spec.model_copy(update={"device": "cuda" if has_gpus else "cpu"})
+
+
+def require_room(spec: TrainSpec, wait_s: float) -> None:
+    """Raises PlanError when the cluster can never hold so many workers, ClusterError when `wait_s` frees no place."""
+    resource = "GPU" if spec.device == "cuda" else "CPU"
+    there = int(ray.cluster_resources().get(resource, 0))
+    if there < spec.workers:
+        remedy = f"use workers={there}, or a larger cluster" if there else f"start a cluster with {resource}s"
+        raise PlanError("workers", spec.workers, f"the cluster has {there} {resource}s", remedy)
+    deadline = time.monotonic() + wait_s
+    while (free := int(ray.available_resources().get(resource, 0))) < spec.workers and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    if free < spec.workers:
+        problem = f"{spec.workers} workers need a {resource} each, and {free} of {there} are free"
+        raise ClusterError(f"{problem}: wait for what runs (`shoal status`), or use fewer workers")
