@@ -9,7 +9,6 @@ and the run record; the work is done by the Trainers.
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -45,8 +44,13 @@ def train_main(spec: TrainSpec | None = None) -> None:
     if spec is None:
         job_main(spec_from_words, run_training, job=JOB, check=check)
         return
-    task = spec.task or os.path.relpath(sys.argv[0])
-    job_main(spec.model_copy(update={"task": task}), run_training, job=JOB, check=check)
+    job_main(spec.model_copy(update={"task": _as_others_find_it(spec.task or sys.argv[0])}), run_training, JOB, check)
+
+
+def _as_others_find_it(task: str) -> str:
+    """A file within this folder by its place there: on other hosts, the copy of the folder lies elsewhere."""
+    file, here = Path(task), Path.cwd()
+    return str(file.relative_to(here)) if file.is_relative_to(here) else task
 
 
 def run_training(spec: TrainSpec, job: str) -> str:
