@@ -115,7 +115,10 @@ def _expected(run: Run) -> str:
         return str(model(torch.arange(16.0).reshape(2, 8) / 16).tolist())
 
 
-def test_under_torchrun_ctrl_c_saves_once_and_a_killed_rank_is_started_again(tmp_path: Path) -> None:
+def test_under_torchrun_ctrl_c_saves_once_and_a_killed_rank_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a folder there
     words = [*WORDS, "parallel=ddp", f"args.notes={tmp_path}"]
     running = program(*words, "args.step_s=0.1", ranks=2)
     wait_for(lambda: has_come_to(2), 90, "the second step")
