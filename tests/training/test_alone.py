@@ -237,7 +237,11 @@ def test_a_full_disk_does_not_end_a_run(tmp_path: Path, asynchronous: bool) -> N
     [(steps, kinds, details)] = run_ranks(fill_the_disk, 1, tmp_path, asynchronous)
     assert steps == 16
     failed = [detail["error"] for kind, detail in zip(kinds, details, strict=True) if kind == "checkpoint_failed"]
-    assert ["step 6" in failed[0], "step 9" in failed[1]] == [True, True]
-    assert len(failed) == 2
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
-    assert kept == [f"step-{step:09}" for step in (3, 12, 15, 16)]
+    kept = {path.name for path in (tmp_path / "checkpoints").glob("step-*")}
+    assert any("step 6" in error for error in failed)
+    assert "step-000000006" not in kept
+    assert {"step-000000012", "step-000000015", "step-000000016"} <= kept
+    if not asynchronous:  # else a save may still be under way when the limit comes, or goes
+        assert ["step 6" in failed[0], "step 9" in failed[1], len(failed)] == [True, True, 2]
+        assert "step-000000003" in kept
+        assert "step-000000009" not in kept
