@@ -32,7 +32,7 @@ class Checked:
     """What is known of a run before it starts.
 
     signature:   of the network, for the registry
-    fingerprint: of the data, by its part
+    fingerprint: of the data, by its part, after the name of its class
     """
 
     signature: Signature
@@ -79,7 +79,7 @@ def _try_out(spec: TrainSpec, task: Task, data: Data, samples: int) -> Checked:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     signature = signature_of(task, model, batch)
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
-    known = {name: fingerprint(source) for name, source in parts.items() if source is not None}
+    known = {name: f"{type(data).__name__} {fingerprint(data)}" for name, data in parts.items() if data is not None}
     model_name(spec)
     return Checked(signature, known, num_parameters, steps_per_epoch)
 

@@ -122,7 +122,7 @@ class StopPolicy:
         if spec.steps is not None and step >= spec.steps:
             return self._ended("steps", f"{spec.steps:,} steps", step)
         if spec.epochs is not None and epoch >= spec.epochs:
-            return self._ended("epochs", f"{spec.epochs:g} epochs", step)
+            return self._ended("epochs", f"{spec.epochs:g} epoch{'' if spec.epochs == 1 else 's'}", step)
         if spec.wall_s is not None and self.elapsed_s >= spec.wall_s:
             return self._ended("wall_s", f"{duration(self.elapsed_s)} of {duration(spec.wall_s)}", step)
         if spec.money is not None and self.money >= spec.money:
