@@ -1,8 +1,8 @@
 """How ranks agree on what only one of them may have noticed: a request to stop, a clock, a loss that is not finite.
 
-Every so many steps the ranks exchange a few numbers, and all see the same maximum. How many steps lie between two
-exchanges is part of what is exchanged, so that a step of a millisecond is not burdened with one each. Called by the
-Trainer; decides nothing.
+Every so many steps the ranks exchange a few numbers, in one collective, and all see the same. How many steps lie
+between two exchanges follows from what is exchanged, so that a step of a millisecond is not burdened with one each.
+Called by the Trainer; decides nothing.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ MAX_INTERVAL = 1_000
 
 
 class Signs(NamedTuple):
-    """What a rank has noticed; among ranks, the maximum counts.
+    """What a rank has noticed; after an exchange, what any has, the mean of the clocks, and the sum of the losses.
 
     stop:          somebody asked for an end
     elapsed_s:     of this life of the run
     is_not_finite: a loss or gradient was not
+    loss:          the sum of the steps' since the last exchange
     """
 
     stop: bool = False
     elapsed_s: float = 0.0
     is_not_finite: bool = False
+    loss: float = 0.0
 
 
 class Agreement:
@@ -47,13 +49,15 @@ class Agreement:
         return self._steps >= self._interval
 
     def exchange(self, mine: Signs) -> Signs:
-        """The maximum of every rank's signs. Collective."""
-        now = time.monotonic()
-        step_s = max((now - self._last_s) / max(self._steps, 1), 1e-6)
-        values = torch.tensor([float(mine.stop), mine.elapsed_s, float(mine.is_not_finite), step_s], dtype=torch.double)
+        """What all ranks have noticed together. Collective."""
+        now, size = time.monotonic(), self._world.size
+        step_s = (now - self._last_s) / max(self._steps, 1)
+        loss = 0.0 if mine.is_not_finite else mine.loss
+        values = torch.tensor([mine.stop, mine.elapsed_s, mine.is_not_finite, loss, step_s], dtype=torch.double)
         if self._group is not None:
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
-        stop, elapsed_s, is_not_finite, step_s = values.tolist()
-        self._interval = min(MAX_INTERVAL, 2 * self._interval, max(1, int(INTERVAL_S / step_s)))
+            dist.all_reduce(values, group=self._group)
+        stop, elapsed_s, is_not_finite, loss, step_s = values.tolist()
+        wanted = int(INTERVAL_S * size / max(step_s, 1e-6))
+        self._interval = min(MAX_INTERVAL, 2 * self._interval, max(1, wanted))
         self._steps, self._last_s = 0, now
-        return Signs(bool(stop), elapsed_s, bool(is_not_finite))
+        return Signs(stop > 0, elapsed_s / size, is_not_finite > 0, loss)

@@ -84,7 +84,7 @@ class Trainer:
         self._began_s = time.monotonic()
         self._elapsed_s = 0.0  # of this life, as all ranks have agreed
         self._recent: list[_Recent] = []
-        self._losses: list[Tensor] = []  # since the last report
+        self._loss_sum, self._num_losses = 0.0, 0  # of all ranks, since the last report
 
     def run(self) -> Outcome:
         """Train to the end and return how it ended, alike on every rank.
@@ -167,10 +167,12 @@ class Trainer:
     def _after_step(self) -> Stop | None:
         step, epoch = self._progress.step, self._epoch()
         stop = self._policy.after_step(step, epoch, self._elapsed_s)
-        is_logged = step % self.spec.log_every_steps == 0
+        is_agreed, every = self._agreement.is_due(), self.spec.log_every_steps
+        is_logged = step % every == 0 if every is not None else is_agreed
         is_evaluated = self._evaluation_interval is not None and step % self._evaluation_interval == 0
         is_saved = self._keeper.is_due_at(step)
-        if not (self._agreement.is_due() or is_logged or is_evaluated or is_saved or stop):
+        self._write_histograms(step)
+        if not (is_agreed or is_logged or is_evaluated or is_saved or stop):
             return None
         signs = self._exchange()
         stop = self._policy.after_step(step, epoch, self._elapsed_s)  # time may be up, as all know now
@@ -190,12 +192,15 @@ class Trainer:
         Nothing is saved, evaluated or reported before this has found every loss so far to be finite.
         """
         is_finite = all(recent.is_finite() for recent in self._recent)
-        signs = self._agreement.exchange(Signs(self._should_stop(), time.monotonic() - self._began_s, not is_finite))
+        loss = float(torch.stack([recent.loss for recent in self._recent]).double().sum()) if self._recent else 0.0
+        elapsed_s = time.monotonic() - self._began_s
+        signs = self._agreement.exchange(Signs(self._should_stop(), elapsed_s, not is_finite, loss))
         self._progress.elapsed_s += signs.elapsed_s - self._elapsed_s
         self._elapsed_s = signs.elapsed_s
         if signs.is_not_finite:
             self._refuse_what_is_not_finite()
-        self._losses += [recent.loss for recent in self._recent]
+        self._loss_sum += signs.loss
+        self._num_losses += len(self._recent) * self.world.size // self._parts.degrees.pipeline  # one rank a pipeline
         self._recent.clear()
         return signs
 
@@ -214,23 +219,18 @@ class Trainer:
         parts, step = self._parts, self._progress.step
         values = {
             "train/step": float(step),
-            "train/loss": self._mean_loss(),
+            "train/loss": self._loss_sum / self._num_losses if self._num_losses else float("nan"),
             "train/learning_rate": float(parts.optimizer.param_groups[0]["lr"]),
             "train/epoch": self._epoch(),
             **self._meter.report(parts.training.wait_s, parts.model.communication_s),
         }
         self._journal.log(step, values)
+        self._loss_sum, self._num_losses = 0.0, 0
+
+    def _write_histograms(self, step: int) -> None:
         every = self.spec.histograms_every_steps
         if every is not None and step % every == 0:
-            write_histograms(self._journal, parts.model, step)
-
-    def _mean_loss(self) -> float:
-        """Over the steps since the last report and over all data ranks. Collective."""
-        total = torch.stack(self._losses).double().sum() if self._losses else torch.zeros((), dtype=torch.double)
-        count = float(len(self._losses))
-        self._losses.clear()
-        summed, counted = self._parts.model.total(torch.stack([total, total.new_tensor(count)])).tolist()
-        return float(summed / counted) if counted else float("nan")
+            write_histograms(self._journal, self._parts.model, step)
 
     def _evaluate(self) -> Stop | None:
         step, parts = self._progress.step, self._parts
