@@ -14,7 +14,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from shoal.checkpoint import Checkpointer, Extras, Found, write_synced
+from shoal.checkpoint import Checkpointer, write_synced
 from shoal.errors import CheckpointError
 from shoal.parallel import World
 from shoal.train.assembly import Assembly
@@ -148,6 +148,3 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Write a whole network as safetensors, whole or not at all. Raises OSError."""
     plain = {name: weight.detach().contiguous().clone() for name, weight in weights.items()}  # tied ones lie twice
     write_synced(path, safetensors.torch.save(plain))
-
-
-__all__ = ["Extras", "Found", "Keeper", "Progress", "Restored", "write_weights"]
