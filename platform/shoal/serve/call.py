@@ -1,0 +1,133 @@
+"""What passes between the protocols and the models: one inference call, one prediction, and who offers models.
+
+Made by the protocol applications (REST, gRPC), answered by a `HostedModel`. Knows no HTTP, no gRPC, no torch, no Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from shoal.registry.manifest import Signature
+from shoal.serve.options import ModelOptions
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class InferCall:
+    """One request, already checked against the model's signature.
+
+    inputs:     by name; the first dimension of each is the batch (`num_rows` of them)
+    version:    answer with exactly this version, or fail with 404; None leaves the choice to the rollout
+    deadline_s: `time.monotonic()` after which nobody wants the answer any more; None takes the model's default
+    tenant:     whose share of a busy replica this comes from: the name of the API key
+    sticky:     calls with the same key get the same side of a canary; "" draws for each call
+    track:      "stable" or "candidate", when the client asks for one side of a canary; "" leaves it to the rollout
+    outputs:    names of the outputs that are wanted; None for all
+    trace:      the parent of this call's trace, opaque; None when it is not traced
+    """
+
+    inputs: Arrays
+    num_rows: int
+    version: int | None = None
+    deadline_s: float | None = None
+    tenant: str = ""
+    sticky: str = ""
+    track: str = ""
+    outputs: frozenset[str] | None = None
+    trace: object | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The outputs for one call, and the version of the weights that made all of them.
+
+    queued_s, computed_s: how long the call waited for a slot, and how long the forward of its batch took
+    batch_rows:           rows of that batch
+    """
+
+    outputs: dict[str, np.ndarray]
+    version: int
+    queued_s: float = 0.0
+    computed_s: float = 0.0
+    batch_rows: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RepositoryEntry:
+    """One line of the repository index: a version that could be, or is, served. `state` as in the protocol."""
+
+    name: str
+    version: str
+    state: str  # READY, LOADING, UNLOADING, UNAVAILABLE
+    reason: str = ""
+
+
+class HostedModel(Protocol):
+    """One model of an endpoint, in one replica."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def signature(self) -> Signature: ...
+    @property
+    def options(self) -> ModelOptions: ...
+    @property
+    def version(self) -> int:
+        """The version that answers who asks for none; 0 before any weights."""
+        ...
+
+    @property
+    def versions(self) -> list[int]:
+        """Every version that can be asked for now, ascending."""
+        ...
+
+    async def infer(self, call: InferCall) -> Prediction:
+        """Raises InferenceError (404 version, 429 full or over its rate, 500 the model, 503 no weights, 504 late)."""
+        ...
+
+
+class ModelHost(Protocol):
+    """The models of an endpoint, in one replica."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model has weights and is warm."""
+        ...
+
+    def models(self) -> list[HostedModel]: ...
+
+    def model(self, name: str) -> HostedModel:
+        """Raises InferenceError (404) naming what there is."""
+        ...
+
+    def repository(self) -> list[RepositoryEntry]: ...
+
+    async def load(self, name: str, parameters: Mapping[str, Any]) -> None:
+        """Load a registered model on every replica; returns when all have it. Raises InferenceError (400, 404, 503)."""
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Unload a model on every replica, after what is queued was answered. Raises InferenceError (400, 404)."""
+        ...
+
+    async def administer(self, change: Mapping[str, Any]) -> dict[str, Any]:
+        """A change of the rollout (see `controller`), forwarded to it. Raises InferenceError (400, 404, 409, 503)."""
+        ...
+
+    async def status(self) -> dict[str, Any]:
+        """The whole endpoint as the controller sees it: models, tracks, replicas, counts."""
+        ...
+
+
+@dataclass(slots=True)
+class Caller:
+    """Who calls: the name of the key (fairness, metrics, audit), and whether it may change anything."""
+
+    name: str
+    administrator: bool = False
+    models: frozenset[str] | None = field(default=None)  # None: all

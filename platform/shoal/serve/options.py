@@ -1,0 +1,78 @@
+"""How one model is served, and who may call it: parts of an endpoint's spec. No Ray, no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, SecretStr
+
+from shoal.config import Spec
+
+
+class GuardOptions(Spec):
+    """When a candidate is rolled back by itself; judged on the candidate's own requests, beside the stable version's.
+
+    max_error_rate:    share of the candidate's requests that fail with a 5xx of the model's making
+    max_latency_ratio: the candidate's median compute time per row over the stable version's
+    max_disagreement:  share of shadowed requests whose outputs differ by more than `tolerance` (None: recorded only)
+    metric, min_value: a user's metric, reported to the endpoint; below `min_value` the candidate goes
+    min_requests:      nothing is judged before
+    """
+
+    max_error_rate: float = Field(default=0.02, ge=0, le=1)
+    max_latency_ratio: float = Field(default=2.0, gt=0)
+    max_disagreement: float | None = Field(default=None, ge=0, le=1)
+    tolerance: float = Field(default=1e-3, ge=0)
+    metric: str = ""
+    min_value: float = 0.0
+    min_requests: int = Field(default=50, ge=1)
+
+
+class ModelOptions(Spec):
+    """One model of an endpoint.
+
+    max_batch_size: rows that one forward may hold
+    max_queue_size: rows per replica that may wait before requests are refused with 429
+    deadline_s:     how long after its arrival an answer is of use, when the request does not say; None: for ever
+    weight:         this model's share of a busy replica, beside its other models'
+    ragged:         inputs whose variable dimensions differ: `bucket` batches equal shapes only, `pad` fills the shorter
+                    ones with `pad_value` at the end (right only for models that ignore it)
+    precision:      of the forward; bf16 by autocast, int8 by dynamic quantisation of linear layers (CPU)
+    compile:        torch.compile the forward
+    cuda_graphs:    replay the forward as one CUDA graph per batch size (CUDA only)
+    device:         auto measures, and takes the CPU where it is faster
+    preprocess, postprocess: `module:function` of a dict of arrays, run before and after the forward, per batch
+    finite:         an output that is NaN or infinite is an error (500); off: JSON carries null
+    warm_up:        run the forward at every power of two of the batch before the version is ready
+    """
+
+    max_batch_size: int = Field(default=64, ge=1)
+    max_queue_size: int = Field(default=1024, ge=1)
+    deadline_s: float | None = Field(default=None, gt=0)
+    weight: float = Field(default=1.0, gt=0)
+    ragged: Literal["bucket", "pad"] = "bucket"
+    pad_value: float = 0.0
+    precision: Literal["fp32", "bf16", "int8"] = "fp32"
+    compile: bool = False
+    cuda_graphs: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    preprocess: str = ""
+    postprocess: str = ""
+    finite: bool = True
+    warm_up: bool = True
+    guard: GuardOptions = GuardOptions()
+
+
+class ApiKey(Spec):
+    """A key that callers show as `Authorization: Bearer KEY`.
+
+    name:          who it is: in metrics, in audit lines, and for fairness between tenants
+    models:        what it may ask; empty for all
+    requests_per_s, burst: its rate over the whole endpoint, and how far above it a moment may go; None: no limit
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
+    key: SecretStr
+    models: list[str] = Field(default_factory=list)
+    requests_per_s: float | None = Field(default=None, gt=0)
+    burst: int = Field(default=10, ge=1)
