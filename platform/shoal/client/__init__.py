@@ -1,0 +1,1 @@
+"""What asks an endpoint: `Client` and `AsyncClient`, NumPy in and out."""

@@ -1,0 +1,102 @@
+"""What an endpoint says of itself at GET /shoal/v1/status: the document's fields, written by its controller.
+
+Read by the client, `shoal serve status` and `shoal serve simulate`; a field that is not known yet has its default, and
+a field that a reader does not know is passed over. Pure data: asks nobody.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+STATUS_PATH = "/shoal/v1/status"
+ROLLOUT_PATH = "/shoal/v1/rollout"
+
+
+class VersionStatus(msgspec.Struct, frozen=True):
+    """One version of a model that is loaded in the replicas.
+
+    track:          "stable", "candidate", "shadow", or "" for one that answers only who asks for its number
+    share:          of the model's requests that are not aimed at a version, 0 to 1
+    requests:       taken since the version was loaded, over all replicas; `errors` of them were answered with a 5xx
+    requests_per_s, p50_s, p99_s: over the last `EndpointStatus.window_s`; None where there were none
+    compared, disagreed: requests that were put to the stable version and to this one, and those whose outputs differed
+    """
+
+    version: int
+    track: str = ""
+    share: float = 0.0
+    requests: int = 0
+    errors: int = 0
+    requests_per_s: float = 0.0
+    p50_s: float | None = None
+    p99_s: float | None = None
+    compared: int = 0
+    disagreed: int = 0
+
+
+class ModelStatus(msgspec.Struct, frozen=True):
+    """One model of the endpoint.
+
+    state:      of the protocol: READY, LOADING, UNLOADING, UNAVAILABLE; `reason` when it is not READY
+    source:     what it follows: `name@champion` of the registry, or `run RUN` when live
+    queued_rows, max_queued_rows: over all replicas
+    batch_rows: mean rows of a batch over the last `EndpointStatus.window_s`; None where there was none
+    refused:    requests that were answered with 429 or 504 since the start, over all replicas
+    latency:    (rows, seconds) of a forward as measured, ascending: what `shoal serve simulate` starts from
+    """
+
+    name: str
+    state: str = "READY"
+    reason: str = ""
+    source: str = ""
+    versions: list[VersionStatus] = []
+    queued_rows: int = 0
+    max_queued_rows: int = 0
+    batch_rows: float | None = None
+    max_batch_rows: int = 0
+    deadline_s: float | None = None
+    refused: int = 0
+    latency: list[tuple[int, float]] = []
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True):
+    """One replica. It has staged `generation` of the desired state; `error` says why it could not stage the next."""
+
+    id: str
+    pid: int = 0
+    generation: int = 0
+    ready: bool = True
+    error: str = ""
+
+
+class RolloutEvent(msgspec.Struct, frozen=True):
+    """Something that changed. `kind`: canary, promote, rollback, shadow, deploy, delete, load, unload, live, ..."""
+
+    time: float
+    kind: str
+    model: str = ""
+    version: int | None = None
+    reason: str = ""
+    by: str = ""
+
+
+class EndpointStatus(msgspec.Struct, frozen=True):
+    """The whole endpoint. Times are seconds since the epoch; `events` are the newest, oldest first."""
+
+    endpoint: str
+    time: float = 0.0
+    started_at: float = 0.0
+    window_s: float = 0.0
+    generation: int = 0
+    ready: bool = True
+    replicas: list[ReplicaStatus] = []
+    models: list[ModelStatus] = []
+    events: list[RolloutEvent] = []
+
+    @classmethod
+    def from_json(cls, body: bytes) -> EndpointStatus:
+        """Raises msgspec.DecodeError for what is not such a document."""
+        return _decode(body)
+
+
+_decode = msgspec.json.Decoder(EndpointStatus).decode
