@@ -92,7 +92,7 @@ class HostedModel(Protocol):
 
 
 class ModelHost(Protocol):
-    """The models of an endpoint, in one replica."""
+    """The models of an endpoint, in one replica. `by` is the name of the caller (`Caller.name`), for the record."""
 
     @property
     def ready(self) -> bool:
@@ -107,20 +107,20 @@ class ModelHost(Protocol):
 
     def repository(self) -> list[RepositoryEntry]: ...
 
-    async def load(self, name: str, parameters: Mapping[str, Any]) -> None:
+    async def load(self, name: str, parameters: Mapping[str, Any], by: str = "") -> None:
         """Load a registered model on every replica; returns when all have it. Raises InferenceError (400, 404, 503)."""
         ...
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, by: str = "") -> None:
         """Unload a model on every replica, after what is queued was answered. Raises InferenceError (400, 404)."""
         ...
 
-    async def administer(self, change: Mapping[str, Any]) -> dict[str, Any]:
+    async def administer(self, change: Mapping[str, Any], by: str = "") -> dict[str, Any]:
         """A change of the rollout (see `controller`), forwarded to it. Raises InferenceError (400, 404, 409, 503)."""
         ...
 
     async def status(self) -> dict[str, Any]:
-        """The whole endpoint as the controller sees it: models, tracks, replicas, counts."""
+        """The whole endpoint as the controller sees it: an `EndpointStatus` of `shoal.client.status`, as a dict."""
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 
 from shoal.config import Spec
 
@@ -61,6 +61,12 @@ class ModelOptions(Spec):
     finite: bool = True
     warm_up: bool = True
     guard: GuardOptions = GuardOptions()
+
+    @model_validator(mode="after")
+    def _queue_holds_a_batch(self) -> ModelOptions:
+        if self.max_queue_size < self.max_batch_size:
+            raise ValueError(f"max_queue_size = {self.max_queue_size} is below max_batch_size = {self.max_batch_size}")
+        return self
 
 
 class ApiKey(Spec):
