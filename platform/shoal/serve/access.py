@@ -1,0 +1,173 @@
+"""Who may call an endpoint, what, and how often: API keys, their models, and their rates.
+
+Made by a replica from the endpoint's spec, asked by the protocol applications for every request, on one event loop.
+Keeps no key: only hashes, which no log, repr or metric shows. Knows no HTTP beyond the value of `Authorization`.
+
+A key's rate is that of the whole endpoint. Its `n` replicas do not talk about it: each has an equal share, `rate / n`,
+in a token bucket that holds `max(1, burst / n)` requests and is full when the replica starts. In any `t` seconds with
+the same replicas throughout, the endpoint admits at most `rate * t + max(burst, n)` requests of the key: the rate is
+exceeded by a burst, never more (a replica that is replaced brings its bucket once more; while a change of `n` spreads,
+the bound holds with the smaller `n` of those that replicas know). The rate may be missed: a replica that gets more than
+its part of a key's requests refuses some while another has tokens left, down to `rate / n` for a caller all of whose
+connections end at one replica.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from shoal.errors import ConfigError, InferenceError
+from shoal.serve.call import Caller
+from shoal.serve.options import ApiKey
+
+ADMINISTRATOR = "administrator"  # the name of whoever shows the endpoint's token
+ANYONE = "anyone"  # the name of all callers of an endpoint that has neither token nor keys
+_HASHED = re.compile(r"sha256:([0-9a-f]{64})")
+_SCHEME = b"bearer "
+
+
+class TokenBucket:
+    """How many requests are allowed now: `rate_per_s` more each second, up to `capacity` saved."""
+
+    __slots__ = ("_at_s", "_tokens")
+
+    def __init__(self, now_s: float) -> None:
+        self._at_s, self._tokens = now_s, math.inf  # full, whatever the capacity
+
+    def take(self, now_s: float, rate_per_s: float, capacity: float) -> float:
+        """0.0, and one token less; or the seconds until there is a token."""
+        tokens = min(capacity, self._tokens + (now_s - self._at_s) * rate_per_s)
+        self._at_s = now_s
+        if tokens >= 1.0:
+            self._tokens = tokens - 1.0
+            return 0.0
+        self._tokens = tokens
+        return (1.0 - tokens) / rate_per_s
+
+
+class _Holder:
+    """What a shown key stands for."""
+
+    __slots__ = ("bucket", "burst", "caller", "digest", "requests_per_s")
+
+    def __init__(self, caller: Caller, digest: bytes, requests_per_s: float | None, burst: int, now_s: float) -> None:
+        self.caller, self.digest = caller, digest
+        self.requests_per_s, self.burst, self.bucket = requests_per_s, burst, TokenBucket(now_s)
+
+
+class Access:
+    """Admits or refuses. Without a token and without keys, everybody may do everything.
+
+    token:    the administrator's: everything, at any rate
+    keys:     each of its models, at its rate; the key itself, or `sha256:HEX` of it, so that no file needs to hold it
+    replicas: how many share the keys' rates now
+
+    Raises ConfigError for two keys with one name, or one key with two names.
+    """
+
+    def __init__(
+        self,
+        token: str | None,
+        keys: Sequence[ApiKey],
+        *,
+        replicas: Callable[[], int] = lambda: 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._replicas, self._clock = replicas, clock
+        self._secret = secrets.token_bytes(32)
+        self._holders: dict[bytes, _Holder] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._open = Caller(ANYONE, administrator=True) if token is None and not keys else None
+        names = {ADMINISTRATOR, ANYONE}
+        if token is not None:
+            self._add(Caller(ADMINISTRATOR, administrator=True), _digest(token), None, 1)
+        for key in keys:
+            if key.name in names:
+                raise ConfigError("keys.name", key.name, "is taken", "give every key a name of its own")
+            names.add(key.name)
+            models = frozenset(key.models) or None
+            self._add(
+                Caller(key.name, models=models), _digest(key.key.get_secret_value()), key.requests_per_s, key.burst
+            )
+
+    def admit(self, authorization: bytes, model: str | None = None, *, administrator: bool = False) -> Caller:
+        """Who calls, when they may: anything, or `model`, or what is the administrator's.
+
+        authorization: the value of the header, b"" when there is none
+        Raises InferenceError: 401 without a known key, 403 for what this key may not, 429 over its rate.
+        """
+        if self._open is not None:
+            self._counts[ANYONE, "admitted"] += 1
+            return self._open
+        holder = self._find(authorization)
+        if holder is None:
+            self._counts["", "unknown"] += 1
+            raise InferenceError(401, "a known key is required: Authorization: Bearer KEY")
+        caller = holder.caller
+        if administrator and not caller.administrator:
+            self._counts[caller.name, "forbidden"] += 1
+            raise InferenceError(403, f"the key {caller.name!r} may not change this endpoint; its token may")
+        if model is not None and caller.models is not None and model not in caller.models:
+            self._counts[caller.name, "forbidden"] += 1
+            raise InferenceError(403, f"the key {caller.name!r} is not for the model {model[:200]!r}")
+        if holder.requests_per_s is not None:
+            self._charge(holder, holder.requests_per_s)
+        self._counts[caller.name, "admitted"] += 1
+        return caller
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """By the key's name ("" for unknown keys): how often admitted, forbidden, limited, unknown."""
+        counts: dict[str, dict[str, int]] = {}
+        for (name, result), count in self._counts.items():
+            counts.setdefault(name, {})[result] = count
+        return counts
+
+    def _add(self, caller: Caller, digest: bytes, requests_per_s: float | None, burst: int) -> None:
+        place = self._place(digest)
+        if place in self._holders:
+            other = self._holders[place].caller.name
+            raise ConfigError("keys.name", caller.name, f"has the same key as {other!r}", "give each a key of its own")
+        self._holders[place] = _Holder(caller, digest, requests_per_s, burst, self._clock())
+
+    def _find(self, authorization: bytes) -> _Holder | None:
+        if authorization[: len(_SCHEME)].lower() != _SCHEME:
+            return None
+        digest = _digest_bytes(authorization[len(_SCHEME) :].strip())
+        holder = self._holders.get(self._place(digest))
+        return holder if holder is not None and hmac.compare_digest(holder.digest, digest) else None
+
+    def _place(self, digest: bytes) -> bytes:
+        """Where a digest is kept. Nobody outside can compute it, so the time of a look-up tells nothing about keys."""
+        return hashlib.blake2b(digest, key=self._secret, digest_size=16).digest()
+
+    def _charge(self, holder: _Holder, requests_per_s: float) -> None:
+        replicas = max(1, self._replicas())
+        wait_s = holder.bucket.take(self._clock(), requests_per_s / replicas, max(1.0, holder.burst / replicas))
+        if wait_s > 0.0:
+            self._counts[holder.caller.name, "limited"] += 1
+            raise InferenceError(
+                429,
+                f"the key {holder.caller.name!r} is over its rate of {requests_per_s:g} requests/s; try again later",
+                retry_after_s=wait_s,
+            )
+
+
+def hashed(key: str) -> str:
+    """`sha256:HEX` of a key: what a spec may hold instead of the key."""
+    return f"sha256:{_digest_bytes(key.encode()).hex()}"
+
+
+def _digest(key: str) -> bytes:
+    written = _HASHED.fullmatch(key)
+    return bytes.fromhex(written[1]) if written else _digest_bytes(key.encode())
+
+
+def _digest_bytes(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

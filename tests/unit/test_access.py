@@ -1,0 +1,189 @@
+"""Who may call an endpoint: keys, models, rates; and that nothing shows a key."""
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from shoal.errors import ConfigError, InferenceError
+from shoal.serve.access import ADMINISTRATOR, ANYONE, Access, hashed
+from shoal.serve.options import ApiKey
+
+TOKEN, KEY, OTHER = "the-token", "key-of-ada", "key-of-bob"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def bearer(key: str) -> bytes:
+    return f"Bearer {key}".encode()
+
+
+def api_key(name: str, key: str, models: tuple[str, ...] = (), rate: float | None = None, burst: int = 10) -> ApiKey:
+    return ApiKey(name=name, key=SecretStr(key), models=list(models), requests_per_s=rate, burst=burst)
+
+
+def refusal(
+    access: Access, authorization: bytes, model: str | None = None, administrator: bool = False
+) -> InferenceError:
+    with pytest.raises(InferenceError) as caught:
+        access.admit(authorization, model, administrator=administrator)
+    return caught.value
+
+
+def ask_until_refused(access: Access) -> float:
+    """When to come again, in seconds."""
+    with pytest.raises(InferenceError) as caught:  # noqa: PT012
+        while True:
+            access.admit(bearer(KEY))
+    assert caught.value.retry_after_s is not None
+    return caught.value.retry_after_s
+
+
+def test_without_token_and_keys_everybody_may_do_everything() -> None:
+    caller = Access(None, []).admit(b"", "any", administrator=True)
+    assert (caller.name, caller.administrator) == (ANYONE, True)
+
+
+def test_the_token_is_the_administrators_and_a_key_is_its_holders() -> None:
+    access = Access(TOKEN, [api_key("ada", KEY)])
+    assert access.admit(bearer(TOKEN), "m", administrator=True).name == ADMINISTRATOR
+    caller = access.admit(bearer(KEY), "m")
+    assert (caller.name, caller.administrator) == ("ada", False)
+    assert refusal(access, bearer(KEY), administrator=True).status == 403
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [b"", b"Bearer", b"Bearer ", bearer("wrong"), KEY.encode(), b"Basic " + KEY.encode(), b"Bearer \xff\xfe",
+     bearer(KEY[:-1]), bearer(KEY + "x"), bearer(hashed(KEY))],
+)  # fmt: skip
+def test_whoever_shows_no_known_key_is_refused(authorization: bytes) -> None:
+    error = refusal(Access(TOKEN, [api_key("ada", KEY)]), authorization)
+    assert error.status == 401
+    assert "Bearer" in str(error)
+
+
+def test_keys_alone_shut_the_endpoint_and_make_nobody_an_administrator() -> None:
+    access = Access(None, [api_key("ada", KEY)])
+    assert refusal(access, b"").status == 401
+    assert refusal(access, bearer(KEY), administrator=True).status == 403
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+def test_the_scheme_may_be_written_in_any_case(scheme: str) -> None:
+    assert Access(None, [api_key("ada", KEY)]).admit(f"{scheme} {KEY}".encode()).name == "ada"
+
+
+def test_a_spec_may_hold_the_hash_of_a_key() -> None:
+    assert Access(None, [api_key("ada", hashed(KEY))]).admit(bearer(KEY)).name == "ada"
+
+
+def test_a_key_is_for_its_models() -> None:
+    access = Access(None, [api_key("ada", KEY, models=("m", "n"))])
+    assert access.admit(bearer(KEY), "n").models == {"m", "n"}
+    assert access.admit(bearer(KEY)).name == "ada"  # what belongs to no model
+    error = refusal(access, bearer(KEY), "o")
+    assert error.status == 403
+    assert "'ada'" in str(error)
+    assert "'o'" in str(error)
+
+
+def test_a_key_over_its_rate_hears_when_to_come_again() -> None:
+    clock = Clock()
+    access = Access(None, [api_key("ada", KEY, rate=2.0, burst=3)], clock=clock)
+    for _ in range(3):
+        access.admit(bearer(KEY))
+    error = refusal(access, bearer(KEY))
+    assert (error.status, error.retry_after_s) == (429, 0.5)
+    clock.now_s += 0.25
+    assert refusal(access, bearer(KEY)).retry_after_s == 0.25
+    clock.now_s += 0.25
+    access.admit(bearer(KEY))
+    assert refusal(access, bearer(KEY)).status == 429
+
+
+def test_what_a_key_may_not_do_costs_it_nothing() -> None:
+    access = Access(None, [api_key("ada", KEY, models=("m",), rate=1.0, burst=1)], clock=Clock())
+    assert refusal(access, bearer(KEY), "other").status == 403
+    access.admit(bearer(KEY), "m")
+
+
+@given(
+    num_replicas=st.integers(1, 9),
+    rate=st.floats(0.5, 100.0),
+    burst=st.integers(1, 40),
+    steps_s=st.lists(st.floats(0.0, 2.0), max_size=12),
+)
+def test_all_replicas_together_keep_to_the_rate_and_give_all_of_it(
+    num_replicas: int, rate: float, burst: int, steps_s: list[float]
+) -> None:
+    """The module's bound, against callers who ask every replica until it refuses."""
+    clock = Clock()
+    key = api_key("ada", KEY, rate=rate, burst=burst)
+    replicas = [Access(None, [key], replicas=lambda: num_replicas, clock=clock) for _ in range(num_replicas)]
+    admitted = 0
+    for step_s in [0.0, *steps_s]:
+        clock.now_s += step_s
+        for access in replicas:
+            before = access.counts().get("ada", {}).get("admitted", 0)
+            wait_s = ask_until_refused(access)
+            admitted += access.counts()["ada"].get("admitted", 0) - before
+            assert 0.0 < wait_s <= num_replicas / rate + 1e-6
+    elapsed_s = sum(steps_s)
+    assert admitted <= rate * elapsed_s + max(burst, num_replicas) + 1e-6
+    if all(step_s * rate <= burst - num_replicas for step_s in steps_s):  # no bucket overflows
+        assert admitted >= rate * elapsed_s + burst - num_replicas - 1e-6
+
+
+def test_fewer_replicas_have_larger_shares() -> None:
+    clock, num_replicas = Clock(), 4
+    access = Access(None, [api_key("ada", KEY, rate=4.0, burst=4)], replicas=lambda: num_replicas, clock=clock)
+    access.admit(bearer(KEY))
+    assert refusal(access, bearer(KEY)).retry_after_s == 1.0
+    num_replicas = 1
+    assert refusal(access, bearer(KEY)).retry_after_s == 0.25
+
+
+def test_names_and_keys_are_unique() -> None:
+    with pytest.raises(ConfigError, match="is taken"):
+        Access(None, [api_key("ada", KEY), api_key("ada", OTHER)])
+    with pytest.raises(ConfigError, match="is taken"):
+        Access(None, [api_key(ADMINISTRATOR, KEY)])
+    for same in (KEY, hashed(KEY)):
+        with pytest.raises(ConfigError, match="same key as 'ada'") as caught:
+            Access(None, [api_key("ada", KEY), api_key("bob", same)])
+        assert KEY not in str(caught.value)
+    with pytest.raises(ConfigError, match="same key as 'administrator'"):
+        Access(KEY, [api_key("ada", KEY)])
+
+
+def test_counts_are_by_name() -> None:
+    access = Access(TOKEN, [api_key("ada", KEY, models=("m",), rate=1.0, burst=1)], clock=Clock())
+    access.admit(bearer(KEY), "m")
+    access.admit(bearer(TOKEN))
+    for authorization, model in [(b"", None), (bearer("x"), None), (bearer(KEY), "m"), (bearer(KEY), "o")]:
+        refusal(access, authorization, model)
+    assert access.counts() == {
+        "": {"unknown": 2},
+        "ada": {"admitted": 1, "limited": 1, "forbidden": 1},
+        ADMINISTRATOR: {"admitted": 1},
+    }
+
+
+def test_no_key_is_kept_or_shown() -> None:
+    access = Access(TOKEN, [api_key("ada", KEY)])
+    access.admit(bearer(KEY))
+    kept = pickle.dumps({**vars(access), "_replicas": None, "_clock": None})
+    errors = " ".join(str(refusal(access, bearer(KEY + "x"), "m")) for _ in range(2))
+    for secret in (KEY, TOKEN):
+        assert secret.encode() not in kept
+        assert secret not in errors
+        assert secret not in repr(vars(access))
