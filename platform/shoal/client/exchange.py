@@ -1,0 +1,170 @@
+"""One call and its retries, without a socket: what to send, for how long, and what to make of what came back.
+
+A conversation is a generator: it yields what is to be done (send, or wait), is told what became of it, and returns the
+answer. `Client` and `AsyncClient` do what it says, each in its own way, so that the rules stand here once:
+
+    what happened                                             then
+    no connection: nothing was sent                           again, soon, while the caller's time lasts
+    429, 503 with Retry-After                                 again after that time, if the caller's lasts so long
+    the connection broke after the request was sent           ConnectionLost; again if `retry_lost`
+    the caller's time is over                                 InferenceError (504)
+    any other status but 2xx                                  InferenceError with the endpoint's words
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+
+from shoal.errors import ConnectionLost, InferenceError
+
+FIRST_WAIT_S, LAST_WAIT_S = 0.05, 1.0
+JITTER = 0.25  # so that those who were refused together do not come back together
+DEADLINE_HEADER = "shoal-deadline-ms"
+_MESSAGE_CHARS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What goes out. `path` begins with a slash."""
+
+    method: str
+    path: str
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came back, whole. The names of the headers are in lower case."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a caller waits, and what may be tried again meanwhile.
+
+    timeout_s:   for the whole call, with everything that is tried again
+    num_retries: how often at most
+    retry_lost:  also when the connection broke after the request was sent. Inference changes nothing, so that asking
+                 again costs no more than the time; but the model then computes the same twice
+    tells:       whether the endpoint is told how long the answer is of use, and refuses what cannot be in time
+    """
+
+    timeout_s: float
+    num_retries: int = 3
+    retry_lost: bool = False
+    tells: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this and report a `Reply`, `NotSent`, `Broken` or `TooLong`."""
+
+    request: Request
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait for so long; there is nothing to report."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NotSent:
+    """There was no connection."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The connection broke after the request, or a part of it, was sent."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TooLong:
+    """No answer within the time."""
+
+
+Outcome: TypeAlias = Reply | NotSent | Broken | TooLong | None
+Conversation: TypeAlias = Generator[Send | Wait, Outcome, Reply]
+
+
+def converse(
+    request: Request,
+    patience: Patience,
+    clock: Callable[[], float] = time.monotonic,
+    jitter: Callable[[], float] = random.random,
+) -> Conversation:
+    """The conversation about one request; returns a reply of status 2xx. Raises InferenceError, ConnectionLost."""
+    end_s = clock() + patience.timeout_s
+    for attempt in range(patience.num_retries + 1):
+        is_last = attempt == patience.num_retries
+        remaining_s = end_s - clock()
+        if remaining_s <= 0:
+            raise _late(patience)
+        outcome = yield Send(_told(request, remaining_s) if patience.tells else request, remaining_s)
+        wait_s = min(LAST_WAIT_S, FIRST_WAIT_S * 2**attempt)
+        match outcome:
+            case Reply(status=status) if 200 <= status < 300:
+                return outcome
+            case Reply():
+                error = error_of(outcome)
+                if error.retry_after_s is None or is_last:
+                    raise error
+                wait_s = error.retry_after_s
+                failure: Exception = error
+            case NotSent(reason):
+                failure = ConnectionLost(f"the endpoint cannot be reached: {reason}")
+            case Broken(reason):
+                failure = ConnectionLost(f"the connection broke before the answer was whole: {reason}")
+                if not patience.retry_lost:
+                    raise failure
+            case _:
+                raise _late(patience)
+        wait_s *= 1.0 + JITTER * jitter()
+        if is_last or clock() + wait_s >= end_s:
+            raise failure
+        yield Wait(wait_s)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def error_of(reply: Reply) -> InferenceError:
+    """What the endpoint said, as an exception. `retry_after_s` is set for a 429 or 503 that invites to try again."""
+    try:
+        found = msgspec.json.decode(reply.body)
+        message = str(found["error"])
+    except (msgspec.DecodeError, TypeError, KeyError):
+        message = reply.body[:_MESSAGE_CHARS].decode(errors="replace").strip() or f"HTTP status {reply.status}"
+    return InferenceError(reply.status, message, _retry_after_s(reply))
+
+
+def _retry_after_s(reply: Reply) -> float | None:
+    if reply.status not in (429, 503):
+        return None
+    try:
+        return max(0.0, float(reply.headers["retry-after"]))
+    except (KeyError, ValueError):  # absent, or a date, which an endpoint of ours never sends
+        return None
+
+
+def _told(request: Request, remaining_s: float) -> Request:
+    headers = {**request.headers, DEADLINE_HEADER: f"{remaining_s * 1000:.3f}"}
+    return Request(request.method, request.path, headers, request.body)
+
+
+def _late(patience: Patience) -> InferenceError:
+    return InferenceError(504, f"no answer within {patience.timeout_s:g} s")
