@@ -22,7 +22,9 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[EndpointProcess]:
-    process = EndpointProcess(num_replicas=2, max_batch_size=4096, max_queue_size=8192, max_body_bytes=MAX_BODY_BYTES)
+    process = EndpointProcess(
+        num_replicas=2, model={"max_batch_size": 4096, "max_queue_size": 8192}, max_body_bytes=MAX_BODY_BYTES
+    )
     yield process
     process.close()
 

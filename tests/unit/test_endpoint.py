@@ -26,6 +26,12 @@ def spec(**values: Any) -> EndpointSpec:
     return EndpointSpec.parse({"name": "linear", **values})
 
 
+def nested(field: str, value: object) -> dict[str, Any]:
+    """`a.b` and a value as {"a": {"b": value}}."""
+    parent, _, leaf = field.rpartition(".")
+    return {parent: {leaf: value}} if parent else {field: value}
+
+
 def constant(version: int) -> WeightSnapshot:
     """Every output is the version."""
     return WeightSnapshot.of(version, {"weight": np.zeros((2, 3), np.float32), "bias": np.full(2, version, np.float32)})
@@ -79,7 +85,7 @@ def test_a_replica_follows_weights_while_it_answers() -> None:
 def test_more_rows_than_a_batch_holds_are_422() -> None:
     async def body() -> None:
         store = WeightStore()
-        replica = EndpointReplica(spec(max_batch_size=2), LINEAR, SIGNATURE, store)
+        replica = EndpointReplica(spec(model={"max_batch_size": 2}), LINEAR, SIGNATURE, store)
         status, answer = await infer(replica, 3)
         assert (status, answer) == (422, {"error": "a request holds 1 to 2 rows, this one has 3"})
         store.close()  # wakes the follower
@@ -98,28 +104,42 @@ def test_more_rows_than_a_batch_holds_are_422() -> None:
         ("token", "two words", "blanks"),
         ("token", "**********", "masked"),
         ("port", 70000, "65535"),
-        ("max_batch_size", 0, "1"),
+        ("model.max_batch_size", 0, "1"),
+        ("max_replicas", 0, "1"),
         ("retries", 3, "no such field"),
     ],
 )
 def test_a_spec_that_cannot_work_is_refused(field: str, value: object, word: str) -> None:
     with pytest.raises(ConfigError, match=word) as caught:
-        spec(**{field: value})
+        spec(**nested(field, value))
     assert caught.value.field == field
 
 
 def test_a_queue_smaller_than_a_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_queue_size = 8 is below max_batch_size = 16"):
-        spec(max_batch_size=16, max_queue_size=8)
+        spec(model={"max_batch_size": 16, "max_queue_size": 8})
 
 
 def test_serve_lets_in_what_the_queue_may_hold_and_what_it_refuses() -> None:
-    subject = spec(max_batch_size=8, max_queue_size=100)
-    assert subject.max_ongoing_requests > 100 + 8
+    subject = spec(model={"max_batch_size": 8, "max_queue_size": 100}, models={"b": {"max_queue_size": 5000}})
+    assert subject.max_ongoing_requests > 100 + 8 + 5000 + 64
+
+
+def test_replicas_are_added_when_batches_are_full_and_never_above_what_they_may_hold() -> None:
+    subject = spec(num_replicas=2, max_replicas=4, model={"max_batch_size": 8}, models={"b": {"max_batch_size": 32}})
+    assert subject.is_autoscaled
+    assert subject.target_ongoing_requests == 2 * 32 < subject.max_ongoing_requests
+    assert not spec(num_replicas=2, max_replicas=2).is_autoscaled
+    assert not spec(num_replicas=2).is_autoscaled
+    with pytest.raises(ConfigError, match="max_replicas = 1 is below num_replicas = 2"):
+        spec(num_replicas=2, max_replicas=1)
+
+
+def test_a_model_is_served_with_its_own_options_or_with_everybodys() -> None:
+    subject = spec(model={"max_batch_size": 8}, models={"b": {"max_batch_size": 32}})
+    assert (subject.options("a").max_batch_size, subject.options("b").max_batch_size) == (8, 32)
 
 
 def test_the_token_is_never_printed() -> None:
     subject = spec(token="hush-hush")
     assert "hush" not in f"{subject} {subject!r} {subject.to_yaml()}"
-    assert subject.bearer() == b"Bearer hush-hush"
-    assert spec().bearer() is None

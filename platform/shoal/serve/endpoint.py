@@ -7,34 +7,46 @@ import ipaddress
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from shoal.config import Spec
+from shoal.serve.options import ApiKey, ModelOptions
+
+# A replica is well used when one full batch is computed while the next one gathers.
+BATCHES_PER_REPLICA = 2
 
 
 class EndpointSpec(Spec):
-    """One served model.
+    """Models behind one address.
 
-    name:           the model's name in URLs: letters, digits, `-`, `_` and `.`
+    name:           of the endpoint: letters, digits, `-`, `_` and `.`
     host, port:     where the ingress listens; loopback only; 0 is a free port
-    num_replicas:   processes that each hold the model and follow the weights by themselves
-    max_batch_size: rows that one forward may hold
-    max_queue_size: rows per replica that may wait before requests are refused with 429
+    grpc_port:      where gRPC listens; None for no gRPC, 0 for a free port
+    num_replicas:   processes that each hold every model
+    max_replicas:   above `num_replicas`: as many as the load needs; None for a fixed number
+    model:          how a model is served that `models` does not name
+    models:         how the models are served, by name
     max_body_bytes: a larger request is refused with 413
     token:          when set, everything but the health of the server asks for `Authorization: Bearer TOKEN`
+    keys:           who else may call, which models, how often
     torch_threads:  threads of one forward; 1 is best for small models under load
     num_cpus:       what each replica reserves of the cluster
     drain_s:        how long a replica that is being stopped finishes what it has
+    trace:          send traces (OpenTelemetry) from the ingress to the forward
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
+    grpc_port: int | None = Field(default=None, ge=0, le=65535)
     num_replicas: int = Field(default=1, ge=1)
-    max_batch_size: int = Field(default=64, ge=1)
-    max_queue_size: int = Field(default=1024, ge=1)
+    max_replicas: int | None = Field(default=None, ge=1)
+    model: ModelOptions = ModelOptions()
+    models: dict[str, ModelOptions] = Field(default_factory=dict)
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
     token: SecretStr | None = None
+    keys: list[ApiKey] = Field(default_factory=list)
     torch_threads: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=1.0, ge=0)
     drain_s: float = Field(default=10.0, gt=0)
+    trace: bool = False
 
     @field_validator("host")
     @classmethod
@@ -59,19 +71,33 @@ class EndpointSpec(Spec):
         return token
 
     @model_validator(mode="after")
-    def _queue_holds_a_batch(self) -> EndpointSpec:
-        if self.max_queue_size < self.max_batch_size:
-            raise ValueError(f"max_queue_size = {self.max_queue_size} is below max_batch_size = {self.max_batch_size}")
+    def _scales_upwards(self) -> EndpointSpec:
+        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
+            raise ValueError(f"max_replicas = {self.max_replicas} is below num_replicas = {self.num_replicas}")
         return self
+
+    def options(self, model: str) -> ModelOptions:
+        """How the model of this name is served."""
+        return self.models.get(model, self.model)
+
+    @property
+    def is_autoscaled(self) -> bool:
+        """Whether the number of replicas follows the load."""
+        return self.max_replicas is not None and self.max_replicas > self.num_replicas
+
+    @property
+    def target_ongoing_requests(self) -> int:
+        """The load of one replica at which another is added: a batch in hand and one that gathers, of one row each.
+
+        Serve's default of 2 would spread ten requests over five replicas, and so take every batch apart.
+        """
+        return BATCHES_PER_REPLICA * max(each.max_batch_size for each in (self.model, *self.models.values()))
 
     @property
     def max_ongoing_requests(self) -> int:
-        """What Serve may let into a replica: the queue, two batches in hand, and room for those that are refused.
+        """What Serve may let into a replica: the queues, two batches in hand each, and room for those that are refused.
 
-        Serve's default of 5 would keep requests out of the batcher, whose queue is the one that counts and refuses.
+        Serve's default of 5 would keep requests out of the batcher, whose queues are the ones that count and refuse.
         """
-        return 2 * (self.max_queue_size + 2 * self.max_batch_size)
-
-    def bearer(self) -> bytes | None:
-        """The value that `Authorization` must have, or None when no token is asked for."""
-        return None if self.token is None else f"Bearer {self.token.get_secret_value()}".encode()
+        served = (self.model, *self.models.values())
+        return 2 * sum(each.max_queue_size + BATCHES_PER_REPLICA * each.max_batch_size for each in served)
