@@ -1,4 +1,4 @@
-"""The thread that keeps a predictor on the newest weights: wait for a newer version, stage it, flip.
+"""The thread that keeps a model on the newest weights: wait for a newer version, stage it, flip.
 
 Owned by the endpoint's replica. Never touches a request: the flip takes effect with the next batch. Weights that do not
 fit are reported and skipped; the version that serves goes on serving.
@@ -10,7 +10,7 @@ import logging
 import threading
 
 from shoal.errors import Closed, RegistryError, WeightsError
-from shoal.serve.predictor import Predictor
+from shoal.serve.versions import Versions
 from shoal.weights import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 class WeightFollower:
     """Follows `source` until close(). `rejected` is the newest version that did not fit, 0 when none."""
 
-    def __init__(self, source: WeightSource, predictor: Predictor, poll_s: float = 1.0) -> None:
-        self._source, self._predictor, self._poll_s = source, predictor, poll_s
+    def __init__(self, source: WeightSource, versions: Versions, poll_s: float = 1.0) -> None:
+        self._source, self._versions, self._poll_s = source, versions, poll_s
         self.rejected = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-weights", daemon=True)
@@ -44,16 +44,16 @@ class WeightFollower:
             except Closed:
                 return
             except (WeightsError, RegistryError) as error:
-                logger.error("no weights, version %d goes on serving: %s", self._predictor.version, error)
+                logger.error("no weights, version %d goes on serving: %s", self._versions.version, error)
                 self._stop.wait(self._poll_s)
                 continue
             if snapshot is None:
                 continue
             given = snapshot.version
             try:
-                self._predictor.stage(snapshot)
+                self._versions.stage(snapshot)
             except WeightsError as error:
                 self.rejected = snapshot.version
-                logger.error("weights refused, version %d goes on serving: %s", self._predictor.version, error)
+                logger.error("weights refused, version %d goes on serving: %s", self._versions.version, error)
             else:
-                logger.info("serving weights version %d", self._predictor.flip())
+                logger.info("serving weights version %d", self._versions.flip())

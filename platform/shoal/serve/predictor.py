@@ -1,142 +1,101 @@
-"""A module and the weights it answers with: the next version is staged beside the one that serves, then flipped in.
+"""Any registered model as a function of batches: load a version, ask it, get exactly what its signature promises.
 
-Owns the served nn.Module. Called by the batcher's thread (`predict_batch`) and by whoever follows the weights (`stage`,
-`flip`); never reads a source, a socket or a clock. Each version gets a module of its own, so that a batch that still
-runs on the old one is never disturbed, and `flip` is one assignment, read once per batch: no mixture is possible.
+Owns what one model costs and promises: the template that versions are loaded into, and the checks of what it gives.
+Called by the table of versions (`load`), by the batcher's threads (`enter_thread`, `predict_batch`) and by batch
+prediction; never reads a source, a socket or a clock. A loaded version never changes and shares nothing that a later
+one overwrites, so a batch is computed by one version or not at all.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from shoal.errors import ConfigError, InferenceError, WeightsError
-from shoal.registry.manifest import ModelFactory, Signature
+from shoal.errors import InferenceError
+from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
+from shoal.serve.call import Arrays
+from shoal.serve.formats import Forward
+from shoal.serve.formats.module import ModuleTemplate
+from shoal.serve.options import ModelOptions
 from shoal.weights import WeightSnapshot
 
-Arrays = Mapping[str, np.ndarray]
-
 
 @dataclass(frozen=True)
-class Prediction:
-    """The outputs for one request, and the version of the weights that made all of them."""
+class ModelPackage:
+    """All that a replica needs of a model: how to build it, how to call it, and its weights if there are any yet."""
 
-    outputs: dict[str, np.ndarray]
-    version: int
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """A module with the weights of one version in it."""
-
-    module: nn.Module
-    version: int
+    factory: ModelFactory
+    signature: Signature
+    snapshot: WeightSnapshot | None = None
 
 
 class Predictor:
-    """Answers batches with the newest weights that were flipped in.
+    """The template of one model. Raises ConfigError when it cannot be built, or not with these options."""
 
-    The module is called as `predict(**inputs)` when it has such a method (a dict of tensors by output name), else as
-    `forward(*inputs)` in the signature's order; a tensor, a tuple or a dict is taken for the signature's outputs.
-    Until weights are flipped in, `predict_batch` raises InferenceError (503).
-    """
-
-    def __init__(self, factory: ModelFactory, signature: Signature, torch_threads: int = 1) -> None:
-        """Build the module. Raises ConfigError when the factory does not give one."""
-        module = factory.build()
-        if not isinstance(module, nn.Module):
-            raise ConfigError("model.factory", factory.factory, f"gave {type(module).__name__}, not a torch nn.Module")
-        self.signature = signature
-        self.torch_threads = torch_threads
-        self._template = module.eval().requires_grad_(False)
-        self._expected = dict(self._template.state_dict())
-        self._staged: _Loaded | None = None
-        self._serving: _Loaded | None = None
-
-    @property
-    def version(self) -> int:
-        """The version that answers the next batch; 0 before the first."""
-        serving = self._serving
-        return serving.version if serving else 0
+    def __init__(
+        self, factory: ModelFactory, signature: Signature, options: ModelOptions, torch_threads: int = 1
+    ) -> None:
+        self.signature, self.options, self.torch_threads = signature, options, torch_threads
+        self._template = ModuleTemplate(factory, signature)
+        self._variable = [spec.name for spec in signature.inputs if -1 in spec.shape[1:]]
 
     def enter_thread(self) -> None:
         """Fix the number of torch threads; they are counted per calling thread, so call this in the forward's."""
         torch.set_num_threads(self.torch_threads)
 
-    def stage(self, snapshot: WeightSnapshot) -> None:
-        """Load a version beside the one that serves. Raises WeightsError, and then nothing has changed."""
-        state = {name: torch.from_numpy(_writable(array)) for name, array in snapshot.tensors().items()}
-        self._check(snapshot.version, state)
-        # Parameters and buffers are assigned, not copied into: sharing them with the template costs nothing.
-        shared = {id(tensor): tensor for tensor in self._template.state_dict(keep_vars=True).values()}
-        module = copy.deepcopy(self._template, shared)
-        module.load_state_dict(state, assign=True)
-        self._staged = _Loaded(module.eval().requires_grad_(False), snapshot.version)
+    def load(self, snapshot: WeightSnapshot) -> LoadedModel:
+        """A version, warm. Raises WeightsError when it does not fit, and then nothing has changed."""
+        return LoadedModel(snapshot.version, self._template.load(snapshot), self.signature, self.options)
 
-    def flip(self) -> int:
-        """Let the staged version answer from the next batch on; the version that serves now."""
-        if self._staged is not None:
-            self._serving, self._staged = self._staged, None
-        return self.version
+    def bucket(self, inputs: Arrays) -> Hashable:
+        """What requests must have in common to share a batch: their shapes where those may differ."""
+        if not self._variable:
+            return None
+        return tuple(inputs[name].shape[1:] for name in self._variable)
 
-    def predict(self, inputs: Arrays) -> Prediction:
-        """One request, or one batch, as it stands. Raises InferenceError: 503 without weights, 500 for bad outputs."""
-        serving = self._serving
-        if serving is None:
-            raise InferenceError(503, "no weights have been loaded yet; try again later")
-        tensors = {spec.name: torch.from_numpy(inputs[spec.name]) for spec in self.signature.inputs}
-        with torch.inference_mode():
-            predict = getattr(serving.module, "predict", None)
-            result = predict(**tensors) if callable(predict) else serving.module(*tensors.values())
-        return Prediction(self._outputs(result), serving.version)
 
-    def predict_batch(self, requests: Sequence[Arrays]) -> list[Prediction]:
-        """The answers to several requests, computed as one batch along the first dimension."""
+class LoadedModel:
+    """One version of a model, ready to answer. Immutable; any number of threads may ask it."""
+
+    def __init__(self, version: int, forward: Forward, signature: Signature, options: ModelOptions) -> None:
+        self.version = version
+        self._forward, self._finite = forward, options.finite
+        self._input_names = [spec.name for spec in signature.inputs]
+        self._outputs = signature.outputs
+
+    def predict_batch(self, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
+        """The answers to several requests, computed as one batch along the first dimension.
+
+        Raises InferenceError (500) naming the output that does not fit the signature, or what the model raised.
+        """
+        first = requests[0]
         if len(requests) == 1:
-            return [self.predict(requests[0])]
-        names = [spec.name for spec in self.signature.inputs]
-        prediction = self.predict({name: np.concatenate([request[name] for request in requests]) for name in names})
-        bounds = [0, *accumulate([len(request[names[0]]) for request in requests])]
-        for name, rows in prediction.outputs.items():
-            if len(rows) != bounds[-1]:
-                raise InferenceError(500, f"output {name!r} has {len(rows)} rows for {bounds[-1]} rows of input")
-        return [
-            Prediction({name: rows[start:end] for name, rows in prediction.outputs.items()}, prediction.version)
-            for start, end in pairwise(bounds)
-        ]
+            inputs = {name: first[name] for name in self._input_names}
+            return [self._checked(self._forward(inputs), len(first[self._input_names[0]]))]
+        inputs = {name: np.concatenate([request[name] for request in requests]) for name in self._input_names}
+        bounds = [0, *accumulate([len(request[self._input_names[0]]) for request in requests])]
+        outputs = self._checked(self._forward(inputs), bounds[-1])
+        return [{name: rows[start:end] for name, rows in outputs.items()} for start, end in pairwise(bounds)]
 
-    def _outputs(self, result: Any) -> dict[str, np.ndarray]:
-        specs = self.signature.outputs
-        if isinstance(result, torch.Tensor):
-            result = (result,)
-        if not isinstance(result, Mapping):
-            result = dict(zip([spec.name for spec in specs], result, strict=False))
-        missing = [spec.name for spec in specs if spec.name not in result]
-        if missing:
-            raise InferenceError(500, f"the model gave no output {missing[0]!r}")
-        return {spec.name: result[spec.name].numpy() for spec in specs}
-
-    def _check(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        expected = self._expected
-        for name in expected.keys() - state.keys():
-            raise WeightsError(f"weights version {version}: {name!r} is missing")
-        for name, tensor in state.items():
-            if name not in expected:
-                raise WeightsError(f"weights version {version}: the model has no {name!r}")
-            want = expected[name]
-            if tensor.shape != want.shape or tensor.dtype != want.dtype:
-                raise WeightsError(
-                    f"weights version {version}: {name!r} is {tensor.dtype} {list(tensor.shape)}, "
-                    f"the model has {want.dtype} {list(want.shape)}"
-                )
+    def _checked(self, found: Arrays, num_rows: int) -> dict[str, np.ndarray]:
+        outputs = {}
+        for spec in self._outputs:
+            if spec.name not in found:
+                raise InferenceError(500, f"the model gave no output {spec.name!r}")
+            outputs[spec.name] = array = found[spec.name]
+            if not _fits(array, spec, num_rows):
+                expected = [num_rows, *spec.shape[1:]]
+                raise InferenceError(500, f"output {spec.name!r}: expected {expected}, the model gave {[*array.shape]}")
+            if self._finite and array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise InferenceError(500, f"output {spec.name!r} is not finite")
+        return outputs
 
 
-def _writable(array: np.ndarray) -> np.ndarray:
-    return array if array.flags.writeable else array.copy()
+def _fits(array: np.ndarray, spec: TensorSignature, num_rows: int) -> bool:
+    return len(array) == num_rows and len(array.shape) == len(spec.shape) and all(
+        want in (-1, have) for have, want in zip(array.shape[1:], spec.shape[1:], strict=True)
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a replica of an endpoint is: a predictor, the batcher before it, the follower behind, the application on top.
+"""What a replica of an endpoint is: predictor and versions, the batcher before them, the follower behind, app on top.
 
 Made and closed by the Ray shell, or by a test, on the event loop that serves. Plain Python: knows nothing of Ray.
 """
@@ -18,7 +18,9 @@ from shoal.serve.batcher import Batcher
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.follower import WeightFollower
 from shoal.serve.open_inference import OpenInferenceApp
-from shoal.serve.predictor import Prediction, Predictor
+from shoal.serve.options import ModelOptions
+from shoal.serve.predictor import Predictor
+from shoal.serve.versions import Prediction, Versions
 from shoal.weights import WeightSource
 
 # A thread that computes in Python (a forward's own code, weights being staged) makes the event loop wait this long for
@@ -32,21 +34,26 @@ class EndpointReplica:
     def __init__(self, spec: EndpointSpec, factory: ModelFactory, signature: Signature, source: WeightSource) -> None:
         """Must run on the event loop that will serve. Raises ConfigError."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._predictor = Predictor(factory, signature, spec.torch_threads)
+        predictor = Predictor(factory, signature, ModelOptions(), spec.torch_threads)
+        self._versions = Versions(predictor)
         self._batcher: Batcher[dict[str, np.ndarray], Prediction] = Batcher(
-            self._predictor.predict_batch,
-            max_batch_rows=spec.max_batch_size,
-            max_queue_rows=spec.max_queue_size,
-            on_thread_start=self._predictor.enter_thread,
+            self._versions.predict_batch,
+            max_batch_rows=spec.model.max_batch_size,
+            max_queue_rows=spec.model.max_queue_size,
+            on_thread_start=predictor.enter_thread,
         )
-        self._follower = WeightFollower(source, self._predictor)
+        self._follower = WeightFollower(source, self._versions)
         self.app = OpenInferenceApp(
-            spec.name, signature, self, max_body_bytes=spec.max_body_bytes, bearer=spec.bearer()
+            spec.name,
+            signature,
+            self,
+            max_body_bytes=spec.max_body_bytes,
+            bearer=spec.token and f"Bearer {spec.token.get_secret_value()}".encode(),
         )
 
     @property
     def version(self) -> int:
-        return self._predictor.version
+        return self._versions.version
 
     async def infer(self, inputs: dict[str, np.ndarray], num_rows: int) -> Prediction:
         return await self._batcher.submit(inputs, num_rows)

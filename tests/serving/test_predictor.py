@@ -12,8 +12,11 @@ from torch import nn
 
 from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
+from shoal.serve.call import Arrays
 from shoal.serve.follower import WeightFollower
-from shoal.serve.predictor import Predictor
+from shoal.serve.options import ModelOptions
+from shoal.serve.predictor import LoadedModel, Predictor
+from shoal.serve.versions import Versions
 from shoal.weights import WeightSnapshot, WeightStore
 
 DEADLINE_S = 5.0
@@ -53,15 +56,19 @@ class Shrinking(Affine):
         return super().forward(x)[:1]
 
 
-def signature(*outputs: str) -> Signature:
+ROW = [-1, 2]
+
+
+def signature(**outputs: list[int]) -> Signature:
     return Signature(
-        inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 2])],
-        outputs=[TensorSignature(name=name, datatype="FP32", shape=[-1]) for name in outputs],
+        inputs=[TensorSignature(name="x", datatype="FP32", shape=ROW)],
+        outputs=[TensorSignature(name=name, datatype="FP32", shape=shape) for name, shape in outputs.items()],
     )
 
 
-def predictor(module: type[nn.Module] = Affine, *outputs: str) -> Predictor:
-    return Predictor(ModelFactory(factory=f"{__name__}:{module.__name__}"), signature(*(outputs or ("y",))))
+def predictor(module: type[nn.Module] = Affine, **outputs: list[int]) -> Predictor:
+    factory = ModelFactory(factory=f"{__name__}:{module.__name__}")
+    return Predictor(factory, signature(**(outputs or {"y": ROW})), ModelOptions())
 
 
 def constant_tensors(value: float, size: int = 2) -> dict[str, np.ndarray]:
@@ -80,65 +87,43 @@ def weights(version: int, value: float | None = None) -> WeightSnapshot:
 ONES = {"x": np.ones((1, 2), np.float32)}
 
 
-def serve(version: int, of: Predictor) -> None:
-    of.stage(weights(version))
-    assert of.flip() == version
+def ask(model: LoadedModel, inputs: Arrays = ONES) -> dict[str, list[object]]:
+    return {name: array.tolist() for name, array in model.predict_batch([inputs])[0].items()}
 
 
-def test_before_any_weights_it_is_unavailable() -> None:
-    with pytest.raises(InferenceError, match="no weights") as caught:
-        predictor().predict(ONES)
-    assert caught.value.status == 503
-    assert predictor().version == 0
-
-
-def test_staged_weights_answer_only_after_the_flip() -> None:
+def test_a_version_answers_with_its_own_weights_whatever_is_loaded_after_it() -> None:
     subject = predictor()
-    serve(1, subject)
-    subject.stage(weights(2))
-    before = subject.predict(ONES)
-    assert (before.version, before.outputs["y"].tolist()) == (1, [[4.0, 4.0]])
-    assert subject.flip() == 2
-    after = subject.predict(ONES)
-    assert (after.version, after.outputs["y"].tolist()) == (2, [[8.0, 8.0]])
-    assert subject.flip() == 2  # nothing is staged: nothing changes
+    first = subject.load(weights(1))
+    others = [subject.load(weights(version)) for version in (2, 3)]
+    assert [model.version for model in (first, *others)] == [1, 2, 3]
+    assert [ask(model)["y"] for model in (first, *others)] == [[[4.0, 4.0]], [[8.0, 8.0]], [[12.0, 12.0]]]
 
 
 def test_a_batch_is_answered_like_its_requests_one_by_one() -> None:
-    subject = predictor()
-    serve(3, subject)
+    subject = predictor().load(weights(3))
     generator = np.random.default_rng(0)
     requests = [{"x": generator.random((rows, 2), np.float32)} for rows in (1, 3, 2)]
     together = subject.predict_batch(requests)
     for request, answer in zip(requests, together, strict=True):
         # float32 matmul may sum in another order for another batch size
-        np.testing.assert_allclose(answer.outputs["y"], subject.predict(request).outputs["y"], rtol=1e-6)
-        assert answer.version == 3
+        np.testing.assert_allclose(answer["y"], subject.predict_batch([request])[0]["y"], rtol=1e-6)
 
 
 def test_predict_is_preferred_and_only_the_signature_leaves() -> None:
-    subject = predictor(TwoHeads, "y", "sum")
-    serve(1, subject)
-    assert list(subject.predict(ONES).outputs) == ["y", "sum"]
-    assert subject.predict(ONES).outputs["sum"].tolist() == [2.0]
+    subject = predictor(TwoHeads, y=ROW, sum=[-1]).load(weights(1))
+    assert ask(subject) == {"y": [[4.0, 4.0]], "sum": [2.0]}
 
 
 def test_a_tuple_is_named_by_the_signature() -> None:
-    subject = predictor(Pair, "plus", "total")
-    serve(1, subject)
-    outputs = subject.predict(ONES).outputs
-    assert (outputs["plus"].tolist(), outputs["total"].tolist()) == ([[2.0, 2.0]], [2.0])
+    subject = predictor(Pair, plus=ROW, total=[-1]).load(weights(1))
+    assert ask(subject) == {"plus": [[2.0, 2.0]], "total": [2.0]}
 
 
 def test_a_missing_output_or_row_is_an_error_of_the_model() -> None:
-    subject = predictor(Affine, "y", "more")
-    serve(1, subject)
     with pytest.raises(InferenceError, match="no output 'more'"):
-        subject.predict(ONES)
-    subject = predictor(Shrinking)
-    serve(1, subject)
-    with pytest.raises(InferenceError, match="1 rows for 2"):
-        subject.predict_batch([ONES, ONES])
+        ask(predictor(Affine, y=ROW, more=ROW).load(weights(1)))
+    with pytest.raises(InferenceError, match=r"'y': expected \[2, 2\], the model gave \[1, 2\]"):
+        predictor(Shrinking).load(weights(1)).predict_batch([ONES, ONES])
 
 
 def damaged(snapshot: WeightSnapshot) -> WeightSnapshot:
@@ -165,37 +150,59 @@ def changed(change: Callable[[dict[str, np.ndarray]], None]) -> WeightSnapshot:
     ],
     ids=["checksum", "format", "missing", "extra", "shape", "dtype"],
 )
-def test_weights_that_do_not_fit_change_nothing(snapshot: WeightSnapshot, complaint: str) -> None:
+def test_weights_that_do_not_fit_are_refused(snapshot: WeightSnapshot, complaint: str) -> None:
     subject = predictor()
-    serve(1, subject)
     with pytest.raises(WeightsError, match=complaint):
-        subject.stage(snapshot)
-    assert subject.flip() == 1
-    assert subject.predict(ONES).outputs["y"].tolist() == [[4.0, 4.0]]
+        subject.load(snapshot)
+    assert ask(subject.load(weights(1))) == {"y": [[4.0, 4.0]]}
+
+
+def versions(*served: int) -> Versions:
+    subject = Versions(predictor())
+    for version in served:
+        subject.stage(weights(version))
+        assert subject.flip() == version
+    return subject
+
+
+def test_before_any_weights_a_model_is_unavailable() -> None:
+    with pytest.raises(InferenceError, match="no weights") as caught:
+        versions().predict_batch([ONES])
+    assert (caught.value.status, versions().version) == (503, 0)
+
+
+def test_staged_weights_answer_only_after_the_flip() -> None:
+    subject = versions(1)
+    subject.stage(weights(2))
+    with pytest.raises(WeightsError):
+        subject.stage(damaged(weights(3)))
+    assert subject.predict_batch([ONES])[0].version == 1
+    assert [subject.flip(), subject.flip()] == [2, 2]  # the second time nothing is staged: nothing changes
+    assert subject.predict_batch([ONES])[0].version == 2
 
 
 def test_no_answer_is_a_mixture_of_versions() -> None:
     """While versions are flipped as fast as they load, every answer is exactly what its version alone would give."""
-    subject = predictor()
-    serve(1, subject)
+    subject = versions(1)
     done = threading.Event()
     mixtures: list[str] = []
     seen: list[set[int]] = [set(), set()]
 
-    def predict_all_along(versions: set[int]) -> None:
+    def predict_all_along(seen: set[int]) -> None:
         while not done.is_set():
             for answer in subject.predict_batch([ONES] * 4):
-                versions.add(answer.version)
+                seen.add(answer.version)
                 if answer.outputs["y"].tolist() != [[4.0 * answer.version] * 2]:
                     mixtures.append(f"{answer.version}: {answer.outputs['y']}")
 
-    threads = [threading.Thread(target=predict_all_along, args=[versions]) for versions in seen]
+    threads = [threading.Thread(target=predict_all_along, args=[each]) for each in seen]
     for thread in threads:
         thread.start()
     deadline, version = time.monotonic() + DEADLINE_S, 1
     while min(map(len, seen)) < 15 and time.monotonic() < deadline:
         version += 1
-        serve(version, subject)
+        subject.stage(weights(version))
+        subject.flip()
     done.set()
     for thread in threads:
         thread.join(DEADLINE_S)
@@ -203,24 +210,12 @@ def test_no_answer_is_a_mixture_of_versions() -> None:
     assert min(map(len, seen)) >= 15
 
 
-def test_a_version_in_use_is_not_touched_by_the_next_two() -> None:
-    """A slow batch on version 1 outlives two flips: the module it runs on must not be recycled."""
-    subject = predictor()
-    serve(1, subject)
-    held = subject._serving
-    assert held is not None
-    serve(2, subject)
-    serve(3, subject)
-    with torch.inference_mode():
-        assert held.module(torch.ones(1, 2)).tolist() == [[4.0, 4.0]]
-
-
 def test_a_factory_that_gives_no_module_is_refused() -> None:
     with pytest.raises(ConfigError, match="not a torch"):
-        Predictor(ModelFactory(factory="builtins:dict"), signature("y"))
+        Predictor(ModelFactory(factory="builtins:dict"), signature(y=ROW), ModelOptions())
 
 
-def wait_for_version(subject: Predictor, version: int) -> None:
+def wait_for_version(subject: Versions, version: int) -> None:
     wait_until(lambda: subject.version == version)
 
 
@@ -232,7 +227,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_the_follower_serves_what_is_published_and_skips_what_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
-    store, subject = WeightStore(), predictor()
+    store, subject = WeightStore(), versions()
     follower = WeightFollower(store, subject, poll_s=0.05)
     store.publish(weights(1))
     wait_for_version(subject, 1)
@@ -268,7 +263,7 @@ class Scripted:
 
 
 def test_the_follower_goes_back_with_an_alias_after_a_bad_version_and_then_rests() -> None:
-    source, subject = Scripted(), predictor()
+    source, subject = Scripted(), versions()
     follower = WeightFollower(source, subject, poll_s=0.02)
     source.now = weights(3)
     wait_for_version(subject, 3)
