@@ -15,6 +15,7 @@ _ROOMS = frozenset(
     {
         *("errors", "home", "config", "wire", "weights", "runs", "registry", "models", "algorithms", "checkpoint"),
         *("actor", "cluster", "rl", "serve", "flows", "cli", "train", "parallel", "data", "cost"),
+        "open_inference",
     }
 )
 __all__ = ["__version__"]

@@ -142,14 +142,17 @@ class RunError(ShoalError):
 
 
 class InferenceError(ShoalError):
-    """A request that an endpoint refuses; `status` is the HTTP status of the answer."""
+    """A request that an endpoint refuses; `status` is the HTTP status of the answer.
 
-    def __init__(self, status: int, message: str) -> None:
-        self.status, self.message = status, message
+    `retry_after_s`: how long from now the same request may be welcome; None when the refuser does not know.
+    """
+
+    def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
+        self.status, self.message, self.retry_after_s = status, message, retry_after_s
         super().__init__(message)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.status, self.message))
+        return (type(self), (self.status, self.message, self.retry_after_s))
 
 
 class ClusterError(ShoalError):

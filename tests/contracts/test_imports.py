@@ -24,6 +24,7 @@ LEVELS = [
     {"checkpoint", "parallel", "data", "algorithms", "models"},
     {"runs", "registry"},
     {"weights"},
+    {"open_inference"},
     {"wire"},
     {"config"},
     {"home", "errors"},

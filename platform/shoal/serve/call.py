@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.options import ModelOptions
 
@@ -84,6 +85,10 @@ class HostedModel(Protocol):
     @property
     def versions(self) -> list[int]:
         """Every version that can be asked for now, ascending."""
+        ...
+
+    def statistics(self) -> list[VersionStatistics]:
+        """What each version did in this replica since it started, ascending."""
         ...
 
     async def infer(self, call: InferCall) -> Prediction:

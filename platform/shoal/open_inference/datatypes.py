@@ -1,0 +1,56 @@
+"""The datatypes of the Open Inference Protocol v2, and the NumPy arrays that hold them inside the platform.
+
+Called by whatever reads or writes tensors: JSON, binary, gRPC, the client. Pure; knows no message.
+
+NumPy has no BF16: such a tensor is an array of `uint16` with the same bits, which torch views as bfloat16 without a
+copy. Only JSON, and whoever wants to compute with it in NumPy, turns it into float32. BYTES are object arrays of
+`bytes`, one of any length for each element.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+NUMPY: dict[str, np.dtype[np.generic]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "FP16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+    "BYTES": np.dtype(object),
+}
+DATATYPES = tuple(NUMPY)
+
+_OF_NUMPY = {dtype: name for name, dtype in NUMPY.items() if name != "BF16"}
+
+
+def datatype_of(dtype: np.dtype[np.generic]) -> str | None:
+    """The datatype that an array of this dtype is sent as when nothing else is said; None when there is none.
+
+    Strings, fixed-length bytes and objects are BYTES. An array of BF16 bits cannot be told from UINT16.
+    """
+    if dtype.kind in "SUO":
+        return "BYTES"
+    return _OF_NUMPY.get(dtype.newbyteorder("<") if dtype.byteorder == ">" else dtype)
+
+
+def bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The BF16 nearest to each value (ties to even), as bits. NaN stays NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return np.where((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), quiet, rounded).astype(np.uint16)
+
+
+def bf16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The float32 that each BF16 is, exactly."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)

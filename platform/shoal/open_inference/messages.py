@@ -1,0 +1,165 @@
+"""The messages of the Open Inference Protocol v2 and of its extensions, as they stand in JSON.
+
+Called by the REST application, by the gRPC service (statistics, repository) and by the client. Holds no tensor's values
+but as they came: `json_tensors` and `binary_tensors` turn them into arrays. Unknown fields are ignored, as the protocol
+demands; a field of the wrong type is the decoder's complaint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+Parameters = dict[str, bool | int | float | str]
+NO_DATA = msgspec.Raw(b"")
+
+
+class TensorMetadata(msgspec.Struct, frozen=True):
+    """One input or output of a model. `shape`: the first dimension is the batch; -1 is a variable one."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelMetadata(msgspec.Struct):
+    """What a model takes and gives; `versions` ascending, those that can be asked for."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class ServerMetadata(msgspec.Struct):
+    """Who serves, and which extensions of the protocol."""
+
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class InputTensor(msgspec.Struct, omit_defaults=True):
+    """One input of a request. `data` stays as it came until the datatype is known; absent when the bytes follow."""
+
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: Parameters | None = None
+    data: msgspec.Raw = NO_DATA
+
+
+class RequestedOutput(msgspec.Struct, omit_defaults=True):
+    """An output that the client asks for; without any, it gets them all."""
+
+    name: str
+    parameters: Parameters | None = None
+
+
+class InferRequest(msgspec.Struct, omit_defaults=True):
+    """The JSON object of an inference request."""
+
+    inputs: list[InputTensor]
+    id: str | None = None
+    parameters: Parameters | None = None
+    outputs: list[RequestedOutput] | None = None
+
+
+class OutputTensor(msgspec.Struct, omit_defaults=True):
+    """One output of an answer; `data` is flat, row-major, and absent when the bytes follow."""
+
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: Parameters | None = None
+    data: list[Any] | None = None
+
+
+class InferResponse(msgspec.Struct, omit_defaults=True):
+    """The JSON object of an answer."""
+
+    model_name: str
+    model_version: str
+    outputs: list[OutputTensor]
+    id: str | None = None
+    parameters: Parameters | None = None
+
+
+class Duration(msgspec.Struct):
+    """How often, and how long together."""
+
+    count: int = 0
+    ns: int = 0
+
+
+class InferenceStatistics(msgspec.Struct):
+    """Durations of requests: all that succeeded, all that failed, and the parts of those that succeeded."""
+
+    success: Duration
+    fail: Duration
+    queue: Duration
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+    cache_hit: Duration = msgspec.field(default_factory=Duration)
+    cache_miss: Duration = msgspec.field(default_factory=Duration)
+
+
+class BatchStatistics(msgspec.Struct):
+    """Durations of the forwards of one batch size."""
+
+    batch_size: int
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+
+
+class VersionStatistics(msgspec.Struct):
+    """What one version of a model did since the replica that answers has started.
+
+    last_inference:  milliseconds since the epoch
+    inference_count: rows that were answered; execution_count: forwards
+    """
+
+    name: str
+    version: str
+    last_inference: int
+    inference_count: int
+    execution_count: int
+    inference_stats: InferenceStatistics
+    batch_stats: list[BatchStatistics]
+
+
+class Statistics(msgspec.Struct):
+    """The answer of the statistics extension."""
+
+    model_stats: list[VersionStatistics]
+
+
+class IndexRequest(msgspec.Struct):
+    """What to list of the repository. `ready`: only what can be asked for inferences now."""
+
+    ready: bool = False
+
+
+class IndexedModel(msgspec.Struct):
+    """One version of a model in the repository's index. `state`: READY, LOADING, UNLOADING or UNAVAILABLE."""
+
+    name: str
+    version: str
+    state: str
+    reason: str
+
+
+class RepositoryRequest(msgspec.Struct, omit_defaults=True):
+    """The body of a load or an unload."""
+
+    parameters: Parameters | None = None
+
+
+class Error(msgspec.Struct):
+    """The body of every answer that is not a success."""
+
+    error: str
