@@ -1,0 +1,156 @@
+"""What an endpoint looks like: one picture on a terminal, plain lines elsewhere.
+
+Reads the endpoint's status document and nothing else. Called by `shoal serve`; `render` and `plain_lines` are pure
+functions of the document.
+"""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from shoal.client.status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
+from shoal.runs.display import duration
+
+NUM_EVENTS = 4
+_TRACKS = {"stable": "green", "candidate": "yellow", "shadow": "magenta"}
+_COLUMNS = ("model", "version", "share", "req/s", "p50", "p99", "errors", "differ")  # with the margins, 80 columns
+
+
+def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
+    """The picture for a terminal; `note` says what is wrong with it, such as its age."""
+    parts: list[RenderableType] = [_versions(status), *(_about(model) for model in status.models), _replicas(status)]
+    parts += [_event(event, status.time) for event in status.events[-NUM_EVENTS:]]
+    if note:
+        parts.append(Text(note, style="red"))
+    state = "[green]ready[/]" if status.ready else "[yellow]not ready[/]"
+    up = f"  [dim]up {duration(status.time - status.started_at)}[/]" if status.started_at else ""
+    title = f"[bold]{status.endpoint}[/]  {state}  [dim]{url}[/]{up}"
+    return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", padding=(0, 1))
+
+
+def plain_lines(status: EndpointStatus) -> list[str]:
+    """A line for each version of each model, for a log file."""
+    lines = []
+    for model in status.models:
+        for version in model.versions:
+            numbers = {
+                "share": _share(version.share),
+                "requests/s": _rate(version.requests_per_s),
+                "p50": _seconds(version.p50_s),
+                "p99": _seconds(version.p99_s),
+                "errors": _errors(version),
+                "differ": _disagreement(version),
+                "batch": _batch(model),
+                "queue": f"{model.queued_rows}/{model.max_queued_rows}",
+                "refused": f"{model.refused}",
+            }
+            told = ", ".join(f"{name} {number}" for name, number in numbers.items())
+            lines.append(f"{model.name}@{version.version} {version.track or 'loaded'}: {told}")
+        if not model.versions or model.state != "READY":
+            lines.append(f"{model.name}: {model.state.lower()} {model.reason}".rstrip())
+    lines += [f"replica {each.id}: {_replica_state(each, status.generation)}" for each in _unwell(status)]
+    return lines
+
+
+def _versions(status: EndpointStatus) -> RenderableType:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for title in _COLUMNS:
+        is_word = title in ("model", "version")
+        table.add_column(title, justify="left" if is_word else "right", no_wrap=True, overflow="ellipsis")
+    for model in status.models:
+        if not model.versions:
+            table.add_row(Text(model.name, "bold"), Text(model.state.lower(), "yellow"))
+        for index, version in enumerate(sorted(model.versions, key=_order)):
+            table.add_row(Text(model.name, "bold") if index == 0 else "", *_version_cells(version))
+    return table
+
+
+def _order(version: VersionStatus) -> tuple[int, int]:
+    tracks = [*_TRACKS, ""]
+    return (tracks.index(version.track) if version.track in tracks else len(tracks), -version.version)
+
+
+def _version_cells(version: VersionStatus) -> tuple[RenderableType, ...]:
+    track = Text.assemble(f"{version.version} ", (version.track or "loaded", _TRACKS.get(version.track, "dim")))
+    errors = Text(_errors(version), "red" if version.errors else "")
+    return (
+        track,
+        _share(version.share),
+        _rate(version.requests_per_s),
+        _seconds(version.p50_s),
+        _seconds(version.p99_s),
+        errors,
+        _disagreement(version),
+    )
+
+
+def _about(model: ModelStatus) -> RenderableType:
+    """What the versions of a model have in common."""
+    told = [f"queue {model.queued_rows}/{model.max_queued_rows}", f"refused {model.refused:,}"]
+    told += [f"batches of {_batch(model)}"] if model.batch_rows is not None else []
+    if model.latency:
+        (first, first_s), (last, last_s) = model.latency[0], model.latency[-1]
+        forward = f"a forward of {first} takes {_seconds(first_s)}"
+        told.append(forward if first == last else f"{forward}, of {last} {_seconds(last_s)}")
+    told += [f"follows {model.source}"] if model.source else []
+    text = Text.assemble((f"{model.name}  ", "dim bold"), (", ".join(told), "dim"))
+    return text.append(f"\n{model.name} is {model.state.lower()}: {model.reason}", "yellow") if model.reason else text
+
+
+def _replicas(status: EndpointStatus) -> RenderableType:
+    num_ready = sum(each.ready for each in status.replicas)
+    text = Text.assemble(("replicas  ", "dim"), f"{num_ready} of {len(status.replicas)} ready")
+    text.append(f", generation {status.generation}", "dim")
+    for each in _unwell(status):
+        text.append(f"\n          {each.id} {_replica_state(each, status.generation)}", "yellow")
+    return text
+
+
+def _unwell(status: EndpointStatus) -> list[ReplicaStatus]:
+    return [each for each in status.replicas if each.error or not each.ready or each.generation < status.generation]
+
+
+def _replica_state(replica: ReplicaStatus, generation: int) -> str:
+    state = "ready" if replica.ready else "not ready"
+    behind = f", at generation {replica.generation}" if replica.generation < generation else ""
+    return f"{state}{behind}{': ' + replica.error if replica.error else ''}"
+
+
+def _event(event: RolloutEvent, now_s: float) -> RenderableType:
+    about = f"{event.model}@{event.version}" if event.version is not None else event.model
+    text = Text.assemble((time.strftime("%H:%M:%S  ", time.localtime(event.time)), "dim"), (event.kind, "bold"))
+    text.append(f" {about}")
+    text.append(f"  {event.reason}" if event.reason else "")
+    text.append(f"  by {event.by}" if event.by else "", "dim")
+    return text
+
+
+def _share(share: float) -> str:
+    return f"{share:.0%}" if share in (0.0, 1.0) or share >= 0.01 else f"{share:.1%}"
+
+
+def _rate(requests_per_s: float) -> str:
+    return f"{requests_per_s:,.0f}" if requests_per_s >= 10 else f"{requests_per_s:.1f}"
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _errors(version: VersionStatus) -> str:
+    return f"{version.errors / version.requests:.2%}" if version.errors and version.requests else f"{version.errors}"
+
+
+def _disagreement(version: VersionStatus) -> str:
+    return f"{version.disagreed / version.compared:.2%}" if version.compared else "-"
+
+
+def _batch(model: ModelStatus) -> str:
+    return "-" if model.batch_rows is None else f"{model.batch_rows:.1f}/{model.max_batch_rows}"
