@@ -26,7 +26,7 @@ from benchmarks.children import PEERS, ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 QUICK_RESULTS = ROOT / "build" / "benchmarks"  # not committed
 OUR_PACKAGES = ("shoal", "torch", "ray", "numpy", "pyzmq", "gymnasium", "msgspec", "safetensors")
-PEER_PACKAGES = ("torch", "ray", "numpy", "gymnasium", "stable_baselines3", "mosec")
+PEER_PACKAGES = ("torch", "ray", "numpy", "gymnasium", "stable_baselines3", "mosec", "bentoml", "litserve", "uvicorn")
 
 Better = Literal["higher", "lower"]
 BarKind = Literal["ratio", "value"]
@@ -103,7 +103,7 @@ def write(name: str, rows: Sequence[Row], folder: Path) -> Path:
         "machine": machine(),
         "commit": commit(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
     }
     for row in rows:
         print(describe(row), flush=True)
@@ -112,6 +112,11 @@ def write(name: str, rows: Sequence[Row], folder: Path) -> Path:
     path.write_text(json.dumps({"rows": [asdict(row) | origin for row in rows]}, indent=1) + "\n")
     print(f"written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}", flush=True)
     return path
+
+
+def _module() -> str:
+    spec = sys.modules["__main__"].__spec__
+    return spec.name if spec else sys.argv[0]
 
 
 def read(folder: Path = RESULTS) -> list[Row]:
