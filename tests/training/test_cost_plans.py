@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from programs import run_ranks
-from shoal.cost import CostProbe, predict
 from shoal.cost.alone import first_batch
+from shoal.cost.prediction import predict
+from shoal.cost.probe import CostProbe
 from shoal.data import Data
 from shoal.parallel import World
 from shoal.parallel.model import parallelize

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from shoal.cost import CostProbe, CostTable, predict
+from shoal.cost import CostTable
 from shoal.cost.alone import first_batch
+from shoal.cost.prediction import predict
+from shoal.cost.probe import CostProbe
 from shoal.cost.table import most, off, shown
 from shoal.data import Data
 from shoal.errors import DataError, PlanError

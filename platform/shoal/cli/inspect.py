@@ -64,7 +64,7 @@ def _run(what: str) -> Run | None:
 
 
 def _show_task(console: Console, word: str, words: tuple[str, ...], as_json: bool) -> None:
-    from shoal.cost import predict
+    from shoal.cost.prediction import predict
     from shoal.train.optimizers import make_optimizer
     from shoal.train.recipe import spec_from_words
     from shoal.train.task import make_task

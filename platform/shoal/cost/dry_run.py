@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from shoal.cost.alone import Costed, first_batch
 from shoal.cost.pretence import Play, pretended
-from shoal.cost.reading import busy_by_stage, metering
+from shoal.cost.reading import metering
 from shoal.data import Data
 from shoal.parallel import Degrees, ParallelSpec
 from shoal.parallel.model import ParallelModel, parallelize
@@ -94,11 +94,11 @@ def dry_run(
             optimizer = make(task, spec.optimizer, parameters)
             steps = count()
             seconds = [_seconds(model, optimizer, batch, next(steps), spec.clip_norm) for _ in range(NUM_WARM)]
-            before = busy_by_stage(model)
+            before = model.busy_by_stage
             timed = [
                 _seconds(model, optimizer, batch, next(steps), spec.clip_norm) for _ in range(_repeats(seconds[-1]))
             ]
-            chunks = {name: (value - before[name]) / len(timed) for name, value in busy_by_stage(model).items()}
+            chunks = {name: (value - before[name]) / len(timed) for name, value in model.busy_by_stage.items()}
             with metering(model, optimizer, is_pretended=True) as found:
                 _step(model, optimizer, batch, next(steps), spec.clip_norm)
             layout = model.layout if isinstance(model, Pipelined) else None

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.optim import Optimizer
 
-from shoal.cost.reading import busy_by_stage, metering, scheduled_s
+from shoal.cost.reading import metering
 from shoal.cost.table import CostTable, most
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.world import World
@@ -57,12 +57,12 @@ class CostProbe:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        busy_s, scheduled = sum(busy_by_stage(self._model).values()), scheduled_s(self._model)
+        busy_s, scheduled = sum(self._model.busy_by_stage.values()), self._model.scheduled_s
         began_s = self._now_s()
         yield
         self._seconds.append(self._now_s() - began_s)
-        self._busy_s += sum(busy_by_stage(self._model).values()) - busy_s
-        self._scheduled_s += scheduled_s(self._model) - scheduled
+        self._busy_s += sum(self._model.busy_by_stage.values()) - busy_s
+        self._scheduled_s += self._model.scheduled_s - scheduled
 
     @contextmanager
     def _metered(self) -> Iterator[None]:

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from shoal.cost.memory import bytes_of, growth, local, state_of
 from shoal.cost.meter import metered
 from shoal.parallel.model import ParallelModel
-from shoal.parallel.pipeline import Pipelined
 
 
 @contextmanager
@@ -55,16 +54,3 @@ def _kept_gradients(parameters: list[torch.nn.Parameter]) -> list[torch.UntypedS
 
 def _gradients(parameters: list[torch.nn.Parameter]) -> Iterator[Tensor]:
     return (parameter.grad for parameter in parameters if parameter.grad is not None)
-
-
-def busy_by_stage(model: ParallelModel) -> dict[tuple[int, str], float]:
-    """Seconds that each of this rank's pipeline stages has computed so far; nothing without a pipeline."""
-    if not isinstance(model, Pipelined):
-        return {}
-    forward = {(stage, "forward"): seconds for stage, seconds in model.clock.forward_s.items()}
-    return forward | {(stage, "backward"): seconds for stage, seconds in model.clock.backward_s.items()}
-
-
-def scheduled_s(model: ParallelModel) -> float:
-    """Seconds that the pipeline's schedules have taken so far; NaN without one."""
-    return model.clock.total_s if isinstance(model, Pipelined) else float("nan")

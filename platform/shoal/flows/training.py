@@ -25,7 +25,6 @@ from shoal.train.checks import Checked, check
 from shoal.train.ending import end_run
 from shoal.train.interrupts import interrupts
 from shoal.train.outcome import Outcome
-from shoal.train.prediction import predicted_cost
 from shoal.train.ray_room import placed, require_room
 from shoal.train.ray_train import Fit, Message, Setting
 from shoal.train.recipe import spec_from_words
@@ -95,6 +94,8 @@ class _Flow:
                 if lost_in_a_row >= ATTEMPTS_WITHOUT_PROGRESS:
                     raise
         if not outcome.is_interrupted:  # told now, when the cores are free: it follows from the spec alone
+            from shoal.train.prediction import predicted_cost
+
             self.recorder.event(PREDICTED, **predicted_cost(self.spec))
         end_run(self.spec, outcome, self.checked, self.recorder, registers=True)
         if outcome.is_interrupted:

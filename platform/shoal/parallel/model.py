@@ -108,6 +108,16 @@ class ParallelModel(ABC):
         """Seconds that `train_step` has waited for other ranks so far; NaN where the plan cannot tell."""
         return float("nan")
 
+    @property
+    def busy_by_stage(self) -> dict[tuple[int, str], float]:
+        """Seconds that each of this rank's pipeline stages, forward and backward, has computed so far; {} without."""
+        return {}
+
+    @property
+    def scheduled_s(self) -> float:
+        """Seconds that the schedules of the pipeline have taken so far; NaN without one."""
+        return float("nan")
+
     def optimizer_stepped(self) -> None:  # noqa: B027 - most plans have nothing to do
         """Called after each step of the optimiser, for plans that hold copies of a parameter."""
 

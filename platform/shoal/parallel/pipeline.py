@@ -280,6 +280,15 @@ class Pipelined(ParallelModel):
     # -- time
 
     @property
+    def busy_by_stage(self) -> dict[tuple[int, str], float]:
+        forward = {(stage, "forward"): seconds for stage, seconds in self.clock.forward_s.items()}
+        return forward | {(stage, "backward"): seconds for stage, seconds in self.clock.backward_s.items()}
+
+    @property
+    def scheduled_s(self) -> float:
+        return self.clock.total_s
+
+    @property
     def communication_s(self) -> float:
         if self._world.device.type != "cpu":
             return float("nan")  # the host does not wait for what the device does

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shoal.parallel.plan import Degrees
-from shoal.parallel.tensor_plan import TensorPlan
+
+if TYPE_CHECKING:
+    from shoal.parallel.tensor_plan import TensorPlan
 
 HEADINGS = ("module", "parameters", "held as", "ranks")
 

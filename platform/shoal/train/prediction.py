@@ -1,10 +1,12 @@
-"""What a run is predicted to cost, for its record. Called by the shells, in a process that is in no group."""
+"""What a run is predicted to cost, for its record. Called by the shells, in a process that is in no group, and
+imported when it is: it loads what every plan needs of torch.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from shoal.cost import predict
+from shoal.cost.prediction import predict
 from shoal.errors import ShoalError
 from shoal.train.optimizers import make_optimizer
 from shoal.train.spec import TrainSpec

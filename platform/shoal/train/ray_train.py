@@ -25,12 +25,10 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from shoal.errors import RankLost, ShoalError, TrainError
 from shoal.parallel import World
 from shoal.parallel.world import TIMEOUT_S
-from shoal.train.assembly import set_threads
 from shoal.train.journal import Journal, Silent
 from shoal.train.outcome import Outcome
 from shoal.train.spec import TrainSpec
 from shoal.train.task import JOBS, make_task
-from shoal.train.trainer import Trainer
 
 CALL_TIMEOUT_S = 30.0
 DELIVERY_S = 0.2  # between two deliveries of rank 0; also how late it hears of a request to stop
@@ -129,6 +127,9 @@ class _Posted:
 
 def _train(config: Mapping[str, Any]) -> Outcome:
     """One rank's life in a worker of Ray Train."""
+    from shoal.train.assembly import set_threads  # not in the driver, which would load a second of torch for nothing
+    from shoal.train.trainer import Trainer
+
     setting: Setting = config["setting"]
     mailbox: ActorHandle = config["mailbox"]
     _go_to_the_task(setting)

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.cost import MEASURED, CostProbe
+from shoal.cost import MEASURED
 from shoal.cost.peak import peak_flops
+from shoal.cost.probe import CostProbe
 from shoal.errors import NotFinite, TrainError
 from shoal.parallel import World
 from shoal.train.agreement import Agreement, Signs
