@@ -1,0 +1,163 @@
+"""The counts of a model as plain data: what crosses processes, is added up over replicas, and is shown.
+
+Made by `metrics`, read by the controller, by `prometheus` and by the protocol's statistics. Pure functions of
+dictionaries: counts nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import TypedDict
+
+
+class DurationSnapshot(TypedDict):
+    """A row of the statistics extension: how often, and how long altogether."""
+
+    count: int
+    ns: int
+
+
+class HistogramSnapshot(TypedDict):
+    """`counts[i]` values were at most `bounds[i]` and more than the bound before; the last count is of the rest."""
+
+    bounds: list[float]
+    counts: list[int]
+    sum: float
+
+
+class InferenceStats(TypedDict):
+    """Of one version, per request; `compute_infer` of a request is the time of the batch that it was in."""
+
+    success: DurationSnapshot
+    fail: DurationSnapshot
+    queue: DurationSnapshot
+    compute_infer: DurationSnapshot
+
+
+class BatchStats(TypedDict):
+    """Of one version and one size of batch, in rows."""
+
+    batch_size: int
+    compute_infer: DurationSnapshot
+
+
+class VersionSnapshot(TypedDict):
+    """One version, with the field names of the statistics extension.
+
+    statuses:  requests by HTTP status
+    compared:  requests that another version answered, and that this one computed too; `disagreed` of them differed
+    request_s: of successful requests, from arrival to answer
+    """
+
+    last_inference: int  # milliseconds since 1970
+    inference_count: int  # rows
+    execution_count: int  # batches
+    inference_stats: InferenceStats
+    batch_stats: list[BatchStats]
+    statuses: dict[str, int]
+    compared: int
+    disagreed: int
+    request_s: HistogramSnapshot
+
+
+class Serving(TypedDict):
+    """Which versions answer; 0: none. `percent` is the candidate's part of the requests."""
+
+    stable: int
+    candidate: int
+    percent: float
+
+
+class ModelSnapshot(TypedDict):
+    """One model in one replica, or in many (`merge`). Plain data: crosses processes, and JSON."""
+
+    name: str
+    live: bool
+    serving: Serving
+    swaps: int
+    pending: int
+    versions: dict[str, VersionSnapshot]
+    older: VersionSnapshot
+    refused: dict[str, int]  # by HTTP status, what was refused before a version was chosen
+    queue_s: HistogramSnapshot
+    compute_s: HistogramSnapshot
+    batch_rows: HistogramSnapshot
+
+
+def merge(snapshots: Iterable[ModelSnapshot]) -> ModelSnapshot:
+    """The counts of one model in several replicas, added up; `serving` is the first one's. At least one snapshot."""
+    first, *rest = snapshots
+    merged: ModelSnapshot = {**first}
+    for each in rest:
+        versions = dict(merged["versions"])
+        for version, counts in each["versions"].items():
+            versions[version] = _sum(versions[version], counts) if version in versions else counts
+        merged = {
+            **merged,
+            "swaps": max(merged["swaps"], each["swaps"]),
+            "pending": merged["pending"] + each["pending"],
+            "versions": dict(sorted(versions.items(), key=lambda item: int(item[0]))),
+            "older": _sum(merged["older"], each["older"]),
+            "refused": dict(sorted((Counter(merged["refused"]) + Counter(each["refused"])).items())),
+            "queue_s": _sum_histograms(merged["queue_s"], each["queue_s"]),
+            "compute_s": _sum_histograms(merged["compute_s"], each["compute_s"]),
+            "batch_rows": _sum_histograms(merged["batch_rows"], each["batch_rows"]),
+        }
+    return merged
+
+
+def _sum(one: VersionSnapshot, other: VersionSnapshot) -> VersionSnapshot:
+    sizes = {each["batch_size"]: each["compute_infer"] for each in one["batch_stats"]}
+    for each in other["batch_stats"]:
+        have = sizes.get(each["batch_size"], {"count": 0, "ns": 0})
+        sizes[each["batch_size"]] = _sum_durations(have, each["compute_infer"])
+    mine, theirs = one["inference_stats"], other["inference_stats"]
+    return {
+        "last_inference": max(one["last_inference"], other["last_inference"]),
+        "inference_count": one["inference_count"] + other["inference_count"],
+        "execution_count": one["execution_count"] + other["execution_count"],
+        "inference_stats": {
+            "success": _sum_durations(mine["success"], theirs["success"]),
+            "fail": _sum_durations(mine["fail"], theirs["fail"]),
+            "queue": _sum_durations(mine["queue"], theirs["queue"]),
+            "compute_infer": _sum_durations(mine["compute_infer"], theirs["compute_infer"]),
+        },
+        "batch_stats": [{"batch_size": rows, "compute_infer": sizes[rows]} for rows in sorted(sizes)],
+        "statuses": dict(sorted((Counter(one["statuses"]) + Counter(other["statuses"])).items())),
+        "compared": one["compared"] + other["compared"],
+        "disagreed": one["disagreed"] + other["disagreed"],
+        "request_s": _sum_histograms(one["request_s"], other["request_s"]),
+    }
+
+
+def _sum_durations(one: DurationSnapshot, other: DurationSnapshot) -> DurationSnapshot:
+    return {"count": one["count"] + other["count"], "ns": one["ns"] + other["ns"]}
+
+
+def _sum_histograms(one: HistogramSnapshot, other: HistogramSnapshot) -> HistogramSnapshot:
+    counts = [mine + theirs for mine, theirs in zip(one["counts"], other["counts"], strict=True)]
+    return {"bounds": one["bounds"], "counts": counts, "sum": one["sum"] + other["sum"]}
+
+
+def since(earlier: HistogramSnapshot, later: HistogramSnapshot) -> HistogramSnapshot:
+    """What was observed between two snapshots of one histogram."""
+    counts = [new - old for new, old in zip(later["counts"], earlier["counts"], strict=True)]
+    return {"bounds": later["bounds"], "counts": counts, "sum": later["sum"] - earlier["sum"]}
+
+
+def quantile(histogram: HistogramSnapshot, q: float) -> float | None:
+    """The value below which the part `q` (0 to 1) of the values lies, linear between bounds; None without values.
+
+    Above the last bound nothing is known: the last bound is the answer.
+    """
+    wanted = q * sum(histogram["counts"])
+    if wanted <= 0.0:
+        return None
+    seen = 0
+    for (low, high), count in zip(pairwise([0.0, *histogram["bounds"]]), histogram["counts"], strict=False):
+        if seen + count >= wanted:
+            return low + (high - low) * (wanted - seen) / count
+        seen += count
+    return histogram["bounds"][-1]
