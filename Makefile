@@ -3,10 +3,12 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+CLIENTS := .venv-clients
 PEERS  := .venv-peers
+PROTOCOL := platform/shoal/open_inference
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench bench-check clean
+.PHONY: help setup demo test check format proto bench bench-check clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -24,12 +26,12 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Run the main job: four external actors teach a policy that an endpoint already serves
 	@$(BIN)/shoal run actor_learner --actors 4
 
-test: $(READY)  ## Run the whole test suite
+test: $(READY) $(CLIENTS)/.ready  ## Run the whole test suite
 	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit
 	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/contracts tests/training tests/equivalence
 	@$(BIN)/python -m pytest --ignore tests/unit --ignore tests/contracts --ignore tests/training --ignore tests/equivalence tests
 
-check: $(READY)  ## Format, lint, types, import contracts
+check: $(READY) $(CLIENTS)/.ready  ## Format, lint, types, import contracts
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
@@ -38,6 +40,15 @@ check: $(READY)  ## Format, lint, types, import contracts
 format: $(READY)  ## Let ruff format and fix what it can
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+$(CLIENTS)/.ready: tests/clients.txt
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@echo "installing stock clients of the protocol into $(CLIENTS) ..."
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients.txt
+	@touch $@
+
+proto: $(READY)  ## Compile the protocol's messages from inference.proto
+	@$(BIN)/python -m grpc_tools.protoc -I $(PROTOCOL) --descriptor_set_out=$(PROTOCOL)/inference.binpb --pyi_out=$(PROTOCOL) inference.proto
 
 $(PEERS)/.ready: benchmarks/peers.txt
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
@@ -54,4 +65,4 @@ bench-check: $(READY)  ## Say which bars the committed results miss
 	@$(BIN)/python -m benchmarks.table --check
 
 clean:  ## Remove the environments and caches
-	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
