@@ -342,7 +342,7 @@ def test_a_token_is_asked_for_everywhere_but_at_the_health_paths() -> None:
 
 
 def test_a_full_queue_is_429_and_says_when_to_come_back() -> None:
-    reply = client(FakeModel(error=QueueFull(64))).infer(request())
+    reply = client(FakeModel(error=QueueFull(64, retry_after_s=1.0))).infer(request())
     refused(reply, 429, "64")
     assert int(reply.headers["retry-after"]) >= 1
 

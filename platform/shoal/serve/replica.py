@@ -36,11 +36,12 @@ class EndpointReplica:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         predictor = Predictor(factory, signature, ModelOptions(), spec.torch_threads)
         self._versions = Versions(predictor)
-        self._batcher: Batcher[dict[str, np.ndarray], Prediction] = Batcher(
-            self._versions.predict_batch,
+        self._batcher: Batcher[dict[str, np.ndarray], Prediction] = Batcher(on_thread_start=predictor.enter_thread)
+        self._queue = self._batcher.add_queue(
+            spec.name,
+            lambda group, requests: self._versions.predict_batch(requests),
             max_batch_rows=spec.model.max_batch_size,
             max_queue_rows=spec.model.max_queue_size,
-            on_thread_start=predictor.enter_thread,
         )
         self._follower = WeightFollower(source, self._versions)
         self.app = OpenInferenceApp(
@@ -56,7 +57,7 @@ class EndpointReplica:
         return self._versions.version
 
     async def infer(self, inputs: dict[str, np.ndarray], num_rows: int) -> Prediction:
-        return await self._batcher.submit(inputs, num_rows)
+        return (await self._queue.submit(inputs, num_rows)).answer
 
     def check_health(self) -> None:
         """Raises ShoalError when a thread of this replica has died, so that it is replaced."""
@@ -70,7 +71,7 @@ class EndpointReplica:
             "pid": os.getpid(),
             **self.app.stats(),
             "rejected_version": rejected,
-            "batcher": asdict(self._batcher.counts()),
+            "batcher": asdict(self._queue.counts()),
         }
 
     def close(self) -> None:

@@ -1,0 +1,123 @@
+"""How long a forward takes, by the number of its rows: learned from every batch, asked before every promise.
+
+Owns one estimate, l(rows). Called by the schedule, which uses it for three things only: to refuse a request that cannot
+make its deadline, to cap a batch whose deadline a larger one would break, and to share the machine between models. It
+never decides when a batch starts. Knows no clock, no thread and no request.
+
+Sizes are gathered in classes, four to an octave. A class keeps the last `WINDOW` times of batches of about its size and
+stands for a high quantile of them, so that a promise made by it is usually kept; one slow batch does not move it,
+a model that became slower does within a few batches. Between the classes that were seen l is a straight line, below
+and above them it is flat: what was never tried is hoped to be cheap, and is known after the first try. l never falls
+with the rows: where classes contradict each other, the one that was seen last is right.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+
+WINDOW = 50
+QUANTILE = 0.9
+CLASSES_PER_OCTAVE = 4
+
+
+class LatencyModel:
+    """l(rows) in seconds, from `observe(rows, seconds)`. All zero before the first observation.
+
+    Not thread-safe: the schedule's lock guards it.
+    """
+
+    def __init__(self) -> None:
+        self._classes: dict[int, _SizeClass] = {}
+        # The classes that were seen, ascending: their typical rows and their seconds, which never fall.
+        self._keys: list[int] = []
+        self._rows: list[float] = []
+        self._seconds: list[float] = []
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A forward over `rows` rows took `seconds`."""
+        key = size_class(rows)
+        known = self._classes.get(key)
+        place = bisect_left(self._keys, key)
+        if known is None:
+            known = self._classes[key] = _SizeClass()
+            self._keys.insert(place, key)
+            self._rows.insert(place, 0.0)
+            self._seconds.insert(place, 0.0)
+        known.add(rows, seconds)
+        self._rows[place] = known.mean_rows
+        self._seconds[place] = estimate = known.high_seconds
+        for below in range(place - 1, -1, -1):
+            if self._seconds[below] <= estimate:
+                break
+            self._seconds[below] = estimate
+        for above in range(place + 1, len(self._seconds)):
+            if self._seconds[above] >= estimate:
+                break
+            self._seconds[above] = estimate
+
+    def seconds(self, rows: float) -> float:
+        """What a forward over so many rows is expected to take at most, nine times out of ten."""
+        if not self._rows:
+            return 0.0
+        above = bisect_left(self._rows, rows)
+        if above == 0:
+            return self._seconds[0]
+        if above == len(self._rows):
+            return self._seconds[-1]
+        left, right = self._rows[above - 1], self._rows[above]
+        part = (rows - left) / (right - left)
+        return self._seconds[above - 1] + part * (self._seconds[above] - self._seconds[above - 1])
+
+    def rows_within(self, seconds: float) -> float:
+        """The most rows that are expected to take no longer than `seconds`: 0 for none, infinity for any number."""
+        above = bisect_right(self._seconds, seconds)
+        if above == len(self._seconds):
+            return math.inf
+        if above == 0:
+            return 0
+        low, high = self._seconds[above - 1], self._seconds[above]
+        left, right = self._rows[above - 1], self._rows[above]
+        return int(left + (right - left) * (seconds - low) / (high - low))
+
+    def measured(self) -> list[tuple[int, float]]:
+        """(rows, seconds) of every class that was seen, ascending: what a simulation or a page shows."""
+        return [(round(rows), seconds) for rows, seconds in zip(self._rows, self._seconds, strict=True)]
+
+
+class _SizeClass:
+    """The last times of batches of about one size."""
+
+    __slots__ = ("_recent", "_row_sum", "_sorted")
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, float]] = deque()
+        self._sorted: list[float] = []
+        self._row_sum = 0
+
+    def add(self, rows: int, seconds: float) -> None:
+        self._recent.append((rows, seconds))
+        self._row_sum += rows
+        insort(self._sorted, seconds)
+        if len(self._recent) > WINDOW:
+            old_rows, old_seconds = self._recent.popleft()
+            self._row_sum -= old_rows
+            del self._sorted[bisect_left(self._sorted, old_seconds)]
+
+    @property
+    def mean_rows(self) -> float:
+        return self._row_sum / len(self._recent)
+
+    @property
+    def high_seconds(self) -> float:
+        """The quantile, but never the largest of three or more: one slow batch convinces nobody."""
+        count = len(self._sorted)
+        return self._sorted[max(0, min(int(QUANTILE * count), count - 2))]
+
+
+def size_class(rows: int) -> int:
+    """Which class a batch belongs to: exact up to 8 rows, then four classes to an octave."""
+    octave = max(rows - 1, 1).bit_length() - 1
+    width = max(1, (1 << octave) // CLASSES_PER_OCTAVE)
+    return octave * 2 * CLASSES_PER_OCTAVE + -(-rows // width)

@@ -1,0 +1,175 @@
+"""Which batch a free slot computes next, and which request is refused: the batcher's policy, without threads or clocks.
+
+Owns the waiting lines of all models of a replica, the batches in hand and the models' shares. Called by the batcher
+(under its lock) and by the simulation, which is why `now_s` is always given. Decides, and never acts: it starts no
+forward, settles no future and reads no clock.
+
+- A free slot takes at once what waits; nothing is ever held back for more to come.
+- Between models: the one that has used the least time for its weight goes first (start-time fair queueing, charged with
+  the time its forwards really took). Within a model: see `waiting`.
+- A request with a deadline is refused at the door when the latency model says it cannot make it; never when a slot is
+  free and nobody waits, since trying costs nobody anything and is how a wrong model learns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Generic
+
+from shoal.errors import ConfigError, InferenceError
+from shoal.serve.latency import LatencyModel
+from shoal.serve.waiting import WaitingLine, WaitingT
+
+
+class QueueFull(InferenceError):
+    """The queue has no room for the request's rows; `retry_after_s` is when what waits now should have been served."""
+
+    def __init__(self, max_queue_rows: int, retry_after_s: float) -> None:
+        self.max_queue_rows = max_queue_rows
+        super().__init__(
+            429,
+            f"the queue is full (it holds {max_queue_rows} rows); try again in {retry_after_s:.3f} s",
+            retry_after_s,
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.max_queue_rows, self.retry_after_s))
+
+
+class TooLate(InferenceError):
+    """The request cannot be answered before its deadline, or was not."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(504, message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.message,))
+
+
+class QueuePolicy(Generic[WaitingT]):
+    """One model's line, limits, latency and used share. Made by `Schedule.add_queue`."""
+
+    def __init__(self, name: str, max_batch_rows: int, max_queue_rows: int, weight: float) -> None:
+        """Raises ConfigError for limits that do not fit together."""
+        if max_batch_rows < 1:
+            raise ConfigError("max_batch_rows", max_batch_rows, "a batch holds at least one row")
+        if max_queue_rows < max_batch_rows:
+            raise ConfigError("max_queue_rows", max_queue_rows, "is below one batch", f"at least {max_batch_rows}")
+        if not weight > 0:
+            raise ConfigError("weight", weight, "a share is above 0")
+        self.name, self.weight = name, weight
+        self.max_batch_rows, self.max_queue_rows = max_batch_rows, max_queue_rows
+        self.latency = LatencyModel()
+        self.line: WaitingLine[WaitingT] = WaitingLine(max_batch_rows, self.latency)
+        self.used_s = 0.0  # virtual time: seconds of forwards over weight
+
+
+class Batch(Generic[WaitingT]):
+    """Requests of one queue and one group that are computed together."""
+
+    __slots__ = ("charged_s", "group", "queue", "requests", "rows", "started_s")
+
+    def __init__(
+        self, queue: QueuePolicy[WaitingT], requests: Sequence[WaitingT], started_s: float, charged_s: float
+    ) -> None:
+        self.queue, self.requests, self.started_s, self.charged_s = queue, requests, started_s, charged_s
+        self.group: Hashable = requests[0].group
+        self.rows = sum([request.num_rows for request in requests])
+
+
+class Schedule(Generic[WaitingT]):
+    """The policy over `slots` slots. Not thread-safe: whoever calls it holds a lock, or is alone."""
+
+    def __init__(self, slots: int = 1) -> None:
+        if slots < 1:
+            raise ConfigError("slots", slots, "a batcher has at least one slot")
+        self.slots = slots
+        self.in_hand: list[Batch[WaitingT]] = []
+        self._queues: list[QueuePolicy[WaitingT]] = []
+        self._used_s = 0.0  # the virtual time of the queue that was served last
+
+    def add_queue(
+        self, name: str, *, max_batch_rows: int, max_queue_rows: int, weight: float = 1.0
+    ) -> QueuePolicy[WaitingT]:  # fmt: skip
+        queue: QueuePolicy[WaitingT] = QueuePolicy(name, max_batch_rows, max_queue_rows, weight)
+        self._queues.append(queue)
+        return queue
+
+    def remove_queue(self, queue: QueuePolicy[WaitingT]) -> None:
+        """Forget a queue, whose line its owner has emptied."""
+        self._queues.remove(queue)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits."""
+        return any(queue.line.rows for queue in self._queues)
+
+    def refusal(self, queue: QueuePolicy[WaitingT], waiting: WaitingT, now_s: float) -> QueueFull | TooLate | None:
+        """Why this request is not taken in, or None when it was."""
+        line = queue.line
+        if line.rows + waiting.num_rows > queue.max_queue_rows:
+            return QueueFull(queue.max_queue_rows, self._start_s(queue, line.seconds(), now_s) - now_s)
+        if waiting.deadline_s is not None:
+            if waiting.deadline_s <= now_s:
+                return TooLate("the deadline had passed when the request came")
+            if line.rows or len(self.in_hand) >= self.slots:
+                ends_s = self._start_s(queue, line.seconds_before(waiting), now_s) + queue.latency.seconds(
+                    waiting.num_rows
+                )
+                if ends_s > waiting.deadline_s:
+                    return TooLate(
+                        f"the answer would come {ends_s - now_s:.3f} s from now, "
+                        f"the deadline is {waiting.deadline_s - now_s:.3f} s from now"
+                    )
+        if not line.rows:
+            queue.used_s = max(queue.used_s, self._used_s)
+        line.add(waiting)
+        return None
+
+    def take(self, now_s: float) -> tuple[Batch[WaitingT] | None, list[WaitingT]]:
+        """The next batch for a free slot, or None when nothing waits; and the requests that are too late.
+
+        The batch is in hand until `finished` is called with it.
+        """
+        late: list[WaitingT] = []
+        while True:
+            busy = [queue for queue in self._queues if queue.line.rows]
+            if not busy:
+                return None, late
+            queue = min(busy, key=_used) if len(busy) > 1 else busy[0]
+            requests, too_late = queue.line.take(now_s)
+            late += too_late
+            if requests:
+                break
+        self._used_s = queue.used_s
+        batch: Batch[WaitingT] = Batch(queue, requests, now_s, 0.0)
+        batch.charged_s = queue.latency.seconds(batch.rows)
+        queue.used_s += batch.charged_s / queue.weight
+        self.in_hand.append(batch)
+        return batch, late
+
+    def finished(self, batch: Batch[WaitingT], now_s: float, forwards: Sequence[tuple[int, float]]) -> None:
+        """The slot is free again: charge the queue with what its batch took, and learn from it.
+
+        forwards: (rows, seconds) of each forward that succeeded; more than one when the batch was split
+        """
+        for rows, seconds in forwards:
+            batch.queue.latency.observe(rows, seconds)
+        self.in_hand.remove(batch)
+        batch.queue.used_s += (now_s - batch.started_s - batch.charged_s) / batch.queue.weight
+
+    def _start_s(self, queue: QueuePolicy[WaitingT], before_s: float, now_s: float) -> float:
+        """When a batch of this queue starts that has forwards of `before_s` of the same queue before it."""
+        free_s = now_s
+        if len(self.in_hand) >= self.slots:
+            free_s = min([max(now_s, batch.started_s + batch.charged_s) for batch in self.in_hand])
+        others_s = 0.0
+        if len(self._queues) > 1:
+            for other in self._queues:
+                if other is not queue and other.line.rows:
+                    others_s += min(other.line.seconds(), before_s * other.weight / queue.weight)
+        return free_s + (before_s + others_s) / self.slots
+
+
+def _used(queue: QueuePolicy[WaitingT]) -> float:
+    return queue.used_s
