@@ -19,7 +19,7 @@ import numpy as np
 
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY
-from shoal.open_inference.messages import BatchStatistics, Duration, InferenceStatistics, VersionStatistics
+from shoal.open_inference.messages import BatchStatistics, InferenceStatistics, VersionStatistics
 from shoal.registry.manifest import Signature, TensorSignature
 from shoal.serve.call import Arrays, InferCall, Prediction, RepositoryEntry
 from shoal.serve.options import ModelOptions
@@ -104,8 +104,7 @@ class FakeModel:
                 assert all(type(element) is bytes for element in array.flat), array
 
     def _nothing(self, version: int) -> VersionStatistics:
-        durations = InferenceStatistics(*(Duration() for _ in range(6)))
-        return VersionStatistics(self.name, str(version), 0, 0, 0, durations, [])
+        return VersionStatistics(self.name, str(version), 0, 0, 0, InferenceStatistics(), [])
 
     def _count(self, version: int, num_rows: int, ns: int) -> None:
         done = self._done.setdefault(version, self._nothing(version))
@@ -116,7 +115,7 @@ class FakeModel:
             duration.count, duration.ns = duration.count + 1, duration.ns + ns
         batch = next((each for each in done.batch_stats if each.batch_size == num_rows), None)
         if batch is None:
-            batch = BatchStatistics(num_rows, Duration(), Duration(), Duration())
+            batch = BatchStatistics(num_rows)
             done.batch_stats.append(batch)
         batch.compute_infer.count, batch.compute_infer.ns = batch.compute_infer.count + 1, batch.compute_infer.ns + ns
 

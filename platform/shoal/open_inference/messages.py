@@ -97,12 +97,12 @@ class Duration(msgspec.Struct):
 class InferenceStatistics(msgspec.Struct):
     """Durations of requests: all that succeeded, all that failed, and the parts of those that succeeded."""
 
-    success: Duration
-    fail: Duration
-    queue: Duration
-    compute_input: Duration
-    compute_infer: Duration
-    compute_output: Duration
+    success: Duration = msgspec.field(default_factory=Duration)
+    fail: Duration = msgspec.field(default_factory=Duration)
+    queue: Duration = msgspec.field(default_factory=Duration)
+    compute_input: Duration = msgspec.field(default_factory=Duration)
+    compute_infer: Duration = msgspec.field(default_factory=Duration)
+    compute_output: Duration = msgspec.field(default_factory=Duration)
     cache_hit: Duration = msgspec.field(default_factory=Duration)
     cache_miss: Duration = msgspec.field(default_factory=Duration)
 
@@ -111,9 +111,9 @@ class BatchStatistics(msgspec.Struct):
     """Durations of the forwards of one batch size."""
 
     batch_size: int
-    compute_input: Duration
-    compute_infer: Duration
-    compute_output: Duration
+    compute_input: Duration = msgspec.field(default_factory=Duration)
+    compute_infer: Duration = msgspec.field(default_factory=Duration)
+    compute_output: Duration = msgspec.field(default_factory=Duration)
 
 
 class VersionStatistics(msgspec.Struct):
