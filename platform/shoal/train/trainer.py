@@ -53,6 +53,16 @@ class _Recent:
         return bool(torch.isfinite(self.loss)) and bool(torch.isfinite(norm))
 
 
+def _seen(recents: list[_Recent]) -> tuple[float, bool]:
+    """The sum of the losses, and whether each loss and norm is finite: one look at the device for all."""
+    if not recents:
+        return 0.0, True
+    losses = torch.stack([recent.loss for recent in recents]).double()
+    norms = [recent.norm for recent in recents if recent.norm is not None]
+    is_finite = torch.cat([losses, torch.stack(norms).double()]).isfinite() if norms else losses.isfinite()
+    return float(losses.sum()), bool(is_finite.all())
+
+
 class Trainer:
     """Trains `task` as `spec` says. One object for each rank of `world`; each does the same at the same step.
 
@@ -192,8 +202,7 @@ class Trainer:
 
         Nothing is saved, evaluated or reported before this has found every loss so far to be finite.
         """
-        is_finite = all(recent.is_finite() for recent in self._recent)
-        loss = float(torch.stack([recent.loss for recent in self._recent]).double().sum()) if self._recent else 0.0
+        loss, is_finite = _seen(self._recent)
         elapsed_s = time.monotonic() - self._began_s
         signs = self._agreement.exchange(Signs(self._should_stop(), elapsed_s, not is_finite, loss))
         self._progress.elapsed_s += signs.elapsed_s - self._elapsed_s
