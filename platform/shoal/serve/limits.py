@@ -1,0 +1,88 @@
+"""What a request may cost before it is known to be one: its head, its body, its tensors' sizes.
+
+Asked by the protocol applications, before anything is allocated for a request. Raises InferenceError with the status of
+the limit that was broken, and knows no model. HAProxy, where it is in front, cuts off sooner (`cluster.haproxy`): this
+is what holds without it, and what it cannot do.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.errors import InferenceError
+
+# zlib's window sizes: what they mean is in the manual of deflateInit2.
+_WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an endpoint takes.
+
+    max_body_bytes:       of a request, as sent and when decompressed (413)
+    max_headers, max_header_bytes: their number, and names and values together (431)
+    max_path_chars:       of the path (414)
+    max_elements:         of one tensor (413)
+    body_grace_s, min_body_bytes_per_s: a body must be there `body_grace_s` after the head, and one second later for
+                          each `min_body_bytes_per_s` that it has (408)
+    """
+
+    max_body_bytes: int = 16 * 1024 * 1024
+    max_headers: int = 64
+    max_header_bytes: int = 8192
+    max_path_chars: int = 1024
+    max_elements: int = 1 << 24
+    body_grace_s: float = 10.0
+    min_body_bytes_per_s: int = 32 * 1024
+
+    def check_head(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Raises InferenceError (414, 431)."""
+        if len(path) > self.max_path_chars:
+            raise InferenceError(414, f"the path has {len(path)} characters, the limit is {self.max_path_chars}")
+        if len(headers) > self.max_headers:
+            raise InferenceError(431, f"the request has {len(headers)} headers, the limit is {self.max_headers}")
+        size_bytes = 0
+        for name, value in headers:
+            size_bytes += len(name) + len(value)
+        if size_bytes > self.max_header_bytes:
+            raise InferenceError(431, f"the headers have {size_bytes} bytes, the limit is {self.max_header_bytes}")
+
+    def check_shape(self, tensor: str, shape: Sequence[int]) -> int:
+        """The number of elements. Raises InferenceError: 422 for a negative size, 413 for too many elements."""
+        if any(size < 0 for size in shape):
+            raise InferenceError(422, f"tensor {tensor[:200]!r}: a size in {list(shape)[:16]} is negative")
+        num_elements = math.prod(shape)
+        if num_elements > self.max_elements:
+            raise InferenceError(
+                413,
+                f"tensor {tensor[:200]!r}: the shape {list(shape)[:16]} has more elements than the limit of "
+                f"{self.max_elements}",
+            )
+        return num_elements
+
+    def body_deadline_s(self, received_bytes: int) -> float:
+        """How long after its head a body may still be incomplete, when so much of it is there."""
+        return self.body_grace_s + received_bytes / self.min_body_bytes_per_s
+
+    def decompress(self, body: bytes, encoding: bytes) -> bytes:
+        """A body that was sent with `Content-Encoding: gzip` or `deflate`; never more than `max_body_bytes` of it.
+
+        Raises InferenceError: 415 for another encoding, 413 when too large, 400 when it is damaged.
+        """
+        window_bits = _WINDOW_BITS.get(encoding.strip().lower())
+        if window_bits is None:
+            shown = encoding[:40].decode("latin-1")
+            raise InferenceError(415, f"Content-Encoding {shown!r} is not supported; gzip, deflate and identity are")
+        decompressor = zlib.decompressobj(window_bits)
+        try:
+            plain = decompressor.decompress(body, self.max_body_bytes + 1)
+        except zlib.error as error:
+            raise InferenceError(400, f"the body is not {encoding.decode('latin-1')}: {error}") from None
+        if len(plain) > self.max_body_bytes:
+            raise InferenceError(413, f"the body is larger than the limit of {self.max_body_bytes} bytes")
+        if not decompressor.eof:
+            raise InferenceError(400, f"the body ends before its {encoding.decode('latin-1')} does")
+        return plain
