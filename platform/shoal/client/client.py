@@ -1,0 +1,286 @@
+"""The two clients of an endpoint, blocking and asynchronous: the same calls, NumPy arrays in and out.
+
+    with Client("http://127.0.0.1:8000", token=TOKEN) as client:
+        answer = client.infer("fashion", images, deadline_s=0.1)
+        answer["output"].argmax(1), answer.version
+
+Used by programs, and by the command line. What is sent is made by `tensors` and `calls`, what is tried again is decided
+by `exchange`: here is only who asks. A client asks for a model's signature once, so that lists, and arrays of float64,
+become what the model takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from shoal.client import calls
+from shoal.client.exchange import Patience, Reply, Request, converse
+from shoal.client.status import EndpointStatus, ModelStatus
+from shoal.client.tensors import Answer, Inputs, decode_answer, encode_inputs
+from shoal.client.transport import AsyncTransport, Transport
+from shoal.errors import ConfigError, InferenceError
+from shoal.open_inference.messages import IndexedModel, ModelMetadata, VersionStatistics
+
+TIMEOUT_S = 30.0
+NUM_CONNECTIONS = 100
+ADMIN_TIMEOUT_S = 120.0  # a change returns when every replica has it, and a model may take a while to load
+
+
+class _Settings:
+    """What both clients are told, and remember."""
+
+    def __init__(self, url: str, timeout_s: float, num_retries: int, retry_lost: bool, binary: bool) -> None:
+        if timeout_s <= 0:
+            raise ConfigError("timeout_s", timeout_s, "is not a time to wait", "give seconds, above 0")
+        self.url = url
+        self._timeout_s, self._num_retries = timeout_s, num_retries
+        self._retry_lost, self._binary = retry_lost, binary
+        self._signatures: dict[str, ModelMetadata] = {}
+
+    def _patience(self, timeout_s: float | None = None) -> Patience:
+        return Patience(timeout_s or self._timeout_s, self._num_retries, self._retry_lost)
+
+    def _infer_patience(self, deadline_s: float | None) -> Patience:
+        if deadline_s is None:
+            return self._patience()
+        if deadline_s <= 0:
+            raise ConfigError("deadline_s", deadline_s, "is over", "give seconds from now, above 0")
+        return Patience(deadline_s, self._num_retries, self._retry_lost, tells=True)
+
+    def _remember(self, model: str, reply: Reply) -> ModelMetadata:
+        signature = self._signatures[model] = calls.decode(reply, ModelMetadata)
+        return signature
+
+    def _forget(self, model: str, error: InferenceError) -> None:
+        """After a complaint about the model or a tensor, another model may stand behind the name."""
+        if error.status in (404, 422):
+            self._signatures.pop(model, None)
+
+    def _request(
+        self, signature: ModelMetadata, model: str, inputs: Inputs, options: Mapping[str, Any], version: int | None
+    ) -> Request:
+        headers, body = encode_inputs(signature, inputs, options["outputs"], options["request_id"], binary=self._binary)
+        return calls.infer(model, version, headers, body, sticky=options["sticky"], track=options["track"])
+
+
+class Client(_Settings):
+    """Asks the endpoint at `url`; for any number of threads. Close it, or use it as a context manager.
+
+    token:       what the endpoint asks for: the access token, or an API key; "" for none
+    timeout_s:   for each call, with all that is tried again, when the call gives no deadline
+    num_retries: how often at most a call is tried again: when there was no connection, and when the endpoint said so
+    retry_lost:  also when the connection broke after the request was sent; inference changes nothing, so this is safe
+                 but for the work that is done twice
+    binary:      tensors as bytes behind a small header, several times as fast as JSON for large ones; off: plain JSON
+
+    Every call raises InferenceError with the endpoint's status and words, or ConnectionLost.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str = "",
+        timeout_s: float = TIMEOUT_S,
+        num_retries: int = 3,
+        retry_lost: bool = False,
+        binary: bool = True,
+        num_connections: int = NUM_CONNECTIONS,
+    ) -> None:
+        super().__init__(url, timeout_s, num_retries, retry_lost, binary)
+        self._transport = Transport(url, token, num_connections)
+
+    def infer(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        version: int | None = None,
+        outputs: Collection[str] | None = None,
+        deadline_s: float | None = None,
+        sticky: str = "",
+        track: str = "",
+        request_id: str = "",
+    ) -> Answer:
+        """The model's outputs for `inputs`: arrays by name, or one array for a model with one input; [rows, ...] each.
+
+        version:    of the model, instead of the one that serves
+        outputs:    the names that are wanted; None for all
+        deadline_s: how long from now the answer is of use. The endpoint is told, and refuses at once (504) what it
+                    cannot answer in time
+        sticky:     calls with the same word get the same side of a canary
+        track:      "stable" or "candidate": this side of a canary
+
+        Raises ConfigError for inputs that cannot be what the model takes, InferenceError, ConnectionLost.
+        """
+        options = {"outputs": outputs, "request_id": request_id, "sticky": sticky, "track": track}
+        patience = self._infer_patience(deadline_s)
+        signature = self._signatures.get(model) or self.metadata(model)
+        try:
+            request = self._request(signature, model, inputs, options, version)
+            return decode_answer(self._have(request, patience))
+        except InferenceError as error:
+            self._forget(model, error)
+            raise
+
+    def metadata(self, model: str) -> ModelMetadata:
+        """What the model takes and gives, and its versions, asked anew."""
+        return self._remember(model, self._have(calls.metadata(model)))
+
+    def models(self) -> list[IndexedModel]:
+        """Every version of every model that the endpoint knows, with its state."""
+        return calls.decode(self._have(calls.INDEX), list[IndexedModel])
+
+    def live(self) -> bool:
+        """Whether anything answers."""
+        return self._is(calls.LIVE)
+
+    def ready(self, model: str | None = None) -> bool:
+        """Whether the endpoint, or this model of it, answers requests now."""
+        return self._is(calls.ready(model))
+
+    def statistics(self, model: str) -> list[VersionStatistics]:
+        """The protocol's statistics of each version, of the replica that answers."""
+        return calls.statistics_of(self._have(calls.statistics(model)))
+
+    def load(self, model: str, **parameters: bool | int | float | str) -> None:
+        """Load a registered model in every replica; returns when all have it."""
+        self._have(calls.load(model, parameters), self._patience(ADMIN_TIMEOUT_S))
+
+    def unload(self, model: str) -> None:
+        """Unload a model in every replica, when what waits for it has been answered."""
+        self._have(calls.unload(model), self._patience(ADMIN_TIMEOUT_S))
+
+    def status(self) -> EndpointStatus:
+        """The whole endpoint, as its controller sees it."""
+        return calls.decode(self._have(calls.STATUS), EndpointStatus)
+
+    def rollout(self, action: str, model: str, **details: bool | int | float | str | None) -> ModelStatus:
+        """Change how versions of a model are rolled out (administrators only); the model's new status.
+
+        action: canary, promote, rollback, shadow, deploy, delete, metric
+        """
+        request = calls.rollout({"action": action, "model": model, **details})
+        return calls.decode(self._have(request, self._patience(ADMIN_TIMEOUT_S)), ModelStatus)
+
+    def close(self) -> None:
+        """Close every connection. Idempotent; later calls raise Closed."""
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _have(self, request: Request, patience: Patience | None = None) -> Reply:
+        return self._transport.have(converse(request, patience or self._patience()))
+
+    def _is(self, request: Request) -> bool:
+        try:
+            self._transport.have(converse(request, Patience(self._timeout_s, num_retries=0)))
+        except calls.NOT_SO:
+            return False
+        return True
+
+
+class AsyncClient(_Settings):
+    """`Client` for one event loop: the same words, with `await`. A cancelled call leaves the endpoint's queue."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str = "",
+        timeout_s: float = TIMEOUT_S,
+        num_retries: int = 3,
+        retry_lost: bool = False,
+        binary: bool = True,
+        num_connections: int = NUM_CONNECTIONS,
+    ) -> None:
+        super().__init__(url, timeout_s, num_retries, retry_lost, binary)
+        self._transport = AsyncTransport(url, token, num_connections)
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        version: int | None = None,
+        outputs: Collection[str] | None = None,
+        deadline_s: float | None = None,
+        sticky: str = "",
+        track: str = "",
+        request_id: str = "",
+    ) -> Answer:
+        """See `Client.infer`."""
+        options = {"outputs": outputs, "request_id": request_id, "sticky": sticky, "track": track}
+        patience = self._infer_patience(deadline_s)
+        signature = self._signatures.get(model) or await self.metadata(model)
+        try:
+            request = self._request(signature, model, inputs, options, version)
+            return decode_answer(await self._have(request, patience))
+        except InferenceError as error:
+            self._forget(model, error)
+            raise
+
+    async def metadata(self, model: str) -> ModelMetadata:
+        """See `Client.metadata`."""
+        return self._remember(model, await self._have(calls.metadata(model)))
+
+    async def models(self) -> list[IndexedModel]:
+        """See `Client.models`."""
+        return calls.decode(await self._have(calls.INDEX), list[IndexedModel])
+
+    async def live(self) -> bool:
+        """See `Client.live`."""
+        return await self._is(calls.LIVE)
+
+    async def ready(self, model: str | None = None) -> bool:
+        """See `Client.ready`."""
+        return await self._is(calls.ready(model))
+
+    async def statistics(self, model: str) -> list[VersionStatistics]:
+        """See `Client.statistics`."""
+        return calls.statistics_of(await self._have(calls.statistics(model)))
+
+    async def load(self, model: str, **parameters: bool | int | float | str) -> None:
+        """See `Client.load`."""
+        await self._have(calls.load(model, parameters), self._patience(ADMIN_TIMEOUT_S))
+
+    async def unload(self, model: str) -> None:
+        """See `Client.unload`."""
+        await self._have(calls.unload(model), self._patience(ADMIN_TIMEOUT_S))
+
+    async def status(self) -> EndpointStatus:
+        """See `Client.status`."""
+        return calls.decode(await self._have(calls.STATUS), EndpointStatus)
+
+    async def rollout(self, action: str, model: str, **details: bool | int | float | str | None) -> ModelStatus:
+        """See `Client.rollout`."""
+        request = calls.rollout({"action": action, "model": model, **details})
+        return calls.decode(await self._have(request, self._patience(ADMIN_TIMEOUT_S)), ModelStatus)
+
+    async def close(self) -> None:
+        """See `Client.close`."""
+        await self._transport.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _have(self, request: Request, patience: Patience | None = None) -> Reply:
+        return await self._transport.have(converse(request, patience or self._patience()))
+
+    async def _is(self, request: Request) -> bool:
+        try:
+            await self._transport.have(converse(request, Patience(self._timeout_s, num_retries=0)))
+        except calls.NOT_SO:
+            return False
+        return True

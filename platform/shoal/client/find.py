@@ -1,0 +1,68 @@
+"""Where the endpoints of this machine are, as the run record says, and the token that they ask for.
+
+Called by the command line and by whoever would rather name an endpoint than its address. Reads; asks no endpoint.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from shoal.errors import ConfigError, RunError
+from shoal.home import existing_token
+from shoal.runs import Status, list_runs
+
+INFERENCE = "inference"  # the kind of an endpoint in the record, beside gateways
+_NUM_RUNS = 200
+
+
+@dataclass(frozen=True)
+class FoundEndpoint:
+    """An endpoint that is ready. `run_id` is the run that serves it; "" for one that was given by its address."""
+
+    name: str
+    url: str
+    run_id: str = ""
+
+
+def list_endpoints() -> list[FoundEndpoint]:
+    """Every endpoint that a run of this machine keeps up now, the newest first."""
+    return [
+        FoundEndpoint(point.name, point.address, run.id)
+        for run in list_runs(_NUM_RUNS)
+        if run.status is Status.RUNNING
+        for point in run.endpoints()
+        if point.kind == INFERENCE and point.state == "ready"
+    ]
+
+
+def find_endpoint(wanted: str | None = None) -> FoundEndpoint:
+    """The endpoint with this name, or at this `http://` address; None for the only one that there is.
+
+    Raises RunError naming what there is.
+    """
+    if wanted is not None and "://" in wanted:
+        return FoundEndpoint(urlsplit(wanted).netloc, wanted.rstrip("/"))
+    there = list_endpoints()
+    if not there:
+        raise RunError("no endpoint is up: `shoal serve deploy MODEL` starts one, `shoal models list` shows the models")
+    matching = there if wanted is None else [each for each in there if each.name == wanted]
+    if len({each.url for each in matching}) == 1:
+        return matching[0]
+    names = ", ".join(f"{each.name} ({each.url})" for each in there)
+    if not matching:
+        raise RunError(f"there is no endpoint {wanted!r}: there is {names}")
+    raise RunError(f"several endpoints are up: say --endpoint NAME, or its address. There is {names}")
+
+
+def token_for(url: str) -> str:
+    """The access token of this home, for an endpoint of this machine; "" for one elsewhere, which it is not for."""
+    host = urlsplit(url).hostname or ""
+    try:
+        is_here = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_here = False
+    if urlsplit(url).scheme not in ("http", "https") or not host:
+        raise ConfigError("url", url, "is not the address of an endpoint", "write http://HOST:PORT")
+    return existing_token() if is_here else ""

@@ -1,0 +1,161 @@
+"""Inputs and outputs of a call: what a program has becomes what the model takes, and back. Pure functions.
+
+Arrays are sent as the datatype that the model's signature names: lists of numbers, and arrays of another float or
+integer type, are turned into it where nothing but digits is lost: never 0.5 into an integer, nor 300 into UINT8.
+Whether a shape fits, the endpoint says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from shoal.client.exchange import Reply
+from shoal.errors import ConfigError, ConnectionLost
+from shoal.open_inference.datatypes import NUMPY, bf16_bits, bf16_values
+from shoal.open_inference.json_tensors import to_json
+from shoal.open_inference.messages import (
+    NO_DATA,
+    InferRequest,
+    InferResponse,
+    InputTensor,
+    ModelMetadata,
+    OutputTensor,
+    Parameters,
+    RequestedOutput,
+)
+
+ArrayLike: TypeAlias = np.ndarray | Sequence[Any]
+Inputs: TypeAlias = Mapping[str, ArrayLike] | ArrayLike
+
+HEADER_LENGTH = "inference-header-content-length"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The outputs of one call by name, and the version of the weights that made all of them.
+
+    BF16 outputs are float32 here; BYTES outputs are object arrays of bytes.
+    """
+
+    outputs: dict[str, np.ndarray]
+    version: int
+    model: str
+    request_id: str = ""
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.outputs[name]
+
+
+def as_arrays(signature: ModelMetadata, inputs: Inputs) -> dict[str, np.ndarray]:
+    """Every input by name, in the signature's datatypes. Raises ConfigError naming the input."""
+    names = [spec.name for spec in signature.inputs]
+    if not isinstance(inputs, Mapping):
+        if len(names) != 1:
+            raise ConfigError("inputs", "one array", f"{signature.name} has {len(names)} inputs", f"name them: {names}")
+        inputs = {names[0]: inputs}
+    unknown = sorted(set(inputs) - set(names))
+    if unknown:
+        raise ConfigError("inputs", unknown[0], f"{signature.name} has no such input", f"its inputs are {names}")
+    specs = {spec.name: spec for spec in signature.inputs}
+    return {name: _converted(name, values, specs[name].datatype) for name, values in inputs.items()}
+
+
+def encode_inputs(
+    signature: ModelMetadata, inputs: Inputs, outputs: Collection[str] | None, request_id: str, *, binary: bool
+) -> tuple[dict[str, str], bytes]:
+    """Headers and body of an inference request. Raises ConfigError."""
+    arrays = as_arrays(signature, inputs)
+    datatypes = {spec.name: spec.datatype for spec in signature.inputs}
+    asked = None if outputs is None else [RequestedOutput(name) for name in outputs]
+    if not binary:
+        tensors = [
+            InputTensor(name, list(array.shape), datatypes[name], data=_json(name, array, datatypes[name]))
+            for name, array in arrays.items()
+        ]
+        request = InferRequest(tensors, request_id or None, None, asked)
+        return {"content-type": "application/json"}, msgspec.json.encode(request)
+    buffers = {name: _bytes(array, datatypes[name]) for name, array in arrays.items()}
+    tensors = [
+        InputTensor(name, list(array.shape), datatypes[name], {"binary_data_size": len(buffers[name])}, NO_DATA)
+        for name, array in arrays.items()
+    ]
+    everything: Parameters = {"binary_data_output": True}
+    head = msgspec.json.encode(InferRequest(tensors, request_id or None, everything, asked))
+    headers = {"content-type": "application/octet-stream", HEADER_LENGTH: str(len(head))}
+    return headers, b"".join([head, *buffers.values()])
+
+
+def decode_answer(reply: Reply) -> Answer:
+    """Raises ConnectionLost when what came is no answer of the protocol's."""
+    try:
+        length = int(reply.headers.get(HEADER_LENGTH, len(reply.body)))
+        head = msgspec.json.decode(memoryview(reply.body)[:length], type=InferResponse)
+        outputs, at = {}, length
+        for tensor in head.outputs:
+            size = int((tensor.parameters or {}).get("binary_data_size", -1))
+            outputs[tensor.name] = _from_json(tensor) if size < 0 else _from_bytes(tensor, reply.body[at : at + size])
+            at += max(size, 0)
+        return Answer(outputs, int(head.model_version), head.model_name, head.id or "")
+    except (msgspec.DecodeError, KeyError, ValueError) as error:
+        raise ConnectionLost(f"what answers is no endpoint of this kind: {error}") from None
+
+
+def _converted(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
+    if datatype == "BYTES":
+        elements = np.asarray(values, dtype=object)
+        flat = [each if isinstance(each, bytes) else str(each).encode() for each in elements.flat]
+        return np.array([*flat, None], dtype=object)[:-1].reshape(elements.shape)
+    wanted = np.dtype(np.float32) if datatype == "BF16" else NUMPY[datatype]
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ConfigError("inputs", name, f"is no array: {error}", "give rows of equal length") from None
+    if datatype == "BF16" and array.dtype == np.uint16:
+        return array
+    if array.dtype != wanted:
+        is_whole = wanted.kind in "iu" and array.dtype.kind in "iu"
+        if not is_whole and not np.can_cast(array.dtype, wanted, "same_kind"):
+            remedy = f"give an array of {wanted}"
+            raise ConfigError("inputs", name, f"is {array.dtype}, the model takes {datatype}", remedy)
+        converted = array.astype(wanted)
+        if is_whole and not np.array_equal(converted, array):
+            raise ConfigError("inputs", name, f"has values that {datatype} cannot hold", "look at its range")
+        array = converted
+    return bf16_bits(array) if datatype == "BF16" else array
+
+
+def _json(name: str, array: np.ndarray, datatype: str) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(to_json(name, datatype, array, role="input")))
+
+
+def _bytes(array: np.ndarray, datatype: str) -> bytes:
+    if datatype == "BYTES":
+        return b"".join([len(each).to_bytes(4, "little") + each for each in array.ravel()])
+    return array.tobytes()
+
+
+def _from_json(tensor: OutputTensor) -> np.ndarray:
+    values = tensor.data or []
+    if tensor.datatype == "BYTES":
+        return np.array([str(each).encode() for each in values], dtype=object).reshape(tensor.shape)
+    dtype = np.dtype(np.float32) if tensor.datatype == "BF16" else NUMPY[tensor.datatype]
+    if dtype.kind == "f":
+        values = [np.nan if each is None else each for each in values]
+    return np.array(values, dtype=dtype).reshape(tensor.shape)
+
+
+def _from_bytes(tensor: OutputTensor, raw: bytes) -> np.ndarray:
+    if tensor.datatype == "BYTES":
+        elements, at = [], 0
+        while at < len(raw):
+            size = int.from_bytes(raw[at : at + 4], "little")
+            elements.append(raw[at + 4 : at + 4 + size])
+            at += 4 + size
+        return np.array(elements, dtype=object).reshape(tensor.shape)
+    array = np.frombuffer(raw, NUMPY[tensor.datatype]).reshape(tensor.shape)
+    return bf16_values(array) if tensor.datatype == "BF16" else array

@@ -1,0 +1,135 @@
+"""Tables in and out of models: which columns make which input, and what an output looks like as columns.
+
+Called by `shoal predict` and by batch prediction, so that both read a file alike. Pure functions of Arrow tables and
+arrays; reads and writes no file, and asks no model.
+
+    an input `x` is             the column `x`, of numbers, strings or lists, when the table has one
+                                the columns that were named for it, side by side
+                                all columns, for the only input of a model whose rows have as many values
+    an output `y` becomes       the column `y`: of numbers for [rows] and [rows, 1], of lists for more
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from shoal.errors import DataError
+from shoal.open_inference.datatypes import NUMPY, bf16_bits, bf16_values
+
+
+class TensorSpec(Protocol):
+    """An input or output, as the registry and as the protocol write it. `shape[0]` is the batch; -1 is any size."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def datatype(self) -> str: ...
+    @property
+    def shape(self) -> list[int]: ...
+
+
+def parse_columns(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, list[str]]:
+    """The columns for each input, from `a,b,c` (for the only input) and `x=a,b,c`. Raises DataError."""
+    said: dict[str, list[str]] = {}
+    names = [each.name for each in inputs]
+    for word in words:
+        name, is_named, columns = word.rpartition("=")
+        if not is_named and len(names) > 1:
+            raise DataError("columns", word, "does not say for which input", f"write {names[0]}={word}")
+        name = name if is_named else names[0]
+        if name not in names:
+            raise DataError("columns", word, f"the model has no input {name!r}", f"inputs: {', '.join(names)}")
+        said[name] = [column.strip() for column in columns.split(",") if column.strip()]
+    return said
+
+
+def choose_columns(
+    inputs: Sequence[TensorSpec], there: Sequence[str], said: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """Which columns of those that are `there` make each input. Raises DataError naming what is missing."""
+    chosen: dict[str, list[str]] = {}
+    for spec in inputs:
+        columns = list(said.get(spec.name, [spec.name] if spec.name in there else []))
+        if not columns and len(inputs) == 1 and math.prod(spec.shape[1:]) == len(there):
+            columns = list(there)
+        if not columns:
+            remedy = f"say which: --columns {spec.name}=a,b,... of {', '.join(there)}"
+            raise DataError("columns", spec.name, f"no column makes this input, {described(spec)}", remedy)
+        missing = [column for column in columns if column not in there]
+        if missing:
+            raise DataError("columns", missing[0], "is not in the table", f"it has {', '.join(there)}")
+        chosen[spec.name] = columns
+    return chosen
+
+
+def inputs_of(
+    table: pa.Table, inputs: Sequence[TensorSpec], chosen: Mapping[str, Sequence[str]]
+) -> dict[str, np.ndarray]:
+    """The arrays [rows, ...] that the chosen columns of the table make. Raises DataError naming the column."""
+    return {spec.name: _input(table, spec, chosen[spec.name]) for spec in inputs}
+
+
+def columns_of(outputs: Mapping[str, np.ndarray], datatypes: Mapping[str, str]) -> dict[str, pa.Array]:
+    """Arrow columns with one value for each row: a number, a string of bytes, or a list."""
+    return {name: _column(array, datatypes[name]) for name, array in outputs.items()}
+
+
+def described(spec: TensorSpec) -> str:
+    """`FP32 [any, 64]`."""
+    sizes = ", ".join("any" if size == -1 else str(size) for size in spec.shape)
+    return f"{spec.datatype} [{sizes}]"
+
+
+def _input(table: pa.Table, spec: TensorSpec, columns: Sequence[str]) -> np.ndarray:
+    parts = [_values(table, column, spec) for column in columns]
+    rows = len(table)
+    array = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
+    shape = [rows, *spec.shape[1:]]
+    wanted = math.prod(shape)
+    if array.size != wanted if -1 not in shape else wanted == 0 or array.size % abs(wanted):
+        each = array.size // rows if rows else 0
+        problem = f"{', '.join(columns)} give {each} values for each row of this input, {described(spec)}"
+        raise DataError("columns", spec.name, problem, "choose the columns with --columns")
+    return array.reshape(shape)
+
+
+def _values(table: pa.Table, column: str, spec: TensorSpec) -> np.ndarray:
+    values = table.column(column).combine_chunks()
+    if values.null_count:
+        row = values.is_null().index(True).as_py()
+        raise DataError("column", column, f"row {row} has no value", "fill it, or leave the row out")
+    if spec.datatype == "BYTES":
+        return np.array([_as_bytes(value) for value in values.to_pylist()], dtype=object)
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    try:
+        while any(is_list(values.type) for is_list in lists):
+            lengths = np.unique(pa.compute.list_value_length(values).to_numpy(zero_copy_only=False))
+            if len(lengths) > 1:
+                problem = f"its rows have from {lengths[0]} to {lengths[-1]} values"
+                raise DataError("column", column, problem, "give rows of equal length together")
+            values = values.flatten()
+        numbers: np.ndarray = values.to_numpy(zero_copy_only=False)
+        if spec.datatype == "BF16":
+            return bf16_bits(numbers.astype(np.float32))
+        return numbers.astype(NUMPY[spec.datatype], copy=False)
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        raise DataError("column", column, f"cannot be {spec.datatype}: {error}", "choose another column") from None
+
+
+def _as_bytes(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+def _column(array: np.ndarray, datatype: str) -> pa.Array:
+    if datatype == "BF16":
+        array = bf16_values(array)
+    size = math.prod(array.shape[1:])
+    flat = array.reshape(-1)
+    values = pa.array(flat.tolist(), pa.binary()) if flat.dtype == object else pa.array(flat)
+    return values if size == 1 else pa.FixedSizeListArray.from_arrays(values, size)
