@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shoal.parallel import World
 
-INTERVAL_S = 0.2
+INTERVAL_S = 0.5
 MAX_INTERVAL = 1_000
 
 

@@ -147,7 +147,7 @@ class TrainSpec(Spec):
     average: float | None = Field(default=None, gt=0, lt=1)
     selective_backprop: SelectiveSpec | None = None
     price_per_device_hour: float = Field(default=0.0, ge=0)
-    log_every_steps: int | None = Field(default=None, ge=1, description="None: about five times a second")
+    log_every_steps: int | None = Field(default=None, ge=1, description="None: about twice a second")
     histograms_every_steps: int | None = Field(default=None, ge=1)
     name: str = ""
     aliases: tuple[str, ...] = ("champion",)
