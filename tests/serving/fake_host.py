@@ -153,17 +153,17 @@ class FakeHost:
             for version in model.versions
         ]
 
-    async def load(self, name: str, parameters: Mapping[str, Any]) -> None:
+    async def load(self, name: str, parameters: Mapping[str, Any], by: str = "") -> None:
         if name not in self.known:
             raise InferenceError(404, f"there is no model {name[:200]!r} in the registry")
         self.parameters.append(dict(parameters))
         self.models_by_name[name] = self.known[name]
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, by: str = "") -> None:
         self.model(name)
         del self.models_by_name[name]
 
-    async def administer(self, change: Mapping[str, Any]) -> dict[str, Any]:
+    async def administer(self, change: Mapping[str, Any], by: str = "") -> dict[str, Any]:
         if change.get("action") not in ("canary", "promote", "rollback", "shadow", "deploy", "delete", "metric"):
             raise InferenceError(400, f"action = {str(change.get('action'))[:40]!r}: expected canary, promote, ...")
         model = self.model(str(change.get("model", "")))

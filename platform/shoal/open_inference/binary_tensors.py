@@ -1,0 +1,67 @@
+"""Tensors in bytes, as the binary tensor extension and gRPC's raw contents write them: into arrays, and from arrays.
+
+Called by the codec of requests, by the gRPC service and by the client. Pure functions of buffers and arrays, and no
+number is copied: an array that was read is a read-only view of the body, not always aligned; what is written is a view
+of the array. Elements are little-endian, row-major, without padding; each of BYTES follows its length in four
+bytes. Complaints are InferenceErrors (422) that name the tensor, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from shoal.errors import InferenceError
+from shoal.open_inference.datatypes import NUMPY
+from shoal.open_inference.expectation import shown
+
+_LENGTH = struct.Struct("<I")
+
+
+def from_binary(
+    name: str, datatype: str, shape: Sequence[int], data: memoryview | bytes, role: str = "input"
+) -> np.ndarray:
+    """The array of `shape` that `data` holds. Raises InferenceError (422)."""
+    size = math.prod(shape)
+    if datatype == "BYTES":
+        return _elements(name, size, memoryview(data), role).reshape(shape)
+    dtype = NUMPY[datatype]
+    if len(data) != size * dtype.itemsize:
+        problem = f"{role} {name!r}: expected {size * dtype.itemsize} bytes of {shown(datatype, shape)}"
+        raise InferenceError(422, f"{problem}, got {len(data)}")
+    array: np.ndarray = np.frombuffer(data, dtype).reshape(shape)
+    if datatype == "BOOL" and size and (largest := array.view(np.uint8).max()) > 1:
+        raise InferenceError(422, f"{role} {name!r}: expected bytes of 0 and 1 for BOOL, got {largest}")
+    return array
+
+
+def to_binary(datatype: str, array: np.ndarray) -> memoryview | bytes:
+    """The bytes of `array`: a view of it, unless it is BYTES or lies scattered in memory."""
+    if datatype == "BYTES":
+        return b"".join(part for element in array.flat for part in (_LENGTH.pack(len(element)), element))
+    dtype = NUMPY[datatype]
+    contiguous = np.ascontiguousarray(array, dtype=dtype if array.dtype.byteorder == ">" else None)
+    return contiguous.reshape(-1).view(np.uint8).data
+
+
+def _elements(name: str, size: int, data: memoryview, role: str) -> np.ndarray:
+    """The elements of BYTES. Each takes four bytes at least, so a false size is found before anything is made for it."""
+    if size * _LENGTH.size > len(data):
+        problem = f"{role} {name!r}: expected {size} elements of BYTES, each after its length in 4 bytes"
+        raise InferenceError(422, f"{problem}, got {len(data)} bytes")
+    elements = np.empty(size, dtype=object)
+    offset = 0
+    for number in range(size):
+        start = offset + _LENGTH.size
+        offset = start + _LENGTH.unpack_from(data, offset)[0] if start <= len(data) else start
+        if offset > len(data):
+            problem = f"{role} {name!r}: expected {size} elements of BYTES"
+            raise InferenceError(422, f"{problem}, got {len(data)} bytes, which end within element {number}")
+        elements[number] = bytes(data[start:offset])
+    if offset != len(data):
+        problem = f"{role} {name!r}: expected {size} elements of BYTES in {offset} bytes"
+        raise InferenceError(422, f"{problem}, got {len(data)} bytes")
+    return elements

@@ -1,0 +1,83 @@
+"""What the requests of one model must look like: names, datatypes, shapes and rows, checked before anything is read.
+
+Called for every tensor of a request by the REST codec and by the gRPC service, with what the request *declares*: no
+value has been looked at, nothing has been allocated. Knows no encoding. Every complaint is an InferenceError (422) that
+names the tensor, what was expected and what came.
+
+The batch is the first dimension. It has at least one row, as in Triton; another variable dimension may be 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from shoal.errors import InferenceError
+from shoal.open_inference.messages import TensorMetadata
+
+MAX_SHOWN = 8  # dimensions of a client's shape that an error repeats
+
+
+class Expectation:
+    """Checks declarations against a model's inputs and outputs; `max_rows` is the largest batch that it takes."""
+
+    def __init__(self, inputs: Sequence[TensorMetadata], outputs: Sequence[TensorMetadata], max_rows: int) -> None:
+        self.inputs = {spec.name: spec for spec in inputs}
+        self.outputs = {spec.name: spec for spec in outputs}
+        self._max_rows = max_rows
+        # The shape behind the batch where it is fixed: it is compared at once.
+        self._rest = {spec.name: None if -1 in spec.shape[1:] else spec.shape[1:] for spec in inputs}
+
+    def declare(self, name: str, datatype: str, shape: Sequence[int], accepted: Mapping[str, Any]) -> None:
+        """One tensor of a request whose tensors so far are `accepted`. Raises InferenceError (422)."""
+        spec = self.inputs.get(name)
+        if spec is None:
+            expected = ", ".join(map(repr, self.inputs))
+            raise InferenceError(422, f"input {name[:200]!r} is unknown: expected {expected}")
+        if name in accepted:
+            raise InferenceError(422, f"input {name!r} was given twice")
+        if datatype != spec.datatype or not self._fits(spec, list(shape)):
+            raise InferenceError(422, f"input {name!r}: expected {describe(spec)}, got {shown(datatype, shape)}")
+        if not 0 < shape[0] <= self._max_rows:
+            expected = f"expected 1 to {self._max_rows} rows"
+            raise InferenceError(422, f"input {name!r}: {expected}, got {shown(datatype, shape)}")
+
+    def complete(self, arrays: Mapping[str, Any]) -> int:
+        """The number of rows of a request with these tensors. Raises InferenceError (422)."""
+        if len(arrays) != len(self.inputs):
+            spec = next(spec for name, spec in self.inputs.items() if name not in arrays)
+            raise InferenceError(422, f"input {spec.name!r} is missing: expected {describe(spec)}")
+        num_rows = -1
+        for name, array in arrays.items():
+            if num_rows not in (-1, len(array)):
+                raise InferenceError(422, f"input {name!r}: expected {num_rows} rows, got {len(array)}")
+            num_rows = len(array)
+        return num_rows
+
+    def wanted(self, names: Iterable[str]) -> frozenset[str] | None:
+        """The outputs that were asked for; None for all. Raises InferenceError (422) for one that there is not."""
+        wanted = frozenset(names)
+        for name in wanted:
+            if name not in self.outputs:
+                expected = ", ".join(map(repr, self.outputs))
+                raise InferenceError(422, f"output {name[:200]!r} is unknown: expected {expected}")
+        return wanted or None
+
+    def _fits(self, spec: TensorMetadata, shape: list[int]) -> bool:
+        if len(shape) != len(spec.shape) or spec.shape[0] not in (-1, shape[0]):
+            return False
+        rest = self._rest[spec.name]
+        if rest is not None:
+            return shape[1:] == rest
+        return all(have == want or (want == -1 and have >= 0) for have, want in zip(shape, spec.shape, strict=True))
+
+
+def describe(spec: TensorMetadata) -> str:
+    """`FP32 [-1, 64]`."""
+    return f"{spec.datatype} {spec.shape}"
+
+
+def shown(datatype: str, shape: Sequence[int]) -> str:
+    """What a client declared, cut to what an error should repeat."""
+    rest = ", ..." if len(shape) > MAX_SHOWN else ""
+    return f"{datatype[:20]} [{', '.join(map(str, shape[:MAX_SHOWN]))}{rest}]"

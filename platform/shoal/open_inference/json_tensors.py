@@ -1,0 +1,134 @@
+"""Tensors in JSON, as the Open Inference Protocol v2 writes them: into arrays, and from arrays.
+
+Called by the codec of requests and by the client, after the shape was checked against the signature. Pure functions of
+bytes and arrays. Data may be flat (row-major) or nested; numbers are written as numbers, BYTES as strings of UTF-8.
+FP16 and BF16, for which JSON has nothing of their own, are numbers too, rounded to the nearest.
+Complaints are InferenceErrors (422) that name the tensor, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shoal.errors import InferenceError
+from shoal.open_inference.datatypes import NUMPY, bf16_bits, bf16_values
+from shoal.open_inference.expectation import shown
+
+MAX_DEPTH = 8
+FEW = 64  # values up to which Python's own loops beat NumPy's
+LARGE_BYTES = 1 << 16  # data from which its values are counted before they are read
+
+_OPENING = re.compile(rb"[\[ \t\r\n]*")
+_ELEMENT: dict[str, type] = {
+    datatype: {"b": bool, "u": int, "i": int, "f": float, "O": str}[dtype.kind] for datatype, dtype in NUMPY.items()
+} | {"BF16": float}
+# From here on a number rounds to infinity: half a step beyond the largest that there is.
+_LIMIT = {"FP16": 65520.0, "BF16": 2.0**128 - 2.0**119, "FP32": 2.0**128 - 2.0**103}
+
+
+def from_json(name: str, datatype: str, shape: Sequence[int], data: msgspec.Raw, role: str = "input") -> np.ndarray:
+    """The array that `data` holds. Raises InferenceError (422)."""
+    size = math.prod(shape)
+    try:
+        if len(memoryview(data)) > LARGE_BYTES and _element_count(datatype, data) > size:
+            raise ValueError("there are more values than the shape has")
+        try:
+            values = _decoder(datatype, 1)(data)
+            array = _flat(datatype, values)
+        except msgspec.ValidationError:
+            if (depth := _depth(data)) == 1:
+                raise
+            array = _nested(datatype, _decoder(datatype, depth)(data))
+    except (msgspec.DecodeError, ValueError, OverflowError) as error:  # a UnicodeError is a ValueError
+        problem = f"{role} {name!r}: expected {size} values of {shown(datatype, shape)}: {error}"
+        raise InferenceError(422, problem) from None
+    if array.size != size or (array.ndim > 1 and list(array.shape) != list(shape)):
+        problem = f"{role} {name!r}: expected {size} values of {shown(datatype, shape)}, got {list(array.shape)}"
+        raise InferenceError(422, problem)
+    return array if array.ndim > 1 else array.reshape(shape)
+
+
+def to_json(name: str, datatype: str, array: np.ndarray, role: str = "output") -> list[Any]:
+    """The flat data of `array`. NaN and infinity, which JSON cannot write, become null when it is encoded.
+
+    Raises InferenceError (422) for BYTES that are no text.
+    """
+    if datatype == "BF16":
+        array = bf16_values(array)
+    values: list[Any] = array.ravel().tolist()
+    if datatype != "BYTES":
+        return values
+    try:
+        return [value.decode() for value in values]
+    except UnicodeDecodeError as error:
+        remedy = "ask for it with binary_data, which holds any bytes" if role == "output" else "send it as binary data"
+        raise InferenceError(422, f"{role} {name!r}: expected UTF-8, which JSON can hold: {error}. {remedy}") from None
+
+
+def _flat(datatype: str, values: list[Any]) -> np.ndarray:
+    limit = _LIMIT.get(datatype)
+    if limit is None:
+        if datatype == "BYTES":
+            return _bytes(np.array(values, dtype=object))
+        return np.array(values, dtype=NUMPY[datatype])
+    if 0 < len(values) <= FEW and datatype != "BF16":
+        if max(values) >= limit or min(values) <= -limit:
+            raise ValueError(f"a number is beyond {datatype}")
+        return np.array(values, dtype=NUMPY[datatype])
+    return _floats(datatype, values, limit)
+
+
+def _nested(datatype: str, values: list[Any]) -> np.ndarray:
+    limit = _LIMIT.get(datatype)
+    if limit is not None:
+        return _floats(datatype, values, limit)
+    array = np.array(values, dtype=NUMPY[datatype])
+    if datatype != "BYTES":
+        return array
+    return _bytes(array)
+
+
+def _floats(datatype: str, values: list[Any], limit: float) -> np.ndarray:
+    array = np.array(values, dtype=np.float64)
+    if array.size and max(array.max(), -array.min()) >= limit:
+        raise ValueError(f"a number is beyond {datatype}")
+    if datatype == "BF16":
+        return bf16_bits(array.astype(np.float32))
+    return array.astype(NUMPY[datatype])
+
+
+def _bytes(texts: np.ndarray) -> np.ndarray:
+    """The UTF-8 of each text. Raises ValueError for lists of unequal length, which NumPy keeps as lists."""
+    encoded = np.empty(texts.size, dtype=object)
+    for number, text in enumerate(texts.flat):
+        if not isinstance(text, str):
+            raise ValueError("lists of one depth have different lengths")
+        encoded[number] = text.encode()
+    return encoded.reshape(texts.shape)
+
+
+def _element_count(datatype: str, data: msgspec.Raw) -> int:
+    """How many numbers a list holds at least; strings hold commas of their own and are not counted."""
+    return 0 if datatype == "BYTES" else bytes(data).count(b",") + 1
+
+
+def _depth(data: msgspec.Raw) -> int:
+    """How deep lists are nested, read from the opening brackets; at most MAX_DEPTH, at least 1."""
+    opening = _OPENING.match(memoryview(data))
+    assert opening is not None
+    return max(1, min(opening.group().count(b"["), MAX_DEPTH))
+
+
+@functools.cache
+def _decoder(datatype: str, depth: int) -> Any:
+    nested: Any = _ELEMENT[datatype]
+    for _ in range(depth):
+        nested = list[nested]
+    return msgspec.json.Decoder(nested).decode
