@@ -108,6 +108,14 @@ def merge(snapshots: Iterable[ModelSnapshot]) -> ModelSnapshot:
     return merged
 
 
+def total(snapshot: ModelSnapshot) -> VersionSnapshot:
+    """All versions of a model added up, those that are not kept apart any more too."""
+    summed = snapshot["older"]
+    for counts in snapshot["versions"].values():
+        summed = _sum(summed, counts)
+    return summed
+
+
 def _sum(one: VersionSnapshot, other: VersionSnapshot) -> VersionSnapshot:
     sizes = {each["batch_size"]: each["compute_infer"] for each in one["batch_stats"]}
     for each in other["batch_stats"]:

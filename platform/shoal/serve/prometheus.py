@@ -1,0 +1,150 @@
+"""The metrics of an endpoint as Prometheus reads them: Triton's names for what Triton counts, `shoal_` for the rest.
+
+Called by whoever answers GET /metrics, with the newest report of every replica: a scrape of any replica sees the whole
+endpoint. Every series carries `replica`, so that its counters only go up: a replica that is replaced ends its series
+and begins others. A live model has one series, `version="live"`, because a series for each of twenty versions a second
+would tell nothing; the versions that have left a registered model's statistics are one series, `version="older"`.
+Pure: counts nothing, asks nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.serve.report import ReplicaReport
+from shoal.serve.snapshots import HistogramSnapshot, ModelSnapshot, VersionSnapshot, total
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+Labels = Mapping[str, str]
+Sample = tuple[Labels, float]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A family of series."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+
+
+METRICS: dict[str, Metric] = {
+    "nv_inference_request_success": Metric("counter", "Requests that were answered"),
+    "nv_inference_request_failure": Metric("counter", "Requests that failed, by Triton's reason"),
+    "nv_inference_count": Metric("counter", "Rows that were answered"),
+    "nv_inference_exec_count": Metric("counter", "Batches that were computed"),
+    "nv_inference_request_duration_us": Metric("counter", "Time of answered requests, from arrival to answer"),
+    "nv_inference_queue_duration_us": Metric("counter", "Time that answered requests waited for a slot"),
+    "nv_inference_compute_infer_duration_us": Metric("counter", "Time of the batches that answered requests were in"),
+    "nv_inference_pending_request_count": Metric("gauge", "Requests that wait for a slot"),
+    "shoal_requests_total": Metric("counter", "Requests by HTTP status; no version: refused before one was chosen"),
+    "shoal_request_duration_seconds": Metric("histogram", "Answered requests, from arrival to answer"),
+    "shoal_queue_duration_seconds": Metric("histogram", "Answered requests, while they waited for a slot"),
+    "shoal_batch_duration_seconds": Metric("histogram", "Batches, while they were computed"),
+    "shoal_batch_rows": Metric("histogram", "Rows of a batch"),
+    "shoal_queued_rows": Metric("gauge", "Rows that wait for a slot"),
+    "shoal_serving_version": Metric("gauge", "The version that answers, by track (stable, candidate); 0 for none"),
+    "shoal_candidate_percent": Metric("gauge", "The candidate's part of the requests"),
+    "shoal_swaps_total": Metric("counter", "Changes of the stable version"),
+    "shoal_shadow_compared_total": Metric(
+        "counter", "Requests that this version computed beside the one that answered"
+    ),
+    "shoal_shadow_disagreed_total": Metric("counter", "Shadowed requests whose outputs differed"),
+    "shoal_caller_requests_total": Metric("counter", "Requests by the name of the key, and what became of them"),
+    "shoal_replica_ready": Metric("gauge", "Whether the replica has every model ready"),
+}
+
+# Triton knows four: who was turned away, who went away, whom the model failed, and the rest.
+_REASONS = {"429": "REJECTED", "503": "REJECTED", "504": "REJECTED", "499": "CANCELED", "500": "BACKEND"}
+
+
+def render(reports: Iterable[ReplicaReport]) -> bytes:
+    """The text of a scrape, of type CONTENT_TYPE."""
+    families: dict[str, list[str]] = {name: [] for name in METRICS}
+    for report in reports:
+        for name, labels, value in _replica(report):
+            families[name].extend(_lines(name, {**labels, "replica": report.replica}, value))
+    lines: list[str] = []
+    for name, metric in METRICS.items():
+        if families[name]:
+            lines += (f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}", *families[name])
+    return ("\n".join(lines) + "\n").encode()
+
+
+Series = tuple[str, Labels, float | HistogramSnapshot]
+
+
+def _replica(report: ReplicaReport) -> Iterator[Series]:
+    yield "shoal_replica_ready", {}, float(report.ready)
+    for key, results in report.callers.items():
+        for result, count in results.items():
+            yield "shoal_caller_requests_total", {"key": key, "result": result}, count
+    for name, model in report.models.items():
+        yield "shoal_queued_rows", {"model": name}, model.queued_rows
+        if model.counts is not None:
+            yield from _model({"model": name}, model.counts)
+
+
+def _model(labels: Labels, counts: ModelSnapshot) -> Iterator[Series]:
+    serving = counts["serving"]
+    yield "nv_inference_pending_request_count", labels, counts["pending"]
+    yield "shoal_serving_version", {**labels, "track": "stable"}, serving["stable"]
+    yield "shoal_serving_version", {**labels, "track": "candidate"}, serving["candidate"]
+    yield "shoal_candidate_percent", labels, serving["percent"]
+    yield "shoal_swaps_total", labels, counts["swaps"]
+    yield "shoal_queue_duration_seconds", labels, counts["queue_s"]
+    yield "shoal_batch_duration_seconds", labels, counts["compute_s"]
+    yield "shoal_batch_rows", labels, counts["batch_rows"]
+    yield from _statuses({**labels, "version": ""}, counts["refused"])
+    if counts["live"]:
+        versions = {"live": total(counts)}
+    else:
+        versions = {**counts["versions"], "older": counts["older"]}
+        if not counts["older"]["statuses"] and not counts["older"]["execution_count"]:
+            del versions["older"]
+    for version, each in versions.items():
+        yield from _version({**labels, "version": version}, each)
+
+
+def _version(labels: Labels, counts: VersionSnapshot) -> Iterator[Series]:
+    stats = counts["inference_stats"]
+    yield "nv_inference_request_success", labels, stats["success"]["count"]
+    yield "nv_inference_count", labels, counts["inference_count"]
+    yield "nv_inference_exec_count", labels, counts["execution_count"]
+    yield "nv_inference_request_duration_us", labels, stats["success"]["ns"] // 1000
+    yield "nv_inference_queue_duration_us", labels, stats["queue"]["ns"] // 1000
+    yield "nv_inference_compute_infer_duration_us", labels, stats["compute_infer"]["ns"] // 1000
+    yield from _statuses(labels, counts["statuses"])
+    yield "shoal_request_duration_seconds", labels, counts["request_s"]
+    if counts["compared"]:
+        yield "shoal_shadow_compared_total", labels, counts["compared"]
+        yield "shoal_shadow_disagreed_total", labels, counts["disagreed"]
+
+
+def _statuses(labels: Labels, statuses: Mapping[str, int]) -> Iterator[Series]:
+    failures: dict[str, int] = {}
+    for status, count in statuses.items():
+        yield "shoal_requests_total", {**labels, "status": status}, count
+        if status != "200":
+            reason = _REASONS.get(status, "OTHER")
+            failures[reason] = failures.get(reason, 0) + count
+    for reason, count in failures.items():
+        yield "nv_inference_request_failure", {**labels, "reason": reason}, count
+
+
+def _lines(name: str, labels: Labels, value: float | HistogramSnapshot) -> Iterator[str]:
+    if isinstance(value, (int, float)):
+        yield f"{name}{{{_written(labels)}}} {value:.17g}"
+        return
+    count = 0
+    for bound, in_bucket in zip([*map("{:g}".format, value["bounds"]), "+Inf"], value["counts"], strict=True):
+        count += in_bucket
+        yield f'{name}_bucket{{{_written(labels)},le="{bound}"}} {count}'
+    yield f"{name}_sum{{{_written(labels)}}} {value['sum']:.17g}"
+    yield f"{name}_count{{{_written(labels)}}} {count}"
+
+
+def _written(labels: Labels) -> str:
+    return ",".join(f'{name}="{value}"' for name, value in labels.items() if value)

@@ -1,0 +1,134 @@
+"""What a scrape of an endpoint says, read as Prometheus reads it."""
+
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from shoal.serve.metrics import MAX_VERSIONS, ModelStatistics
+from shoal.serve.prometheus import CONTENT_TYPE, METRICS, render
+from shoal.serve.report import ModelReport, ReplicaReport
+
+Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@dataclass
+class Batch:
+    rows: int
+    computed_s: float
+
+
+def scrape(*reports: ReplicaReport) -> Series:
+    text = render(reports).decode()
+    families = list(text_string_to_metric_families(text))
+    series: Series = {}
+    for family in families:
+        for sample in family.samples:
+            stem = sample.name.removesuffix("_total")  # the parser adds it to counters that have none, as Triton's
+            key = (stem if stem in METRICS else sample.name, frozenset(sample.labels.items()))
+            assert key not in series, key
+            series[key] = sample.value
+    assert {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")} <= set(METRICS)
+    return series
+
+
+def value(series: Series, name: str, **labels: str) -> float:
+    return series[name, frozenset(labels.items())]
+
+
+def sum_of(series: Series, name: str) -> float:
+    return sum(found for (each, _), found in series.items() if each == name)
+
+
+def worked(live: bool = False) -> ModelStatistics:
+    statistics = ModelStatistics("m", live=live, pending=lambda: 6)
+    statistics.serving(1, candidate=2, percent=5.0)
+    statistics.request(1, 200, 0.010, queued_s=0.004, computed_s=0.002, rows=3)
+    statistics.request(1, 200, 0.020, queued_s=0.001, computed_s=0.002, rows=1)
+    statistics.request(2, 500, 0.001)
+    for status in (429, 429, 422, 499, 504):
+        statistics.request(0, status, 0.001)
+    statistics.batch(Batch(4, 0.002), 1)
+    statistics.shadow(2, disagreed=True)
+    return statistics
+
+
+def report(statistics: ModelStatistics, replica: str = "a") -> ReplicaReport:
+    models = {"m": ModelReport(counts=statistics.snapshot(), queued_rows=7)}
+    return ReplicaReport(replica, ready=True, models=models, callers={"ada": {"admitted": 3}, "": {"unknown": 2}})
+
+
+def test_what_triton_counts_has_tritons_names() -> None:
+    series = scrape(report(worked()))
+    one = {"model": "m", "version": "1", "replica": "a"}
+    assert value(series, "nv_inference_request_success", **one) == 2
+    assert value(series, "nv_inference_count", **one) == 4
+    assert value(series, "nv_inference_exec_count", **one) == 1
+    assert value(series, "nv_inference_request_duration_us", **one) == 30_000
+    assert value(series, "nv_inference_queue_duration_us", **one) == 5_000
+    assert value(series, "nv_inference_compute_infer_duration_us", **one) == 4_000
+    assert value(series, "nv_inference_pending_request_count", model="m", replica="a") == 6
+    failure = "nv_inference_request_failure"
+    assert value(series, failure, model="m", version="2", reason="BACKEND", replica="a") == 1
+    assert value(series, failure, model="m", reason="REJECTED", replica="a") == 3
+    assert value(series, failure, model="m", reason="CANCELED", replica="a") == 1
+    assert value(series, failure, model="m", reason="OTHER", replica="a") == 1
+
+
+def test_what_triton_does_not_count() -> None:
+    series = scrape(report(worked()))
+    labels = {"model": "m", "replica": "a"}
+    assert value(series, "shoal_requests_total", **labels, status="429") == 2
+    assert value(series, "shoal_requests_total", **labels, version="1", status="200") == 2
+    assert value(series, "shoal_queued_rows", **labels) == 7
+    assert value(series, "shoal_serving_version", **labels, track="candidate") == 2
+    assert value(series, "shoal_candidate_percent", **labels) == 5
+    assert value(series, "shoal_swaps_total", **labels) == 1
+    assert value(series, "shoal_shadow_disagreed_total", **labels, version="2") == 1
+    assert value(series, "shoal_caller_requests_total", replica="a", key="ada", result="admitted") == 3
+    assert value(series, "shoal_caller_requests_total", replica="a", result="unknown") == 2
+    assert value(series, "shoal_replica_ready", replica="a") == 1
+
+
+def test_histograms_are_cumulative() -> None:
+    series = scrape(report(worked()))
+    labels = {"model": "m", "version": "1", "replica": "a"}
+    name = "shoal_request_duration_seconds"
+    assert value(series, f"{name}_bucket", **labels, le="0.008") == 0
+    assert value(series, f"{name}_bucket", **labels, le="0.016") == 1
+    assert value(series, f"{name}_bucket", **labels, le="0.032") == 2
+    assert value(series, f"{name}_bucket", **labels, le="+Inf") == 2 == value(series, f"{name}_count", **labels)
+    assert value(series, f"{name}_sum", **labels) == 0.03
+    assert value(series, "shoal_batch_rows_bucket", model="m", replica="a", le="4") == 1
+
+
+def test_every_metric_has_a_series_and_none_is_unnamed() -> None:
+    names = {name.removesuffix("_bucket") for name, _ in scrape(report(worked()))}
+    assert set(METRICS) <= names
+
+
+def test_a_scrape_sees_every_replica() -> None:
+    series = scrape(report(worked(), "a"), report(worked(), "b"), ReplicaReport("c"))
+    assert sum_of(series, "nv_inference_count") == 8
+    assert value(series, "shoal_replica_ready", replica="c") == 0
+
+
+def test_a_live_model_has_one_series_that_only_goes_up() -> None:
+    statistics = ModelStatistics("m", live=True)
+    for version in range(1, 2 * MAX_VERSIONS):
+        statistics.request(version, 200, 0.001, rows=1)
+        series = scrape(report(statistics))
+        assert value(series, "nv_inference_count", model="m", version="live", replica="a") == version
+
+
+def test_the_versions_that_left_are_one_series() -> None:
+    statistics = ModelStatistics("m")
+    for version in range(1, MAX_VERSIONS + 3):
+        statistics.request(version, 200, 0.001, rows=1)
+    series = scrape(report(statistics))
+    assert value(series, "nv_inference_count", model="m", version="older", replica="a") == 2
+    assert sum_of(series, "nv_inference_count") == MAX_VERSIONS + 2
+
+
+def test_no_replica_no_series() -> None:
+    assert render([]) == b"\n"
+    assert b"version=0.0.4" in CONTENT_TYPE
