@@ -1,0 +1,272 @@
+"""The Open Inference Protocol v2 over gRPC: one coroutine for each of its methods, on messages.
+
+Owns what each method means; `grpc_tensors` has the tensors, `grpc_server` the wire, `model_config` what a model says of
+itself. Called by `grpc_server`, which answers what is raised here with a status, on a server of its own or within Ray
+Serve. Knows no socket and no Ray, and the models only through `ModelHost`.
+
+Metadata that requests may carry: `authorization: Bearer KEY`, and as in HTTP `shoal-deadline-ms`, `shoal-track`,
+`shoal-sticky`, `traceparent`. The deadline of the call itself counts as one. Trailing metadata: `shoal-model-version`.
+
+A stream is answered in its order, while up to `STREAM_WINDOW` of its requests are in the batcher at once. A request
+that fails is answered with `error_message`, and the stream goes on; a client that sends `triton_grpc_error: true` gets
+the status instead, and the stream ends.
+
+    queue             capacity         what blocks                          who unblocks       close()
+    answers of a      STREAM_WINDOW    reading the stream's next request,   the answer that    the stream's end or
+    stream                             and so the client (HTTP/2 window)    is next in order   cancellation cancels all
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from google.protobuf import json_format
+from google.protobuf.message import Message
+
+from shoal.errors import Closed, InferenceError
+from shoal.open_inference import inference_pb2 as pb
+from shoal.serve.access import Access
+from shoal.serve.call import Caller, HostedModel, InferCall, ModelHost
+from shoal.serve.grpc_tensors import read_inputs, read_outputs, write_answer
+from shoal.serve.limits import Limits
+from shoal.serve.model_config import EXTENSIONS, PLATFORM, model_config
+
+STREAM_WINDOW = 64
+FINAL = "triton_final_response"  # a parameter of every answer in a stream: the last one to its request
+
+
+@dataclass(slots=True)
+class Invocation:
+    """What comes and goes beside a request's message.
+
+    deadline_s: `time.monotonic()` after which the client has gone; None when it waits for ever
+    trailing:   metadata that goes back after the answer
+    """
+
+    metadata: Mapping[str, str | bytes]
+    deadline_s: float | None = None
+    trailing: list[tuple[str, str]] = field(default_factory=list)
+
+    def text(self, name: str) -> str:
+        """The value of a metadata field, "" when there is none."""
+        value = self.metadata.get(name, "")
+        return value if isinstance(value, str) else value.decode("latin-1")
+
+
+class InferenceServicer:
+    """Answers each method of the service, or raises InferenceError or Closed."""
+
+    def __init__(self, host: ModelHost, access: Access, limits: Limits) -> None:
+        self._host, self._access, self._limits = host, access, limits
+
+    async def server_live(self, request: pb.ServerLiveRequest, invocation: Invocation) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    async def server_ready(self, request: pb.ServerReadyRequest, invocation: Invocation) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._host.ready)
+
+    async def server_metadata(
+        self, request: pb.ServerMetadataRequest, invocation: Invocation
+    ) -> pb.ServerMetadataResponse:
+        self._admit(invocation)
+        return pb.ServerMetadataResponse(name="shoal", version="2", extensions=EXTENSIONS)
+
+    async def model_ready(self, request: pb.ModelReadyRequest, invocation: Invocation) -> pb.ModelReadyResponse:
+        """An unknown model or version is not ready: this method asks, it does not fail."""
+        self._admit(invocation, request.name)
+        try:
+            model = self._host.model(request.name)
+            version = _version(model, request.version)
+        except InferenceError:
+            return pb.ModelReadyResponse(ready=False)
+        return pb.ModelReadyResponse(ready=bool(version or model.version))
+
+    async def model_metadata(
+        self, request: pb.ModelMetadataRequest, invocation: Invocation
+    ) -> pb.ModelMetadataResponse:
+        model = self._model(request.name, request.version, invocation)
+        tensor = pb.ModelMetadataResponse.TensorMetadata
+        return pb.ModelMetadataResponse(
+            name=model.name,
+            versions=[str(version) for version in model.versions],
+            platform=PLATFORM,
+            inputs=[tensor(**each.model_dump()) for each in model.signature.inputs],
+            outputs=[tensor(**each.model_dump()) for each in model.signature.outputs],
+        )
+
+    async def model_config(self, request: pb.ModelConfigRequest, invocation: Invocation) -> pb.ModelConfigResponse:
+        model = self._model(request.name, request.version, invocation)
+        return pb.ModelConfigResponse(config=json_format.ParseDict(model_config(model), pb.ModelConfig()))
+
+    async def model_statistics(
+        self, request: pb.ModelStatisticsRequest, invocation: Invocation
+    ) -> pb.ModelStatisticsResponse:
+        if request.name:
+            models = [self._model(request.name, request.version, invocation)]
+        else:
+            caller = self._admit(invocation)
+            models = [model for model in self._host.models() if caller.models is None or model.name in caller.models]
+        found = [
+            statistics
+            for model in models
+            for statistics in model.statistics()
+            if request.version in ("", statistics.version)
+        ]
+        content = {"model_stats": msgspec.to_builtins(found)}
+        return json_format.ParseDict(content, pb.ModelStatisticsResponse(), ignore_unknown_fields=True)
+
+    async def repository_index(
+        self, request: pb.RepositoryIndexRequest, invocation: Invocation
+    ) -> pb.RepositoryIndexResponse:
+        self._admit(invocation)
+        index = pb.RepositoryIndexResponse.ModelIndex
+        return pb.RepositoryIndexResponse(
+            models=[
+                index(name=entry.name, version=entry.version, state=entry.state, reason=entry.reason)
+                for entry in self._host.repository()
+                if entry.state == "READY" or not request.ready
+            ]
+        )
+
+    async def repository_model_load(
+        self, request: pb.RepositoryModelLoadRequest, invocation: Invocation
+    ) -> pb.RepositoryModelLoadResponse:
+        caller = self._admit(invocation, request.model_name, administrator=True)
+        await self._host.load(request.model_name, _parameters(request.parameters), caller.name)
+        return pb.RepositoryModelLoadResponse()
+
+    async def repository_model_unload(
+        self, request: pb.RepositoryModelUnloadRequest, invocation: Invocation
+    ) -> pb.RepositoryModelUnloadResponse:
+        caller = self._admit(invocation, request.model_name, administrator=True)
+        await self._host.unload(request.model_name, caller.name)
+        return pb.RepositoryModelUnloadResponse()
+
+    async def model_infer(self, request: pb.ModelInferRequest, invocation: Invocation) -> pb.ModelInferResponse:
+        caller = self._admit(invocation, request.model_name)
+        model = self._host.model(request.model_name)
+        inputs, num_rows = read_inputs(request, model.signature, self._limits)
+        call = InferCall(
+            inputs,
+            num_rows,
+            version=_version(model, request.model_version),
+            deadline_s=_deadline_s(request, invocation),
+            tenant=caller.name,
+            sticky=invocation.text("shoal-sticky"),
+            track=_track(invocation),
+            outputs=read_outputs(request, model.signature),
+            trace=invocation.text("traceparent") or None,
+        )
+        prediction = await model.infer(call)
+        invocation.trailing.append(("shoal-model-version", str(prediction.version)))
+        return write_answer(request, model.signature, prediction)
+
+    async def model_stream_infer(
+        self, requests: AsyncIterator[pb.ModelInferRequest], invocation: Invocation
+    ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
+        room = asyncio.Semaphore(STREAM_WINDOW)
+        answers: asyncio.Queue[asyncio.Task[pb.ModelStreamInferResponse] | None] = asyncio.Queue()
+        tasks: set[asyncio.Task[pb.ModelStreamInferResponse]] = set()
+
+        async def read() -> None:
+            try:
+                async for request in requests:
+                    await room.acquire()
+                    task = asyncio.create_task(self._stream_answer(request, invocation))
+                    tasks.add(task)
+                    answers.put_nowait(task)
+            finally:
+                answers.put_nowait(None)
+
+        reader = asyncio.create_task(read())
+        try:
+            while (task := await answers.get()) is not None:
+                yield await task
+                tasks.discard(task)
+                room.release()
+            await reader  # raises what reading has raised
+        finally:
+            for each in (reader, *tasks):
+                each.cancel()
+            await asyncio.gather(reader, *tasks, return_exceptions=True)
+
+    async def _stream_answer(
+        self, request: pb.ModelInferRequest, invocation: Invocation
+    ) -> pb.ModelStreamInferResponse:
+        """The answer to one request of a stream, or what was wrong with it."""
+        alone = Invocation(invocation.metadata, invocation.deadline_s)
+        try:
+            answer = await self.model_infer(request, alone)
+        except (InferenceError, Closed) as error:
+            if invocation.text("triton_grpc_error") == "true":
+                raise
+            return pb.ModelStreamInferResponse(
+                error_message=str(error), infer_response=pb.ModelInferResponse(id=request.id)
+            )
+        answer.parameters[FINAL].bool_param = True
+        return pb.ModelStreamInferResponse(infer_response=answer)
+
+    def _admit(self, invocation: Invocation, model: str | None = None, *, administrator: bool = False) -> Caller:
+        authorization = invocation.text("authorization").encode("latin-1")
+        return self._access.admit(authorization, model, administrator=administrator)
+
+    def _model(self, name: str, version: str, invocation: Invocation) -> HostedModel:
+        """The model, when the caller may ask it and has this version. Raises InferenceError (401, 403, 404, 429)."""
+        self._admit(invocation, name)
+        model = self._host.model(name)
+        _version(model, version)
+        return model
+
+
+def _version(model: HostedModel, version: str) -> int | None:
+    """The version that is asked for; None when the choice is the server's. Raises InferenceError (404)."""
+    if not version:
+        return None
+    if not (version.isascii() and version.isdigit()) or int(version[:20]) not in model.versions:
+        raise InferenceError(
+            404, f"model {model.name!r} has no version {version[:40]!r}; it serves {model.versions or 'none'}"
+        )
+    return int(version)
+
+
+def _track(invocation: Invocation) -> str:
+    track = invocation.text("shoal-track")
+    if track not in ("", "stable", "candidate"):
+        raise InferenceError(400, f"shoal-track = {track[:40]!r}: expected stable or candidate")
+    return track
+
+
+def _deadline_s(request: pb.ModelInferRequest, invocation: Invocation) -> float | None:
+    """The earliest of the call's deadline, `shoal-deadline-ms`, and the protocol's `timeout` in microseconds."""
+    now_s = time.monotonic()
+    deadlines = [] if invocation.deadline_s is None else [invocation.deadline_s]
+    if "timeout" in request.parameters:
+        timeout_us = _value(request.parameters["timeout"])
+        if isinstance(timeout_us, bool) or not isinstance(timeout_us, int) or timeout_us < 0:
+            raise InferenceError(400, f"timeout = {str(timeout_us)[:40]!r}: expected microseconds")
+        if timeout_us:
+            deadlines.append(now_s + timeout_us / 1e6)
+    if text := invocation.text("shoal-deadline-ms"):
+        try:
+            deadline_ms = float(text)
+        except ValueError:
+            deadline_ms = 0.0
+        if not 0 < deadline_ms < 1e12:
+            raise InferenceError(400, f"shoal-deadline-ms = {text[:40]!r}: expected milliseconds from now")
+        deadlines.append(now_s + deadline_ms / 1e3)
+    return min(deadlines, default=None)
+
+
+def _value(parameter: Message) -> Any:
+    """What one of the protocol's parameters holds; None when it holds nothing."""
+    choice = parameter.WhichOneof("parameter_choice")
+    return None if choice is None else getattr(parameter, choice)
+
+
+def _parameters(parameters: Mapping[str, Message]) -> dict[str, Any]:
+    return {name: _value(parameter) for name, parameter in parameters.items()}

@@ -1,0 +1,40 @@
+"""What a model says of itself in the configuration extension, and the names by which the server is known.
+
+Called by the REST application and the gRPC service, which write the same content. Field names are the protocol's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.registry.manifest import TensorSignature
+from shoal.serve.call import HostedModel
+
+PLATFORM = "shoal_pytorch"
+EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
+
+
+def model_config(model: HostedModel) -> dict[str, Any]:
+    """Of the version that answers who asks for none. 64-bit numbers as JSON numbers."""
+    options = model.options
+    policy: dict[str, Any] = {"max_queue_size": options.max_queue_size, "allow_timeout_override": True}
+    if options.deadline_s is not None:
+        policy["default_timeout_microseconds"] = round(options.deadline_s * 1e6)
+    settings = {"precision": options.precision, "device": options.device, "ragged": options.ragged}
+    return {
+        "name": model.name,
+        "platform": PLATFORM,
+        "backend": "pytorch",
+        "max_batch_size": options.max_batch_size,
+        "input": [_described(tensor) for tensor in model.signature.inputs],
+        "output": [_described(tensor) for tensor in model.signature.outputs],
+        # A free replica takes what is queued, at once: there is no delay to name.
+        "dynamic_batching": {"max_queue_delay_microseconds": 0, "default_queue_policy": policy},
+        "parameters": {name: {"string_value": value} for name, value in settings.items()},
+        "model_transaction_policy": {"decoupled": False},
+    }
+
+
+def _described(tensor: TensorSignature) -> dict[str, Any]:
+    datatype = "STRING" if tensor.datatype == "BYTES" else tensor.datatype
+    return {"name": tensor.name, "data_type": f"TYPE_{datatype}", "dims": tensor.shape[1:]}
