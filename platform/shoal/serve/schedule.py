@@ -13,12 +13,16 @@ forward, settles no future and reads no clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Generic
 
 from shoal.errors import ConfigError, InferenceError
 from shoal.serve.latency import LatencyModel
 from shoal.serve.waiting import WaitingLine, WaitingT
+
+# Fast forwards are sampled: a window of them then covers more than a moment, and learning costs nothing.
+OBSERVED_EVERY_S = 0.005
 
 
 class QueueFull(InferenceError):
@@ -62,19 +66,19 @@ class QueuePolicy(Generic[WaitingT]):
         self.latency = LatencyModel()
         self.line: WaitingLine[WaitingT] = WaitingLine(max_batch_rows, self.latency)
         self.used_s = 0.0  # virtual time: seconds of forwards over weight
+        self.observes_from_s = -math.inf
 
 
 class Batch(Generic[WaitingT]):
     """Requests of one queue and one group that are computed together."""
 
-    __slots__ = ("charged_s", "group", "queue", "requests", "rows", "started_s")
+    __slots__ = ("expected_s", "group", "queue", "requests", "rows", "started_s")
 
-    def __init__(
-        self, queue: QueuePolicy[WaitingT], requests: Sequence[WaitingT], started_s: float, charged_s: float
-    ) -> None:
-        self.queue, self.requests, self.started_s, self.charged_s = queue, requests, started_s, charged_s
+    def __init__(self, queue: QueuePolicy[WaitingT], requests: Sequence[WaitingT], started_s: float) -> None:
+        self.queue, self.requests, self.started_s = queue, requests, started_s
         self.group: Hashable = requests[0].group
         self.rows = sum([request.num_rows for request in requests])
+        self.expected_s = queue.latency.seconds(self.rows)
 
 
 class Schedule(Generic[WaitingT]):
@@ -90,7 +94,8 @@ class Schedule(Generic[WaitingT]):
 
     def add_queue(
         self, name: str, *, max_batch_rows: int, max_queue_rows: int, weight: float = 1.0
-    ) -> QueuePolicy[WaitingT]:  # fmt: skip
+    ) -> QueuePolicy[WaitingT]:
+        """Raises ConfigError for limits that do not fit together."""
         queue: QueuePolicy[WaitingT] = QueuePolicy(name, max_batch_rows, max_queue_rows, weight)
         self._queues.append(queue)
         return queue
@@ -113,16 +118,15 @@ class Schedule(Generic[WaitingT]):
             if waiting.deadline_s <= now_s:
                 return TooLate("the deadline had passed when the request came")
             if line.rows or len(self.in_hand) >= self.slots:
-                ends_s = self._start_s(queue, line.seconds_before(waiting), now_s) + queue.latency.seconds(
-                    waiting.num_rows
-                )
+                before_s, rows = line.outlook(waiting)
+                ends_s = self._start_s(queue, before_s, now_s) + queue.latency.seconds(rows)
                 if ends_s > waiting.deadline_s:
                     return TooLate(
                         f"the answer would come {ends_s - now_s:.3f} s from now, "
                         f"the deadline is {waiting.deadline_s - now_s:.3f} s from now"
                     )
-        if not line.rows:
-            queue.used_s = max(queue.used_s, self._used_s)
+        if not line.rows and queue.used_s < self._used_s:
+            queue.used_s = self._used_s  # what it did not use while it was idle is gone
         line.add(waiting)
         return None
 
@@ -132,42 +136,40 @@ class Schedule(Generic[WaitingT]):
         The batch is in hand until `finished` is called with it.
         """
         late: list[WaitingT] = []
-        while True:
-            busy = [queue for queue in self._queues if queue.line.rows]
-            if not busy:
-                return None, late
+        while busy := [queue for queue in self._queues if queue.line.rows]:
             queue = min(busy, key=_used) if len(busy) > 1 else busy[0]
             requests, too_late = queue.line.take(now_s)
             late += too_late
             if requests:
-                break
-        self._used_s = queue.used_s
-        batch: Batch[WaitingT] = Batch(queue, requests, now_s, 0.0)
-        batch.charged_s = queue.latency.seconds(batch.rows)
-        queue.used_s += batch.charged_s / queue.weight
-        self.in_hand.append(batch)
-        return batch, late
+                self._used_s = queue.used_s
+                batch: Batch[WaitingT] = Batch(queue, requests, now_s)
+                queue.used_s += batch.expected_s / queue.weight
+                self.in_hand.append(batch)
+                return batch, late
+        return None, late
 
     def finished(self, batch: Batch[WaitingT], now_s: float, forwards: Sequence[tuple[int, float]]) -> None:
         """The slot is free again: charge the queue with what its batch took, and learn from it.
 
         forwards: (rows, seconds) of each forward that succeeded; more than one when the batch was split
         """
-        for rows, seconds in forwards:
-            batch.queue.latency.observe(rows, seconds)
         self.in_hand.remove(batch)
-        batch.queue.used_s += (now_s - batch.started_s - batch.charged_s) / batch.queue.weight
+        queue = batch.queue
+        queue.used_s += (now_s - batch.started_s - batch.expected_s) / queue.weight
+        if now_s >= queue.observes_from_s:
+            queue.observes_from_s = now_s + OBSERVED_EVERY_S
+            for rows, seconds in forwards:
+                queue.latency.observe(rows, seconds)
 
     def _start_s(self, queue: QueuePolicy[WaitingT], before_s: float, now_s: float) -> float:
         """When a batch of this queue starts that has forwards of `before_s` of the same queue before it."""
         free_s = now_s
         if len(self.in_hand) >= self.slots:
-            free_s = min([max(now_s, batch.started_s + batch.charged_s) for batch in self.in_hand])
+            free_s = min([max(now_s, batch.started_s + batch.expected_s) for batch in self.in_hand])
         others_s = 0.0
-        if len(self._queues) > 1:
-            for other in self._queues:
-                if other is not queue and other.line.rows:
-                    others_s += min(other.line.seconds(), before_s * other.weight / queue.weight)
+        for other in self._queues:
+            if other is not queue and other.line.rows:
+                others_s += min(other.line.seconds(), before_s * other.weight / queue.weight)
         return free_s + (before_s + others_s) / self.slots
 
 
