@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 
 import click
@@ -24,19 +22,25 @@ from rich.live import Live
 
 import shoal.runs
 from shoal.cli import display, train_display
+from shoal.cli.job_words import (
+    end_as_by_ctrl_c,
+    failure,
+    ignore_further_interrupts,
+    job_environment,
+    new_run_id,
+    said,
+)
 from shoal.cluster import jobs as ray_jobs
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.embedded import start
 from shoal.cluster.handle import ClusterHandle
 from shoal.errors import ConfigError, RunError
-from shoal.home import access_token, home
+from shoal.home import access_token
 from shoal.runs import Run
 from shoal.runs.display import duration, number
 from shoal.runs.origin import COMMAND_VARIABLE, as_typed
 
 REFRESH_S = 0.25
-# What Ray and Serve say in a job's log about themselves.
-_RAYS_OWN = re.compile(r" job_manager\.py:|^Running entrypoint for job|^INFO .* serve \d+ -- |\(raylet\)")
 _TAKES_CHECK = re.compile(r"\b(job|train)_main\b")  # in the file of a job whose words can be looked at
 PLAIN_S = 2.0
 TRAINING = "train"  # the job of every recipe that trains
@@ -61,7 +65,7 @@ def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plai
 
     Without a cluster (see `shoal up`), one is started for this run and ends with it.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    end_as_by_ctrl_c()
     console = Console(highlight=False, soft_wrap=True)
     session: _Session | None = None
     with ExitStack() as stack:
@@ -75,8 +79,7 @@ def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plai
             session = _Session(typed, path, console, plain or not console.is_terminal)
             session.run(found, stack)
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows takes seconds, and leaves nothing behind
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            ignore_further_interrupts()
             console.print("stopping: the job, the actors and the cluster ...")
             stack.close()
             console.print(f"stopped. {session.how_to_resume() if session else ''}".rstrip())
@@ -116,7 +119,7 @@ class _Session:
         self._console, self._plain = console, plain
         resumed = [word.partition("=")[2] for word in self._words if word.startswith("resume=")]
         before = shoal.runs.load(resumed[-1]) if resumed and resumed[-1] else None
-        self.run_id = before.id if before else _new_run_id()
+        self.run_id = before.id if before else new_run_id()
         self._incarnation_before = before.incarnation if before else 0
         self._resumed = before is not None
         self._actors: list[subprocess.Popen[bytes]] = []
@@ -136,8 +139,7 @@ class _Session:
             embedded = start()
             stack.callback(embedded.stop)
             cluster = embedded
-        env = {"SHOAL_RUN_ID": self.run_id, "SHOAL_HOME": str(home()), "SHOAL_TOKEN": access_token()}
-        env[COMMAND_VARIABLE] = self._typed.command()
+        env = job_environment(self.run_id, self._typed.command())
         words = [word for word in self._words if not word.startswith("resume=")]
         words += [f"resume={self.run_id}"] if self._resumed else []
         self._job = ray_jobs.submit(cluster, [sys.executable, str(self._path), *words], env=env)
@@ -146,7 +148,7 @@ class _Session:
         self._follow()
         self._finish_actors()
         if self._job.status() is not ray_jobs.JobStatus.SUCCEEDED:
-            raise RunError(self._failure())
+            raise RunError(f"{failure(self._job, f'the job of run {self.run_id}')}\n{self.how_to_resume()}".rstrip())
         self._summary()
 
     def how_to_resume(self) -> str:
@@ -180,8 +182,7 @@ class _Session:
     def _print_new_words(self) -> None:
         """What the job says, as long as its record has nothing to show: not every job measures something."""
         assert self._job is not None
-        lines = [line for line in self._job.logs().splitlines() if not _RAYS_OWN.search(line)]
-        lines = list(takewhile(lambda line: not line.startswith("error: "), lines))  # which is said at the end
+        lines = said(self._job)
         for line in lines[self._num_words :]:
             self._console.print(line, markup=False)
         self._num_words = max(self._num_words, len(lines))
@@ -280,15 +281,6 @@ class _Session:
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def _failure(self) -> str:
-        assert self._job is not None
-        said = [line for line in self._job.logs().splitlines() if line.strip() and not _RAYS_OWN.search(line)]
-        begins = [index for index, line in enumerate(said) if line.startswith("error: ")]
-        if begins:
-            reason = "\n".join(said[begins[-1] :])  # a Task's own error has a traceback, of many lines
-            return f"{reason.removeprefix('error: ')}\n{self.how_to_resume()}".rstrip()
-        return "\n".join([f"the job of run {self.run_id} failed; its last words:", *said[-15:]])
-
     def _summary(self) -> None:
         record = shoal.runs.load(self.run_id)
         events, models = record.last_events(since_resumed=True), record.models().to_dict("records")
@@ -359,11 +351,3 @@ def _check_words(path: Path, words: Sequence[str]) -> None:
         said = checked.stderr.strip() or "it said nothing"
         _, is_typed, error = f"\n{said}".rpartition("\nerror: ")
         raise RunError(error if is_typed else said)  # what is not typed is the user's own, with its traceback
-
-
-def _new_run_id() -> str:
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.urandom(2).hex()}"
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt

@@ -1,0 +1,66 @@
+"""What a job that a verb starts must be told, and what it says in return, without Ray's own remarks.
+
+Called by the verbs that start jobs. Reads a job's log; starts and stops nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from itertools import takewhile
+
+from shoal.cluster.jobs import Job
+from shoal.home import access_token, home
+from shoal.runs.origin import COMMAND_VARIABLE
+
+# What Ray and Serve say in a job's log about themselves.
+_RAYS_OWN = re.compile(r" job_manager\.py:|^Running entrypoint for job|^INFO .* serve \d+ -- |\(raylet\)")
+_TYPED = "error: "  # how the line of a ShoalError begins: see cluster.driver
+_NUM_LAST_WORDS = 15
+
+
+def new_run_id() -> str:
+    """The id under which whoever starts a job looks for its record."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.urandom(2).hex()}"
+
+
+def job_environment(run_id: str, command: str) -> dict[str, str]:
+    """The variables of a job whose record is to be `run_id`, as started by `command`."""
+    return {
+        "SHOAL_RUN_ID": run_id,
+        "SHOAL_HOME": str(home()),
+        "SHOAL_TOKEN": access_token(),
+        COMMAND_VARIABLE: command,
+    }
+
+
+def said(job: Job) -> list[str]:
+    """The lines of the job so far, up to an error of ours, which is told at the end."""
+    lines = [line for line in job.logs().splitlines() if not _RAYS_OWN.search(line)]
+    return list(takewhile(lambda line: not line.startswith(_TYPED), lines))
+
+
+def failure(job: Job, what: str) -> str:
+    """Why the job failed: its own error, or the last words of its log. `what` names it where there is no error."""
+    lines = [line for line in job.logs().splitlines() if line.strip() and not _RAYS_OWN.search(line)]
+    begins = [index for index, line in enumerate(lines) if line.startswith(_TYPED)]
+    if begins:
+        return "\n".join(lines[begins[-1] :]).removeprefix(_TYPED)  # a Task's own error has a traceback, of many lines
+    return "\n".join([f"{what} failed; its last words:", *lines[-_NUM_LAST_WORDS:]])
+
+
+def end_as_by_ctrl_c() -> None:
+    """Let SIGTERM end this program as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def ignore_further_interrupts() -> None:
+    """While this program cleans up, which takes seconds and leaves nothing behind."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
