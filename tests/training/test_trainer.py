@@ -118,7 +118,9 @@ def test_a_resumed_run_has_the_losses_of_the_undisturbed_one_to_the_bit(
     assert (part.reason, part.steps, part.weights) == ("interrupted", stopped_at, None)
     resumed = train(tmp_path / "parts", spec, second)
     assert first.losses | second.losses == whole.losses
-    assert min(second.losses) == stopped_at + 1
+    said_again = {step: loss for step, loss in second.losses.items() if step <= stopped_at}
+    assert said_again.items() <= first.losses.items()
+    assert min(second.losses.keys() - said_again.keys()) == stopped_at + 1
     assert second.events[0] == ("restored", {"step": stopped_at, "damaged": []})
     assert_same(weights_of(resumed), weights_of(expected))
     assert resumed.metrics == expected.metrics
@@ -137,7 +139,19 @@ def test_a_run_that_had_ended_ends_again_at_once(tmp_path: Path) -> None:
     again, notes = train(tmp_path, spec_of(stop={"epochs": 4, "target": "accuracy>=0.9"}), given := Notes()), given
     assert first.reason == again.reason == "target"
     assert (again.steps, again.metrics) == (first.steps, first.metrics)
-    assert notes.losses == {}
+    assert max(notes.losses) == first.steps  # said again; no further step was made
+
+
+def test_what_was_reported_last_before_a_death_is_reported_again(tmp_path: Path) -> None:
+    """A cluster that dies takes along what its driver has not recorded yet, and leaves the checkpoint of that step."""
+    whole, after = Notes(), Notes()
+    spec = spec_of(stop={"steps": 20}, evaluate={"every_steps": 9})
+    steps = iter(range(1, 100))
+    train(tmp_path / "run", spec, whole, should_stop=lambda: next(steps) >= 10)
+    train(tmp_path / "run", spec_of(stop={"steps": 11}), after)
+    for step in (8, 9, 10):
+        assert after.metrics[step] == pytest.approx(whole.metrics[step], nan_ok=True)
+    assert "validation/loss" in after.metrics[9]
 
 
 def test_more_epochs_can_be_asked_for_later(tmp_path: Path) -> None:
@@ -174,7 +188,7 @@ def test_a_loss_that_is_not_finite_stops_it_with_step_samples_and_checkpoint(tmp
     assert str(raised.value.checkpoint).endswith("step-000000004")
     notes = Notes()
     train(tmp_path / "run", spec, notes, notes=str(tmp_path))
-    assert min(notes.losses) == 5  # from the last good one
+    assert notes.events[0] == ("restored", {"step": 4, "damaged": []})  # the last good one
 
 
 def test_an_error_of_the_users_own_comes_out_as_it_is(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from shoal.train.journal import Journal
 from shoal.train.random_state import random_state, set_random_state
 from shoal.train.spec import CheckpointSpec
 
+NUM_REPORTS = 16
+
 
 @dataclass
 class Progress:
@@ -32,6 +34,8 @@ class Progress:
     training_s:   of training alone
     evaluated:    the step of the last evaluation, whose results are `metrics`
     policy:       what the StopPolicy needs to go on
+    reports:      the last ones, as (step, values): a cluster that dies may take them along before they are recorded,
+                  and leave the checkpoint; so they are made again when a run goes on
     """
 
     step: int = 0
@@ -40,6 +44,12 @@ class Progress:
     evaluated: int = -1
     metrics: dict[str, float] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
+    reports: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+    def report(self, step: int, values: dict[str, float], journal: Journal) -> None:
+        """Log `values`, and remember that they were."""
+        journal.log(step, values)
+        self.reports = [*self.reports[1 - NUM_REPORTS :], (step, values)]
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,8 @@ class Trainer:
             self._progress = restored.progress
             self._policy.load_state_dict(restored.progress.policy)
             self._journal.event("restored", step=restored.progress.step, damaged=restored.damaged)
+            for step, values in restored.progress.reports:
+                self._journal.log(step, values)
         self._journal.event(
             "training",
             step=self._progress.step,
@@ -234,7 +236,7 @@ class Trainer:
             "train/epoch": self._epoch(),
             **self._meter.report(parts.training.wait_s, parts.model.communication_s),
         }
-        self._journal.log(step, values)
+        self._progress.report(step, values, self._journal)
         self._loss_sum, self._num_losses = 0.0, 0
 
     def _write_histograms(self, step: int) -> None:
@@ -251,7 +253,7 @@ class Trainer:
         self._progress.evaluated, self._progress.metrics = step, metrics
         self._progress.training_s = self._meter.training_s
         named = {f"validation/{name}": value for name, value in metrics.items()}
-        self._journal.log(step, {**named, TRAINING_S: self._progress.training_s})
+        self._progress.report(step, {**named, TRAINING_S: self._progress.training_s}, self._journal)
         stop = self._policy.after_evaluation(step, metrics)
         if self._policy.best_step == step:
             self._save(best=True)
