@@ -1,0 +1,101 @@
+"""A model as a function of tables: some columns in, its outputs and its version as further columns out.
+
+Called by batch prediction, in as many processes as that has; uses the endpoint's own Predictor, so that a row gets the
+outputs that the endpoint would give it. Knows no file and no Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from shoal.errors import ConfigError, InferenceError
+from shoal.serve.options import ModelOptions
+from shoal.serve.predictor import ModelPackage, Predictor
+from shoal.serve.table import choose_columns, columns_of, inputs_of
+
+Part = tuple[int, dict[str, np.ndarray] | None]  # so many rows, and their outputs; None for one that failed
+VERSION_COLUMN = "model_version"
+ERROR_COLUMN = "error"
+
+
+class TablePredictor:
+    """Answers tables with one version of a model.
+
+    said:        the columns of each input, where they do not follow from the names
+    keep:        the columns that go from input to output; None for all
+    skip_errors: a row that the model fails on has no outputs and a word in the column `error`; else it ends everything
+
+    Raises ConfigError, WeightsError when the model cannot be built or loaded.
+    """
+
+    def __init__(
+        self,
+        package: ModelPackage,
+        options: ModelOptions,
+        *,
+        said: Mapping[str, Sequence[str]] | None = None,
+        keep: Sequence[str] | None = None,
+        skip_errors: bool = False,
+        torch_threads: int = 1,
+    ) -> None:
+        assert package.snapshot is not None, "a registered version has weights"
+        self.signature = package.signature
+        self._said, self._keep, self._skip_errors = said or {}, keep, skip_errors
+        self._max_rows = options.max_batch_size
+        predictor = Predictor(package.factory, package.signature, options, torch_threads)
+        self._model = predictor.load(package.snapshot)
+        predictor.enter_thread()
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """The kept columns, the outputs and the version, a row for each row. Raises DataError, InferenceError."""
+        chosen = choose_columns(self.signature.inputs, table.column_names, self._said)
+        inputs = inputs_of(table, self.signature.inputs, chosen)
+        parts: list[Part] = []
+        errors: list[str | None] = []
+        for start in range(0, len(table), self._max_rows):
+            of_part = {name: rows[start : start + self._max_rows] for name, rows in inputs.items()}
+            self._answer(of_part, min(self._max_rows, len(table) - start), parts, errors)
+        kept = table if self._keep is None else table.select(list(self._keep))
+        named = [*(spec.name for spec in self.signature.outputs), VERSION_COLUMN]
+        if twice := sorted(set(named) & set(kept.column_names)):
+            remedy = "choose the columns to keep with --keep"
+            raise ConfigError("keep", twice[0], "is a column of the input and an output of the model", remedy)
+        for name, column in self._columns(parts).items():
+            kept = kept.append_column(name, column)
+        kept = kept.append_column(VERSION_COLUMN, pa.array(np.full(len(table), self._model.version, np.int64)))
+        return kept.append_column(ERROR_COLUMN, pa.array(errors, pa.string())) if self._skip_errors else kept
+
+    def _answer(
+        self, inputs: dict[str, np.ndarray], num_rows: int, parts: list[Part], errors: list[str | None]
+    ) -> None:
+        """Append the outputs of these rows; of rows that fail together, each half is tried alone."""
+        try:
+            parts.append((num_rows, self._model.predict_batch([inputs])[0]))
+            errors.extend([None] * num_rows)
+        except InferenceError as error:
+            if not self._skip_errors:
+                raise
+            if num_rows == 1:
+                parts.append((1, None))
+                errors.append(str(error))
+                return
+            half = num_rows // 2
+            self._answer({name: rows[:half] for name, rows in inputs.items()}, half, parts, errors)
+            self._answer({name: rows[half:] for name, rows in inputs.items()}, num_rows - half, parts, errors)
+
+    def _columns(self, parts: Sequence[Part]) -> dict[str, pa.ChunkedArray]:
+        datatypes = {spec.name: spec.datatype for spec in self.signature.outputs}
+        answered = [columns_of(outputs, datatypes) for _, outputs in parts if outputs is not None]
+        if not answered:
+            return {name: pa.nulls(sum(count for count, _ in parts)) for name in datatypes}
+        types = {name: answered[0][name].type for name in datatypes}
+        rest = iter(answered)
+        chunks: dict[str, list[pa.Array]] = {name: [] for name in datatypes}
+        for count, outputs in parts:
+            columns = next(rest) if outputs is not None else None
+            for name, of_name in chunks.items():
+                of_name.append(columns[name] if columns is not None else pa.nulls(count, types[name]))
+        return {name: pa.chunked_array(of_name, types[name]) for name, of_name in chunks.items()}

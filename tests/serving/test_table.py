@@ -1,0 +1,146 @@
+"""Tables in and out of models: which columns make an input, and the predictions beside what they were made from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from shoal.errors import ConfigError, DataError, InferenceError
+from shoal.open_inference.messages import TensorMetadata
+from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
+from shoal.serve.options import ModelOptions
+from shoal.serve.predictor import ModelPackage
+from shoal.serve.table import choose_columns, columns_of, inputs_of, parse_columns
+from shoal.serve.table_predictor import TablePredictor
+from shoal.weights import WeightSnapshot
+
+X = TensorMetadata("x", "FP32", [-1, 2])
+FLAG = TensorMetadata("flag", "BOOL", [-1])
+TABLE = pa.table(
+    {"a": [1, 2, 3], "b": [0.5, 1.5, 2.5], "x": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], "id": ["p", "q", "r"]}
+)
+
+
+def inputs(table: pa.Table, spec: TensorMetadata, *words: str) -> np.ndarray:
+    chosen = choose_columns([spec], table.column_names, parse_columns(words, [spec]))
+    return inputs_of(table, [spec], chosen)[spec.name]
+
+
+def test_a_column_of_lists_is_the_input_of_its_name() -> None:
+    np.testing.assert_array_equal(inputs(TABLE, X), [[1, 2], [3, 4], [5, 6]])
+
+
+def test_named_columns_stand_side_by_side() -> None:
+    found = inputs(TABLE, X, "b,a")
+    np.testing.assert_array_equal(found, [[0.5, 1], [1.5, 2], [2.5, 3]])
+    assert found.dtype == np.float32
+
+
+def test_all_columns_are_the_only_input_of_as_many_values() -> None:
+    np.testing.assert_array_equal(inputs(TABLE.select(["a", "b"]), X), [[1, 0.5], [2, 1.5], [3, 2.5]])
+
+
+def test_several_inputs_have_their_columns_named() -> None:
+    said = parse_columns(["x=a,b", "flag=a"], [X, FLAG])
+    assert choose_columns([X, FLAG], ["a", "b"], said) == {"x": ["a", "b"], "flag": ["a"]}
+    with pytest.raises(DataError, match="does not say for which input"):
+        parse_columns(["a,b"], [X, FLAG])
+    with pytest.raises(DataError, match="no input 'y'"):
+        parse_columns(["y=a"], [X, FLAG])
+
+
+def test_pictures_are_flat_columns_too() -> None:
+    picture = TensorMetadata("image", "FP32", [-1, 1, 2, 2])
+    table = pa.table({"image": [[1, 2, 3, 4], [5, 6, 7, 8]]})
+    assert inputs(table, picture).shape == (2, 1, 2, 2)
+
+
+def test_words_become_bytes() -> None:
+    text = TensorMetadata("id", "BYTES", [-1])
+    assert inputs(TABLE, text).tolist() == [b"p", b"q", b"r"]
+
+
+@pytest.mark.parametrize(
+    ("table", "words", "message"),
+    [
+        (TABLE.select(["a", "id"]), ["a,id"], "column = 'id': cannot be FP32"),
+        (TABLE, ["a"], r"a give 1 values for each row of this input, FP32 \[any, 2\]"),
+        (TABLE, ["a,z"], "columns = 'z': is not in the table. it has a, b, x, id"),
+        (TABLE.select(["a", "b", "id"]), [], "no column makes this input"),
+        (pa.table({"a": [1, None], "b": [1, 2]}), [], "column = 'a': row 1 has no value"),
+        (pa.table({"x": [[1, 2], [3]]}), [], "its rows have from 1 to 2 values"),
+    ],
+)
+def test_what_does_not_fit_is_named(table: pa.Table, words: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        inputs(table, X, *words)
+
+
+def test_outputs_are_numbers_or_lists() -> None:
+    outputs = {"y": np.arange(6, dtype=np.float32).reshape(2, 3), "best": np.array([[1], [2]])}
+    columns = columns_of(outputs, {"y": "FP32", "best": "INT64"})
+    assert columns["y"].to_pylist() == [[0, 1, 2], [3, 4, 5]]
+    assert columns["best"].to_pylist() == [1, 2]
+
+
+class Total(torch.nn.Module):
+    """The sum of a row; nan when its first value is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = (x * self.scale).sum(1)
+        return torch.where(x[:, 0] < 0, torch.nan, total)
+
+
+def predictor(**options: Any) -> TablePredictor:
+    signature = Signature(
+        inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 2])],
+        outputs=[TensorSignature(name="total", datatype="FP32", shape=[-1])],
+    )
+    factory = ModelFactory(factory=f"{__name__}:Total")
+    snapshot = WeightSnapshot.of(3, {"scale": np.full(1, 2.0, np.float32)})
+    return TablePredictor(ModelPackage(factory, signature, snapshot), ModelOptions(max_batch_size=4), **options)
+
+
+def rows(*firsts: float) -> pa.Table:
+    return pa.table({"id": list(range(len(firsts))), "a": list(firsts), "b": [1.0] * len(firsts)})
+
+
+def test_predictions_stand_beside_their_rows() -> None:
+    answered = predictor(said={"x": ["a", "b"]})(rows(*range(10)))
+    assert answered.column_names == ["id", "a", "b", "total", "model_version"]
+    assert answered["total"].to_pylist() == [2.0 * (row + 1) for row in range(10)]
+    assert answered["model_version"].to_pylist() == [3] * 10
+
+
+def test_only_what_is_kept_goes_along() -> None:
+    assert predictor(said={"x": ["a", "b"]}, keep=["id"])(rows(1)).column_names == ["id", "total", "model_version"]
+
+
+def test_an_output_does_not_hide_a_column() -> None:
+    table = rows(1).rename_columns(["total", "a", "b"])
+    with pytest.raises(ConfigError, match="keep = 'total': is a column of the input and an output of the model"):
+        predictor(said={"x": ["a", "b"]})(table)
+
+
+def test_one_bad_row_ends_it_unless_it_is_to_be_skipped() -> None:
+    table = rows(1, 2, -1, 4, 5, 6)
+    with pytest.raises(InferenceError, match="'total' is not finite"):
+        predictor(said={"x": ["a", "b"]})(table)
+    answered = predictor(said={"x": ["a", "b"]}, skip_errors=True)(table)
+    assert answered["total"].to_pylist() == [4.0, 6.0, None, 10.0, 12.0, 14.0]
+    assert ["not finite" in (error or "") for error in answered["error"].to_pylist()] == [False, False, True] + [
+        False
+    ] * 3
+
+
+def test_no_row_at_all_can_be_answered() -> None:
+    answered = predictor(said={"x": ["a", "b"]}, skip_errors=True)(rows(-1, -2))
+    assert answered["total"].null_count == 2
