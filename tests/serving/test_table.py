@@ -14,7 +14,7 @@ from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
 from shoal.serve.options import ModelOptions
 from shoal.serve.predictor import ModelPackage
-from shoal.serve.table import choose_columns, columns_of, inputs_of, parse_columns
+from shoal.serve.table import choose_columns, column_of, column_type, inputs_of, parse_columns
 from shoal.serve.table_predictor import TablePredictor
 from shoal.weights import WeightSnapshot
 
@@ -80,11 +80,26 @@ def test_what_does_not_fit_is_named(table: pa.Table, words: list[str], message: 
         inputs(table, X, *words)
 
 
-def test_outputs_are_numbers_or_lists() -> None:
-    outputs = {"y": np.arange(6, dtype=np.float32).reshape(2, 3), "best": np.array([[1], [2]])}
-    columns = columns_of(outputs, {"y": "FP32", "best": "INT64"})
-    assert columns["y"].to_pylist() == [[0, 1, 2], [3, 4, 5]]
-    assert columns["best"].to_pylist() == [1, 2]
+@pytest.mark.parametrize(
+    ("shape", "array", "column"),
+    [
+        ([-1, 3], np.arange(6, dtype=np.float32).reshape(2, 3), [[0, 1, 2], [3, 4, 5]]),
+        ([-1, 1], np.array([[1], [2]], np.float32), [1, 2]),
+        ([-1], np.array([1, 2], np.float32), [1, 2]),
+        ([-1, -1], np.arange(4, dtype=np.float32).reshape(2, 2), [[0, 1], [2, 3]]),
+        ([-1, 2, 2], np.arange(4, dtype=np.float32).reshape(1, 2, 2), [[0, 1, 2, 3]]),
+        ([-1, -1], np.zeros((0, 5), np.float32), []),
+    ],
+)
+def test_outputs_are_numbers_or_lists(shape: list[int], array: np.ndarray, column: list[Any]) -> None:
+    made = column_of(TensorMetadata("y", "FP32", shape), array)
+    assert made.to_pylist() == column
+    assert made.type == column_type(TensorMetadata("y", "FP32", shape))
+
+
+def test_bf16_outputs_are_floats_and_bytes_stay_bytes() -> None:
+    assert column_of(TensorMetadata("y", "BF16", [-1]), np.array([0x3FC0], np.uint16)).to_pylist() == [1.5]
+    assert column_of(TensorMetadata("y", "BYTES", [-1]), np.array([b"a"], object)).to_pylist() == [b"a"]
 
 
 class Total(torch.nn.Module):
@@ -144,3 +159,4 @@ def test_one_bad_row_ends_it_unless_it_is_to_be_skipped() -> None:
 def test_no_row_at_all_can_be_answered() -> None:
     answered = predictor(said={"x": ["a", "b"]}, skip_errors=True)(rows(-1, -2))
     assert answered["total"].null_count == 2
+    assert answered["total"].type == pa.float32()

@@ -75,9 +75,30 @@ def inputs_of(
     return {spec.name: _input(table, spec, chosen[spec.name]) for spec in inputs}
 
 
-def columns_of(outputs: Mapping[str, np.ndarray], datatypes: Mapping[str, str]) -> dict[str, pa.Array]:
-    """Arrow columns with one value for each row: a number, a string of bytes, or a list."""
-    return {name: _column(array, datatypes[name]) for name, array in outputs.items()}
+def column_type(spec: TensorSpec) -> pa.DataType:
+    """What a row of this output is in a table: a number, bytes, or a list (of fixed length where its shape is)."""
+    if spec.datatype == "BYTES":
+        value = pa.binary()
+    else:
+        value = pa.from_numpy_dtype(np.float32 if spec.datatype == "BF16" else NUMPY[spec.datatype])
+    sizes = spec.shape[1:]
+    if -1 in sizes:
+        return pa.list_(value)
+    return value if math.prod(sizes) == 1 else pa.list_(value, math.prod(sizes))
+
+
+def column_of(spec: TensorSpec, array: np.ndarray) -> pa.Array:
+    """An output [rows, ...] as a column of `column_type(spec)`."""
+    rows = len(array)
+    flat = (bf16_values(array) if spec.datatype == "BF16" else array).reshape(-1)
+    wanted = column_type(spec)
+    if pa.types.is_list(wanted):
+        size = flat.size // rows if rows else 0
+        offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * size)
+        return pa.ListArray.from_arrays(offsets, pa.array(flat, wanted.value_type))
+    if pa.types.is_fixed_size_list(wanted):
+        return pa.FixedSizeListArray.from_arrays(pa.array(flat, wanted.value_type), wanted.list_size)
+    return pa.array(flat, wanted)
 
 
 def described(spec: TensorSpec) -> str:
@@ -124,12 +145,3 @@ def _values(table: pa.Table, column: str, spec: TensorSpec) -> np.ndarray:
 
 def _as_bytes(value: Any) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode()
-
-
-def _column(array: np.ndarray, datatype: str) -> pa.Array:
-    if datatype == "BF16":
-        array = bf16_values(array)
-    size = math.prod(array.shape[1:])
-    flat = array.reshape(-1)
-    values = pa.array(flat.tolist(), pa.binary()) if flat.dtype == object else pa.array(flat)
-    return values if size == 1 else pa.FixedSizeListArray.from_arrays(values, size)

@@ -14,7 +14,7 @@ import pyarrow as pa
 from shoal.errors import ConfigError, InferenceError
 from shoal.serve.options import ModelOptions
 from shoal.serve.predictor import ModelPackage, Predictor
-from shoal.serve.table import choose_columns, columns_of, inputs_of
+from shoal.serve.table import choose_columns, column_of, column_type, inputs_of
 
 Part = tuple[int, dict[str, np.ndarray] | None]  # so many rows, and their outputs; None for one that failed
 VERSION_COLUMN = "model_version"
@@ -87,15 +87,12 @@ class TablePredictor:
             self._answer({name: rows[half:] for name, rows in inputs.items()}, num_rows - half, parts, errors)
 
     def _columns(self, parts: Sequence[Part]) -> dict[str, pa.ChunkedArray]:
-        datatypes = {spec.name: spec.datatype for spec in self.signature.outputs}
-        answered = [columns_of(outputs, datatypes) for _, outputs in parts if outputs is not None]
-        if not answered:
-            return {name: pa.nulls(sum(count for count, _ in parts)) for name in datatypes}
-        types = {name: answered[0][name].type for name in datatypes}
-        rest = iter(answered)
-        chunks: dict[str, list[pa.Array]] = {name: [] for name in datatypes}
-        for count, outputs in parts:
-            columns = next(rest) if outputs is not None else None
-            for name, of_name in chunks.items():
-                of_name.append(columns[name] if columns is not None else pa.nulls(count, types[name]))
-        return {name: pa.chunked_array(of_name, types[name]) for name, of_name in chunks.items()}
+        columns = {}
+        for spec in self.signature.outputs:
+            kind = column_type(spec)
+            chunks = [
+                pa.nulls(count, kind) if outputs is None else column_of(spec, outputs[spec.name])
+                for count, outputs in parts
+            ]
+            columns[spec.name] = pa.chunked_array(chunks, kind)
+        return columns
