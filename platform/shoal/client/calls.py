@@ -28,7 +28,7 @@ def infer(
     """Inference with an encoded body; `version` None leaves the choice to the endpoint."""
     told = dict(headers)
     if sticky:
-        told["shoal-sticky"] = quote(sticky)
+        told["shoal-sticky"] = quote(sticky, safe=_PLAIN)
     if track:
         told["shoal-track"] = track
     return Request("POST", f"{_path(model)}{'' if version is None else f'/versions/{version}'}/infer", told, body)
@@ -79,6 +79,7 @@ def statistics_of(reply: Reply) -> list[VersionStatistics]:
     return decode(reply, Statistics).model_stats
 
 
+_PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # what a header can hold as it is
 _JSON = {"content-type": "application/json"}
 
 

@@ -38,6 +38,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     """One model of the endpoint.
 
     state:      of the protocol: READY, LOADING, UNLOADING, UNAVAILABLE; `reason` when it is not READY
+    phase:      of its rollout: vacant, steady, staging, canary, flipping; "live" when it follows a run
     source:     what it follows: `name@champion` of the registry, or `run RUN` when live
     queued_rows, max_queued_rows: over all replicas
     batch_rows: mean rows of a batch over the last `EndpointStatus.window_s`; None where there was none
@@ -48,6 +49,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     name: str
     state: str = "READY"
     reason: str = ""
+    phase: str = ""
     source: str = ""
     versions: list[VersionStatus] = []
     queued_rows: int = 0

@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 
 from shoal.client.exchange import Reply
-from shoal.errors import ConfigError, ConnectionLost
+from shoal.errors import ConfigError, ConnectionLost, InferenceError
+from shoal.open_inference.binary_tensors import from_binary, to_binary
 from shoal.open_inference.datatypes import NUMPY, bf16_bits, bf16_values
 from shoal.open_inference.json_tensors import to_json
 from shoal.open_inference.messages import (
@@ -79,7 +80,7 @@ def encode_inputs(
         ]
         request = InferRequest(tensors, request_id or None, None, asked)
         return {"content-type": "application/json"}, msgspec.json.encode(request)
-    buffers = {name: _bytes(array, datatypes[name]) for name, array in arrays.items()}
+    buffers = {name: to_binary(datatypes[name], array) for name, array in arrays.items()}
     tensors = [
         InputTensor(name, list(array.shape), datatypes[name], {"binary_data_size": len(buffers[name])}, NO_DATA)
         for name, array in arrays.items()
@@ -95,13 +96,14 @@ def decode_answer(reply: Reply) -> Answer:
     try:
         length = int(reply.headers.get(HEADER_LENGTH, len(reply.body)))
         head = msgspec.json.decode(memoryview(reply.body)[:length], type=InferResponse)
-        outputs, at = {}, length
+        rest = memoryview(reply.body)[length:]
+        outputs = {}
         for tensor in head.outputs:
             size = int((tensor.parameters or {}).get("binary_data_size", -1))
-            outputs[tensor.name] = _from_json(tensor) if size < 0 else _from_bytes(tensor, reply.body[at : at + size])
-            at += max(size, 0)
+            outputs[tensor.name] = _from_json(tensor) if size < 0 else _from_bytes(tensor, rest[:size])
+            rest = rest[max(size, 0) :]
         return Answer(outputs, int(head.model_version), head.model_name, head.id or "")
-    except (msgspec.DecodeError, KeyError, ValueError) as error:
+    except (msgspec.DecodeError, KeyError, ValueError, InferenceError) as error:
         raise ConnectionLost(f"what answers is no endpoint of this kind: {error}") from None
 
 
@@ -133,12 +135,6 @@ def _json(name: str, array: np.ndarray, datatype: str) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(to_json(name, datatype, array, role="input")))
 
 
-def _bytes(array: np.ndarray, datatype: str) -> bytes:
-    if datatype == "BYTES":
-        return b"".join([len(each).to_bytes(4, "little") + each for each in array.ravel()])
-    return array.tobytes()
-
-
 def _from_json(tensor: OutputTensor) -> np.ndarray:
     values = tensor.data or []
     if tensor.datatype == "BYTES":
@@ -149,13 +145,6 @@ def _from_json(tensor: OutputTensor) -> np.ndarray:
     return np.array(values, dtype=dtype).reshape(tensor.shape)
 
 
-def _from_bytes(tensor: OutputTensor, raw: bytes) -> np.ndarray:
-    if tensor.datatype == "BYTES":
-        elements, at = [], 0
-        while at < len(raw):
-            size = int.from_bytes(raw[at : at + 4], "little")
-            elements.append(raw[at + 4 : at + 4 + size])
-            at += 4 + size
-        return np.array(elements, dtype=object).reshape(tensor.shape)
-    array = np.frombuffer(raw, NUMPY[tensor.datatype]).reshape(tensor.shape)
+def _from_bytes(tensor: OutputTensor, raw: memoryview) -> np.ndarray:
+    array = from_binary(tensor.name, tensor.datatype, tensor.shape, raw, role="output")
     return bf16_values(array) if tensor.datatype == "BF16" else array

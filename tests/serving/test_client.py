@@ -1,0 +1,327 @@
+"""The clients against the protocol's own application over real sockets, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.served_here import TOKEN, Counting, served
+from shoal.client import AsyncClient, Client
+from shoal.errors import Closed, ConfigError, ConnectionLost, InferenceError
+from shoal.open_inference.datatypes import NUMPY, bf16_bits
+
+ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+@pytest.fixture(scope="module")
+def host() -> FakeHost:
+    every = {name.lower(): (name, [-1, 2]) for name in NUMPY}
+    return FakeHost(
+        FakeModel("m", tensors(x=("FP32", [-1, 3])), versions=(6, 7)),
+        FakeModel("two", tensors(a=("FP32", [-1, 2]), b=("INT64", [-1]))),
+        FakeModel("every", tensors(**every)),
+        FakeModel("empty", versions=()),
+        shelf=(FakeModel("shelved"),),
+    )
+
+
+@pytest.fixture(scope="module")
+def endpoint(host: FakeHost) -> Iterator[tuple[str, Counting]]:
+    with served(host) as found:
+        yield found
+
+
+@pytest.fixture(params=[True, False], ids=["binary", "json"])
+def client(request: pytest.FixtureRequest, endpoint: tuple[str, Counting]) -> Iterator[Client]:
+    with Client(endpoint[0], token=TOKEN, timeout_s=10.0, binary=request.param) as made:
+        yield made
+
+
+def test_arrays_come_back_with_the_version_that_made_them(client: Client) -> None:
+    answer = client.infer("m", {"x": ROWS}, request_id="r-1")
+    np.testing.assert_array_equal(answer["x"], ROWS)
+    assert (answer["x"].dtype, answer.version, answer.model, answer.request_id) == (np.float32, 7, "m", "r-1")
+
+
+def test_every_datatype_goes_there_and_back(client: Client) -> None:
+    sent: dict[str, np.ndarray] = {}
+    for name, dtype in NUMPY.items():
+        if name == "BYTES":
+            sent["bytes"] = np.array([["a", "ß"]], dtype=object)
+        else:
+            sent[name.lower()] = np.array([[0, 1]]).astype(np.float32 if name == "BF16" else dtype)
+    answer = client.infer("every", sent)
+    for name, array in sent.items():
+        expected = np.array([[b"a", "ß".encode()]], dtype=object) if name == "bytes" else array
+        np.testing.assert_array_equal(answer[name], expected, err_msg=name)
+        assert answer[name].dtype == expected.dtype, name
+
+
+def test_lists_and_other_floats_become_what_the_model_takes(client: Client) -> None:
+    np.testing.assert_array_equal(client.infer("m", [[1, 2, 3]])["x"], np.array([[1, 2, 3]], np.float32))
+    np.testing.assert_array_equal(client.infer("m", {"x": ROWS.astype(np.float64)})["x"], ROWS)
+    np.testing.assert_array_equal(client.infer("m", ROWS[:, ::-1])["x"], ROWS[:, ::-1])
+    np.testing.assert_array_equal(client.infer("two", {"a": [[1, 2]], "b": np.array([3], np.int8)})["b"], [3])
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "message"),
+    [
+        ("two", {"a": [[1, 2]], "b": [0.5]}, "'b': is float64, the model takes INT64"),
+        ("m", {"x": [["a", "b", "c"]]}, "'x': is <U1, the model takes FP32"),
+        ("m", {"y": ROWS}, "'y': m has no such input"),
+        ("two", [[1, 2]], "two has 2 inputs"),
+        ("m", [[1, 2], [3]], "'x': is no array"),
+        ("every", {"uint8": [[300, 1]]}, "'uint8': has values that UINT8 cannot hold"),
+    ],
+)
+def test_what_no_endpoint_could_take_is_not_sent(client: Client, model: str, inputs: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        client.infer(model, inputs)  # type: ignore[arg-type]
+
+
+def test_bf16_bits_are_taken_as_they_are(client: Client, host: FakeHost) -> None:
+    model = host.models_by_name["every"]
+    model.error = InferenceError(409, "seen")
+    try:
+        sent = {name.lower(): np.zeros((1, 2), dtype) for name, dtype in NUMPY.items() if name != "BYTES"}
+        sent |= {"bf16": bf16_bits(np.array([[1.5, 2.5]], np.float32)), "bytes": np.array([[b"", b""]], object)}
+        with pytest.raises(InferenceError, match="seen"):
+            client.infer("every", sent)
+    finally:
+        model.error = None
+    np.testing.assert_array_equal(model.calls[-1].inputs["bf16"], sent["bf16"])
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "status", "words"),
+    [
+        ("m", [[1, 2]], 422, "input 'x': expected FP32"),
+        ("nobody", [[1, 2, 3]], 404, "'nobody'"),
+        ("empty", [[1, 2, 3]], 503, "no weights yet"),
+    ],
+)
+def test_the_endpoints_words_are_the_errors(
+    client: Client, model: str, inputs: list[list[int]], status: int, words: str
+) -> None:
+    with pytest.raises(InferenceError, match=words) as refused:
+        client.infer(model, inputs, deadline_s=0.5)
+    assert refused.value.status == status
+
+
+def test_a_model_that_changed_its_signature_is_asked_for_it_again(client: Client, host: FakeHost) -> None:
+    client.infer("m", ROWS)
+    model = host.models_by_name["m"]
+    before, model.signature = model.signature, FakeModel("m", tensors(z=("FP64", [-1, 2]))).signature
+    try:
+        with pytest.raises(InferenceError, match="'x' is unknown"):
+            client.infer("m", ROWS)
+        np.testing.assert_array_equal(client.infer("m", [[1, 2]])["z"], [[1, 2]])
+    finally:
+        model.signature = before
+
+
+def test_what_a_call_says_of_itself_arrives(client: Client, host: FakeHost) -> None:
+    model = host.models_by_name["m"]
+    answer = client.infer("m", ROWS, version=6, outputs=["x"], sticky="ü:1", track="stable", deadline_s=5.0)
+    call = model.calls[-1]
+    assert answer.version == 6
+    assert (call.version, call.sticky, call.track, call.outputs) == (6, "%C3%BC:1", "stable", frozenset({"x"}))
+    assert call.deadline_s is not None
+    client.infer("m", ROWS)
+    assert (model.calls[-1].version, model.calls[-1].deadline_s, model.calls[-1].track) == (None, None, "")
+
+
+def test_a_full_queue_is_tried_again_within_the_deadline(client: Client, host: FakeHost) -> None:
+    model = host.models_by_name["m"]
+    client.metadata("m")
+    model.error = InferenceError(429, "full", retry_after_s=1.0)
+    before = len(model.calls)
+    mend = threading.Timer(0.3, lambda: setattr(model, "error", None))
+    mend.start()
+    try:
+        assert client.infer("m", ROWS, deadline_s=5.0).version == 7
+        assert len(model.calls) == before + 2
+        model.error = InferenceError(429, "full", retry_after_s=1.0)
+        with pytest.raises(InferenceError, match="full") as refused:
+            client.infer("m", ROWS, deadline_s=0.5)
+        assert refused.value.retry_after_s == 1.0
+    finally:
+        mend.cancel()
+        model.error = None
+
+
+def test_without_a_token_nothing_is_told(endpoint: tuple[str, Counting]) -> None:
+    with Client(endpoint[0]) as client:
+        assert client.live()
+        with pytest.raises(InferenceError) as refused:
+            client.metadata("m")
+        assert refused.value.status == 401
+
+
+def test_the_repository_and_the_statistics(client: Client) -> None:
+    assert ("m", "7", "READY") in [(each.name, each.version, each.state) for each in client.models()]
+    client.load("shelved")
+    assert client.ready("shelved")
+    client.unload("shelved")
+    assert not client.ready("shelved")
+    client.infer("m", ROWS, version=6)
+    assert {each.version for each in client.statistics("m")} == {"6", "7"}
+    assert not client.ready("empty")
+    assert not client.ready()
+
+
+def test_one_connection_is_used_for_many_calls(endpoint: tuple[str, Counting]) -> None:
+    url, seen = endpoint
+    before = len(seen.peers)
+    with Client(url, token=TOKEN) as client:
+        for _ in range(20):
+            client.infer("m", ROWS)
+    assert len(seen.peers) == before + 1
+    assert seen.paths[-21:].count("/v2/models/m") == 1
+
+
+def test_many_threads_share_a_client(endpoint: tuple[str, Counting]) -> None:
+    with Client(endpoint[0], token=TOKEN) as client:
+        wrong: list[int] = []
+
+        def ask(number: int) -> None:
+            rows = np.full((1, 3), number, np.float32)
+            wrong.extend(number for _ in range(20) if not np.array_equal(client.infer("m", rows)["x"], rows))
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30.0)
+    assert not wrong
+
+
+def test_a_closed_client_says_so(endpoint: tuple[str, Counting]) -> None:
+    client = Client(endpoint[0], token=TOKEN)
+    client.close()
+    client.close()
+    with pytest.raises(Closed):
+        client.live()
+
+
+def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with Client(f"http://127.0.0.1:{port}", timeout_s=0.5) as client:
+        assert not client.live()
+        with pytest.raises(ConnectionLost, match="cannot be reached"):
+            client.metadata("m")
+
+
+def _answering(payload: bytes) -> tuple[socket.socket, list[bytes]]:
+    """A listener whose every connection gets `payload`, whatever it says, and is closed."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    heard: list[bytes] = []
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                heard.append(connection.recv(65536))
+                connection.sendall(payload)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener, heard
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"],
+    ids=["nothing", "a part of the answer"],
+)
+def test_a_broken_answer_is_asked_for_again_only_when_told(payload: bytes) -> None:
+    listener, heard = _answering(payload)
+    with listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with Client(url, timeout_s=5.0) as client, pytest.raises(ConnectionLost, match="before the answer was whole"):
+            client.metadata("m")
+        assert len(heard) == 1
+        with Client(url, timeout_s=5.0, num_retries=2, retry_lost=True) as client, pytest.raises(ConnectionLost):
+            client.metadata("m")
+        assert len(heard) == 4
+
+
+def test_what_is_no_endpoint_is_said_to_be_none() -> None:
+    listener, _ = _answering(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello")
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with listener, Client(url) as client, pytest.raises(ConnectionLost, match="no endpoint of this kind"):
+        client.metadata("m")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "tcp://127.0.0.1:1", "http://"])
+def test_an_address_that_is_none(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not the address of an endpoint"):
+        Client(url)
+
+
+def test_an_endpoint_that_does_not_answer_is_left_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = Client(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
+        with client, pytest.raises(InferenceError, match=r"no answer within 0.2 s") as late:
+            client.metadata("m")
+    assert late.value.status == 504
+
+
+def test_the_asynchronous_client_asks_alike(endpoint: tuple[str, Counting], host: FakeHost) -> None:
+    async def ask() -> None:
+        async with AsyncClient(endpoint[0], token=TOKEN) as client:
+            answers = await asyncio.gather(*(client.infer("m", ROWS + number) for number in range(20)))
+            for number, answer in enumerate(answers):
+                np.testing.assert_array_equal(answer["x"], ROWS + number)
+            assert await client.live()
+            assert not await client.ready()
+            assert len(await client.models()) >= 4
+            await client.load("shelved")
+            await client.unload("shelved")
+            with pytest.raises(InferenceError) as refused:
+                await client.infer("m", [[1, 2]])
+            assert refused.value.status == 422
+        with pytest.raises(Closed):
+            await client.metadata("m")
+
+    asyncio.run(ask())
+
+
+def test_a_cancelled_call_leaves_the_endpoint(endpoint: tuple[str, Counting], host: FakeHost) -> None:
+    model = host.models_by_name["m"]
+
+    async def ask() -> None:
+        async with AsyncClient(endpoint[0], token=TOKEN) as client:
+            await client.metadata("m")
+            model.hold = asyncio.Event()  # never set
+            task = asyncio.ensure_future(client.infer("m", ROWS))
+            await _until(lambda: model.waiting == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await _until(lambda: model.waiting == 0)
+            with pytest.raises(InferenceError) as late:
+                await client.infer("m", ROWS, deadline_s=0.2)
+            assert late.value.status == 504
+
+    try:
+        asyncio.run(ask())
+    finally:
+        model.hold = None
+
+
+async def _until(condition: object) -> None:
+    assert callable(condition)
+    async with asyncio.timeout(10.0):
+        while not condition():
+            await asyncio.sleep(0.01)
