@@ -26,17 +26,18 @@ from typing import Any
 
 import msgspec
 from google.protobuf import json_format
-from google.protobuf.message import Message
 
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference import inference_pb2 as pb
+from shoal.registry.manifest import Signature
 from shoal.serve.access import Access
 from shoal.serve.call import Caller, HostedModel, InferCall, ModelHost
-from shoal.serve.grpc_tensors import read_inputs, read_outputs, write_answer
-from shoal.serve.limits import Limits
-from shoal.serve.model_config import EXTENSIONS, PLATFORM, model_config
+from shoal.serve.grpc_tensors import GrpcCodec
+from shoal.serve.model_config import EXTENSIONS, described, metadata, model_config
+from shoal.serve.terms import asked_deadline, asked_track, asked_version
 
 STREAM_WINDOW = 64
+MAX_STICKY_CHARS = 256
 FINAL = "triton_final_response"  # a parameter of every answer in a stream: the last one to its request
 
 
@@ -61,8 +62,9 @@ class Invocation:
 class InferenceServicer:
     """Answers each method of the service, or raises InferenceError or Closed."""
 
-    def __init__(self, host: ModelHost, access: Access, limits: Limits) -> None:
-        self._host, self._access, self._limits = host, access, limits
+    def __init__(self, host: ModelHost, access: Access) -> None:
+        self._host, self._access = host, access
+        self._codecs: dict[str, tuple[Signature, GrpcCodec]] = {}
 
     async def server_live(self, request: pb.ServerLiveRequest, invocation: Invocation) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
@@ -81,7 +83,7 @@ class InferenceServicer:
         self._admit(invocation, request.name)
         try:
             model = self._host.model(request.name)
-            version = _version(model, request.version)
+            version = asked_version(model, request.version)
         except InferenceError:
             return pb.ModelReadyResponse(ready=False)
         return pb.ModelReadyResponse(ready=bool(version or model.version))
@@ -90,14 +92,7 @@ class InferenceServicer:
         self, request: pb.ModelMetadataRequest, invocation: Invocation
     ) -> pb.ModelMetadataResponse:
         model = self._model(request.name, request.version, invocation)
-        tensor = pb.ModelMetadataResponse.TensorMetadata
-        return pb.ModelMetadataResponse(
-            name=model.name,
-            versions=[str(version) for version in model.versions],
-            platform=PLATFORM,
-            inputs=[tensor(**each.model_dump()) for each in model.signature.inputs],
-            outputs=[tensor(**each.model_dump()) for each in model.signature.outputs],
-        )
+        return json_format.ParseDict(msgspec.to_builtins(metadata(model)), pb.ModelMetadataResponse())
 
     async def model_config(self, request: pb.ModelConfigRequest, invocation: Invocation) -> pb.ModelConfigResponse:
         model = self._model(request.name, request.version, invocation)
@@ -110,7 +105,7 @@ class InferenceServicer:
             models = [self._model(request.name, request.version, invocation)]
         else:
             caller = self._admit(invocation)
-            models = [model for model in self._host.models() if caller.models is None or model.name in caller.models]
+            models = [model for model in self._host.models() if _may_see(caller, model.name)]
         found = [
             statistics
             for model in models
@@ -123,13 +118,13 @@ class InferenceServicer:
     async def repository_index(
         self, request: pb.RepositoryIndexRequest, invocation: Invocation
     ) -> pb.RepositoryIndexResponse:
-        self._admit(invocation)
+        caller = self._admit(invocation)
         index = pb.RepositoryIndexResponse.ModelIndex
         return pb.RepositoryIndexResponse(
             models=[
                 index(name=entry.name, version=entry.version, state=entry.state, reason=entry.reason)
                 for entry in self._host.repository()
-                if entry.state == "READY" or not request.ready
+                if _may_see(caller, entry.name) and (entry.state == "READY" or not request.ready)
             ]
         )
 
@@ -137,7 +132,8 @@ class InferenceServicer:
         self, request: pb.RepositoryModelLoadRequest, invocation: Invocation
     ) -> pb.RepositoryModelLoadResponse:
         caller = self._admit(invocation, request.model_name, administrator=True)
-        await self._host.load(request.model_name, _parameters(request.parameters), caller.name)
+        parameters = {name: _value(parameter) for name, parameter in request.parameters.items()}
+        await self._host.load(request.model_name, parameters, caller.name)
         return pb.RepositoryModelLoadResponse()
 
     async def repository_model_unload(
@@ -148,23 +144,26 @@ class InferenceServicer:
         return pb.RepositoryModelUnloadResponse()
 
     async def model_infer(self, request: pb.ModelInferRequest, invocation: Invocation) -> pb.ModelInferResponse:
+        arrived_s = time.monotonic()
         caller = self._admit(invocation, request.model_name)
         model = self._host.model(request.model_name)
-        inputs, num_rows = read_inputs(request, model.signature, self._limits)
+        version = asked_version(model, request.model_version)
+        codec = self._codec(model)
+        inputs, num_rows, outputs = codec.decode(request)
         call = InferCall(
             inputs,
             num_rows,
-            version=_version(model, request.model_version),
-            deadline_s=_deadline_s(request, invocation),
+            version=version,
+            deadline_s=_deadline_s(arrived_s, request, invocation, model.options.deadline_s),
             tenant=caller.name,
-            sticky=invocation.text("shoal-sticky"),
-            track=_track(invocation),
-            outputs=read_outputs(request, model.signature),
+            sticky=_sticky(invocation),
+            track=asked_track(invocation.text("shoal-track")),
+            outputs=outputs,
             trace=invocation.text("traceparent") or None,
         )
         prediction = await model.infer(call)
         invocation.trailing.append(("shoal-model-version", str(prediction.version)))
-        return write_answer(request, model.signature, prediction)
+        return codec.encode(request, prediction.version, prediction.outputs)
 
     async def model_stream_infer(
         self, requests: AsyncIterator[pb.ModelInferRequest], invocation: Invocation
@@ -219,54 +218,45 @@ class InferenceServicer:
         """The model, when the caller may ask it and has this version. Raises InferenceError (401, 403, 404, 429)."""
         self._admit(invocation, name)
         model = self._host.model(name)
-        _version(model, version)
+        asked_version(model, version)
         return model
 
-
-def _version(model: HostedModel, version: str) -> int | None:
-    """The version that is asked for; None when the choice is the server's. Raises InferenceError (404)."""
-    if not version:
-        return None
-    if not (version.isascii() and version.isdigit()) or int(version[:20]) not in model.versions:
-        raise InferenceError(
-            404, f"model {model.name!r} has no version {version[:40]!r}; it serves {model.versions or 'none'}"
-        )
-    return int(version)
-
-
-def _track(invocation: Invocation) -> str:
-    track = invocation.text("shoal-track")
-    if track not in ("", "stable", "candidate"):
-        raise InferenceError(400, f"shoal-track = {track[:40]!r}: expected stable or candidate")
-    return track
+    def _codec(self, model: HostedModel) -> GrpcCodec:
+        """The codec of a model, made anew when a load has changed its signature."""
+        signature = model.signature
+        known = self._codecs.get(model.name)
+        if known is not None and known[0] is signature:
+            return known[1]
+        codec = GrpcCodec(described(signature.inputs), described(signature.outputs), model.options.max_batch_size)
+        self._codecs[model.name] = signature, codec
+        return codec
 
 
-def _deadline_s(request: pb.ModelInferRequest, invocation: Invocation) -> float | None:
-    """The earliest of the call's deadline, `shoal-deadline-ms`, and the protocol's `timeout` in microseconds."""
-    now_s = time.monotonic()
-    deadlines = [] if invocation.deadline_s is None else [invocation.deadline_s]
-    if "timeout" in request.parameters:
-        timeout_us = _value(request.parameters["timeout"])
-        if isinstance(timeout_us, bool) or not isinstance(timeout_us, int) or timeout_us < 0:
-            raise InferenceError(400, f"timeout = {str(timeout_us)[:40]!r}: expected microseconds")
-        if timeout_us:
-            deadlines.append(now_s + timeout_us / 1e6)
-    if text := invocation.text("shoal-deadline-ms"):
-        try:
-            deadline_ms = float(text)
-        except ValueError:
-            deadline_ms = 0.0
-        if not 0 < deadline_ms < 1e12:
-            raise InferenceError(400, f"shoal-deadline-ms = {text[:40]!r}: expected milliseconds from now")
-        deadlines.append(now_s + deadline_ms / 1e3)
-    return min(deadlines, default=None)
+def _deadline_s(
+    arrived_s: float, request: pb.ModelInferRequest, invocation: Invocation, default_s: float | None
+) -> float | None:
+    """The earliest of those that the client has named, the call's own among them; else the model's."""
+    timeout_us = _value(request.parameters["timeout"]) if "timeout" in request.parameters else None
+    deadline_ms = invocation.text("shoal-deadline-ms")
+    called_s = invocation.deadline_s
+    asked_s = asked_deadline(arrived_s, timeout_us, deadline_ms, default_s if called_s is None else None)
+    if called_s is None or asked_s is None:
+        return called_s or asked_s
+    return min(called_s, asked_s)
 
 
-def _value(parameter: Message) -> Any:
-    """What one of the protocol's parameters holds; None when it holds nothing."""
+def _sticky(invocation: Invocation) -> str:
+    sticky = invocation.text("shoal-sticky")
+    if len(sticky) > MAX_STICKY_CHARS:
+        raise InferenceError(400, f"shoal-sticky has {len(sticky)} characters, the limit is {MAX_STICKY_CHARS}")
+    return sticky
+
+
+def _value(parameter: pb.InferParameter | pb.ModelRepositoryParameter) -> Any:
+    """What a parameter holds; None when it holds nothing."""
     choice = parameter.WhichOneof("parameter_choice")
     return None if choice is None else getattr(parameter, choice)
 
 
-def _parameters(parameters: Mapping[str, Message]) -> dict[str, Any]:
-    return {name: _value(parameter) for name, parameter in parameters.items()}
+def _may_see(caller: Caller, model: str) -> bool:
+    return caller.models is None or model in caller.models
