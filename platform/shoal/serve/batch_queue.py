@@ -78,7 +78,7 @@ class Entry(Waiting, Generic[RequestT, AnswerT]):
     queue: BatchQueue[RequestT, AnswerT]
     request: RequestT
     future: asyncio.Future[Batched[AnswerT]]
-    end: str
+    end: str  # set when the future is
 
 
 EntryT = TypeVar("EntryT", bound=Entry[Any, Any])
@@ -179,7 +179,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         self._submitted += 1
         if wake:
             # At the end of this turn of the loop, so that what arrived together is computed together.
-            slots.loop.call_soon(slots.wakeups.put, None)
+            slots.wakeups.put(None)
         tick = None if deadline_s is None else self._expiry.add(entry, deadline_s)
         try:
             return await entry.future

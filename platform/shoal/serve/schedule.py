@@ -136,8 +136,7 @@ class Schedule(Generic[WaitingT]):
         The batch is in hand until `finished` is called with it.
         """
         late: list[WaitingT] = []
-        while busy := [queue for queue in self._queues if queue.line.rows]:
-            queue = min(busy, key=_used) if len(busy) > 1 else busy[0]
+        while (queue := self._next_queue()) is not None:
             requests, too_late = queue.line.take(now_s)
             late += too_late
             if requests:
@@ -161,6 +160,14 @@ class Schedule(Generic[WaitingT]):
             for rows, seconds in forwards:
                 queue.latency.observe(rows, seconds)
 
+    def _next_queue(self) -> QueuePolicy[WaitingT] | None:
+        """Of those with work, the one that has used the least."""
+        least: QueuePolicy[WaitingT] | None = None
+        for queue in self._queues:
+            if queue.line.rows and (least is None or queue.used_s < least.used_s):
+                least = queue
+        return least
+
     def _start_s(self, queue: QueuePolicy[WaitingT], before_s: float, now_s: float) -> float:
         """When a batch of this queue starts that has forwards of `before_s` of the same queue before it."""
         free_s = now_s
@@ -171,7 +178,3 @@ class Schedule(Generic[WaitingT]):
             if other is not queue and other.line.rows:
                 others_s += min(other.line.seconds(), before_s * other.weight / queue.weight)
         return free_s + (before_s + others_s) / self.slots
-
-
-def _used(queue: QueuePolicy[WaitingT]) -> float:
-    return queue.used_s

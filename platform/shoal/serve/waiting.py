@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from shoal.serve.latency import LatencyModel
@@ -22,7 +23,7 @@ KEPT_LANES = 4
 class Waiting:
     """One request that waits: what the order needs to know of it. Compared by identity."""
 
-    __slots__ = ("arrived_s", "deadline_s", "group", "num_rows", "number", "order_s", "tenant")
+    __slots__ = ("arrived_s", "deadline_s", "group", "num_rows", "order_s", "tenant")
 
     def __init__(
         self, num_rows: int, arrived_s: float, deadline_s: float | None, group: Hashable = None, tenant: str = ""
@@ -30,12 +31,10 @@ class Waiting:
         self.num_rows, self.arrived_s, self.group, self.tenant = num_rows, arrived_s, group, tenant
         self.deadline_s = deadline_s
         self.order_s = arrived_s + PATIENCE_S if deadline_s is None else deadline_s
-        self.number = 0
 
 
 WaitingT = TypeVar("WaitingT", bound=Waiting)
-# Sorted by deadline, then by arrival; the number decides, so that two requests are never compared.
-Lane = list[tuple[float, int, WaitingT]]
+Lane = list[WaitingT]  # sorted by `order_s`, and equal ones by arrival
 
 
 class _Tenant(Generic[WaitingT]):
@@ -60,14 +59,12 @@ class WaitingLine(Generic[WaitingT]):
         self._max_batch_rows, self._latency = max_batch_rows, latency
         self._tenants: dict[str, _Tenant[WaitingT]] = {}
         self._served = 0.0  # the virtual time of the tenant that was served last
-        self._arrivals = 0
         self._num_deadlines = 0  # waiting requests that have one
 
     def __iter__(self) -> Iterator[WaitingT]:
         for tenant in self._tenants.values():
             for lane in tenant.lanes.values():
-                for _, _, waiting in lane:
-                    yield waiting
+                yield from lane
 
     def add(self, waiting: WaitingT) -> None:
         tenant = self._tenants.get(waiting.tenant)
@@ -78,11 +75,10 @@ class WaitingLine(Generic[WaitingT]):
         lane = tenant.lanes.get(waiting.group)
         if lane is None:
             lane = tenant.lanes[waiting.group] = []
-        self._arrivals = waiting.number = self._arrivals + 1
-        if not lane or lane[-1][0] <= waiting.order_s:
-            lane.append((waiting.order_s, waiting.number, waiting))
+        if not lane or lane[-1].order_s <= waiting.order_s:
+            lane.append(waiting)
         else:
-            insort(lane, (waiting.order_s, waiting.number, waiting))
+            insort(lane, waiting, key=_order)
         tenant.rows += waiting.num_rows
         self.rows += waiting.num_rows
         if waiting.deadline_s is not None:
@@ -94,11 +90,13 @@ class WaitingLine(Generic[WaitingT]):
         lane = tenant.lanes.get(waiting.group) if tenant else None
         if not tenant or not lane:
             return False
-        place = bisect_left(lane, (waiting.order_s, waiting.number))
-        if place == len(lane) or lane[place][2] is not waiting:
-            return False
-        self._remove(tenant, waiting, place)
-        return True
+        for place in range(bisect_left(lane, waiting.order_s, key=_order), len(lane)):
+            if lane[place] is waiting:
+                self._remove(tenant, waiting, place)
+                return True
+            if lane[place].order_s > waiting.order_s:
+                break
+        return False
 
     def take(self, now_s: float) -> tuple[list[WaitingT], list[WaitingT]]:
         """The next batch, of one group, and the requests that left because their deadline cannot be made any more.
@@ -125,11 +123,12 @@ class WaitingLine(Generic[WaitingT]):
 
     def outlook(self, waiting: WaitingT) -> tuple[float, float]:
         """For a request that is not here yet: what forwards before its own should take, and the rows of its own."""
-        rows = self._rows_before(waiting)
+        rows, most = self._rows_before(waiting), self._max_batch_rows
+        if not rows:
+            return 0.0, waiting.num_rows
         counts = self._counts()
-        of_group = rows * counts.get(waiting.group, 0) / max(1, sum(counts.values()))
-        company = of_group % self._max_batch_rows
-        return self._seconds_of(rows - company, counts), min(self._max_batch_rows, company + waiting.num_rows)
+        company = rows * counts.get(waiting.group, 0) / sum(counts.values()) % most
+        return self._seconds_of(rows - company, counts), min(most, company + waiting.num_rows)
 
     def seconds(self) -> float:
         """What forwards over everything that waits should take."""
@@ -139,9 +138,8 @@ class WaitingLine(Generic[WaitingT]):
 
     def _take_all(self, tenant: _Tenant[WaitingT]) -> list[WaitingT]:
         """Everything, when it is one lane, fits one batch and has no deadlines: the usual case, at a third the cost."""
-        (lane,) = tenant.lanes.values()
-        batch = [waiting for _, _, waiting in lane]
-        lane.clear()
+        ((group, batch),) = tenant.lanes.items()
+        tenant.lanes[group] = []
         self._served = tenant.served
         tenant.served += self.rows
         tenant.rows = self.rows = 0
@@ -154,7 +152,7 @@ class WaitingLine(Generic[WaitingT]):
             # An idle tenant is remembered only while it is ahead of the others; else it is as good as new.
             self._tenants = {n: t for n, t in self._tenants.items() if t.rows or t.served > self._served}
         tenant = min(busy, key=_served) if len(busy) > 1 else busy[0]
-        return min([lane[0] for lane in tenant.lanes.values() if lane])[2]
+        return min([lane[0] for lane in tenant.lanes.values() if lane], key=_order)
 
     def _fill(self, group: Hashable, now_s: float, late: list[WaitingT]) -> list[WaitingT]:
         """As many requests of a group as a batch holds, the tenants taking turns by rows served.
@@ -163,23 +161,23 @@ class WaitingLine(Generic[WaitingT]):
         nobody overtakes within a tenant and a group.
         """
         batch: list[WaitingT] = []
-        rows, room = 0, float(self._max_batch_rows)
+        rows, room, tightest_s = 0, float(self._max_batch_rows), math.inf
         turns = [tenant for tenant in self._tenants.values() if tenant.lanes.get(group)]
         while turns:
             tenant = min(turns, key=_served) if len(turns) > 1 else turns[0]
-            waiting = tenant.lanes[group][0][2]
-            alone = room
-            if waiting.deadline_s is not None:
-                alone = self._latency.rows_within(waiting.deadline_s - now_s)
-            if alone < waiting.num_rows:
-                late.append(waiting)
-            elif rows + waiting.num_rows > min(room, alone):
+            waiting = tenant.lanes[group][0]
+            num_rows, within, deadline_s = waiting.num_rows, room, _deadline(waiting)
+            if deadline_s < tightest_s:
+                within = self._latency.rows_within(deadline_s - now_s)
+            if within < num_rows:
+                late.append(waiting)  # not even alone
+            elif rows + num_rows > min(room, within):
                 turns.remove(tenant)
                 continue
             else:
-                room = min(room, alone)
-                rows += waiting.num_rows
-                tenant.served += waiting.num_rows
+                room, tightest_s = min(room, within), min(tightest_s, deadline_s)
+                rows += num_rows
+                tenant.served += num_rows
                 batch.append(waiting)
             self._remove(tenant, waiting, 0)
             if not tenant.lanes.get(group):
@@ -203,10 +201,12 @@ class WaitingLine(Generic[WaitingT]):
         if tenant is not None:
             own = tenant.rows
             for lane in tenant.lanes.values():
-                for order_s, _, other in reversed(lane):
-                    if order_s <= waiting.order_s:
+                for other in reversed(lane):
+                    if other.order_s <= waiting.order_s:
                         break
                     own -= other.num_rows
+        if len(self._tenants) == 1:
+            return own
         others = [other.rows for other in self._tenants.values() if other is not tenant]
         return own + sum([min(rows, own + waiting.num_rows) for rows in others])
 
@@ -221,13 +221,18 @@ class WaitingLine(Generic[WaitingT]):
 
     def _seconds_of(self, rows: float, counts: dict[Hashable, int]) -> float:
         """Forwards over `rows` rows that are spread over the groups as the requests that wait are."""
-        total, num_requests = 0.0, sum(counts.values())
+        if rows < 1:
+            return 0.0
+        total, num_requests, most = 0.0, sum(counts.values()), self._max_batch_rows
         for count in counts.values():
-            batches, rest = divmod(rows * count / num_requests, self._max_batch_rows)
-            total += batches * self._latency.seconds(self._max_batch_rows)
+            batches, rest = divmod(rows * count / num_requests, most)
+            total += batches * self._latency.seconds(most)
             if rest:
                 total += self._latency.seconds(rest)
         return total
+
+
+_order = attrgetter("order_s")
 
 
 def _served(tenant: _Tenant[WaitingT]) -> float:
