@@ -1,6 +1,6 @@
 """Run every benchmark, one after the other, each in a process of its own; one that fails does not stop the rest.
 
-python -m benchmarks.all            # about an hour; results in benchmarks/results
+python -m benchmarks.all            # some three hours; results in benchmarks/results
 python -m benchmarks.all --quick    # one short run of each, to see that they work
 """
 
@@ -13,8 +13,10 @@ import time
 from benchmarks.children import ROOT
 
 NAMES = (
-    *("time_to_solve", "experience", "weights", "endpoint"),
+    *("time_to_solve", "experience", "weights"),
     *("training_step", "training_start", "checkpoint", "input", "fashion_mnist", "pipeline", "cost"),
+    *("serving.validate", "serving.small", "serving.binary", "serving.bodies", "serving.simulated"),
+    *("serving.admission", "serving.real", "serving.swaps", "serving.soak"),
 )
 
 

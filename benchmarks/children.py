@@ -114,6 +114,23 @@ class Child:
                 total += sum(process.cpu_times()[:2])
         return total
 
+    def memory_bytes(self, word: str = "") -> int:
+        """Resident memory of the child and its living descendants, or of those whose command line has `word`."""
+        total = 0
+        for process in self.processes(word):
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_info().rss
+        return total
+
+    def processes(self, word: str = "") -> list[psutil.Process]:
+        """The child and its living descendants, or those whose command line has `word`."""
+        found = []
+        for process in members(self._marker, self._ray_folder):
+            with contextlib.suppress(psutil.Error):
+                if word in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
     def close(self) -> None:
         """Ask the child to end by closing its input, then with SIGTERM; at last end what is left. Idempotent."""
         assert self.process.stdin is not None

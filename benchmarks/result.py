@@ -190,12 +190,14 @@ def _git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def options(description: str | None, runs: int) -> argparse.Namespace:
-    """The command line that all benchmarks share: `runs`, `quick`, `results`."""
+def options(description: str | None, runs: int, only: Sequence[str] = ()) -> argparse.Namespace:
+    """The command line that all benchmarks share: `runs`, `quick`, `results`; with `only`, which peers to run."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=None, help=f"repetitions of each side (default {runs})")
     parser.add_argument("--quick", action="store_true", help="one short run, to see that it works; not a measurement")
     parser.add_argument("--results", type=Path, default=None, help="the folder for NAME.json")
+    if only:
+        parser.add_argument("--only", nargs="+", choices=only, default=list(only), help="the peers to run")
     chosen = parser.parse_args()
     chosen.runs = chosen.runs or (1 if chosen.quick else runs)
     chosen.results = chosen.results or (QUICK_RESULTS if chosen.quick else RESULTS)

@@ -7,7 +7,7 @@ second, without Ray and with gateway, learner and store as Ray workers. From the
 to the moment at which the last of the 16 acts with the version. Each actor makes 60 steps a second, as a game does, and
 looks for weights at every step: 16 that run as fast as they can would measure how this machine shares its cores.
 
-Endpoint: 200 requests a second leave at fixed times; from the moment before 1 MB of weights is serialised to the first
+Endpoint: 200 requests a second in an open loop; from the moment before 1 MB of weights is serialised to the first
 answer of the new version. Every request must be answered.
 """
 
@@ -16,13 +16,12 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
 
-from benchmarks.children import OUR_PYTHON, Child, pause_until, scratch
-from benchmarks.endpoint import Server, ours_of
-from benchmarks.model import ONE_MEGABYTE, request_body
+from benchmarks.children import pause_until, scratch
 from benchmarks.ours.rl import actors_of, run_of
 from benchmarks.result import Row, compare, options, write
+from benchmarks.serving.drive import Drive, Outcome
+from benchmarks.serving.servers import OURS, Server, server_of
 
 NUM_ACTORS = 16
 STEPS_PER_S = 60
@@ -60,26 +59,21 @@ def arrival(applied: list[list[tuple[int, float]]], version: int) -> float:
 
 def to_endpoint(server: Server, folder: Path, num_versions: int) -> tuple[list[float], list[str]]:
     """For each publication the milliseconds until it answered; and what became of requests that failed."""
-    body = folder / "body.json"
-    body.write_bytes(request_body())
     seconds = PUBLISH_EVERY_S * (num_versions + 4)
-    words = ["--rate", str(REQUESTS_PER_S), "--seconds", str(seconds), "--tell-answers"]
-    with Child([OUR_PYTHON, "-m", "benchmarks.load", server.url, str(body), *words], folder) as generator:
-        begin_s = time.monotonic() + 2 * PUBLISH_EVERY_S
+    with Drive(folder, server.target(), rate=float(REQUESTS_PER_S), seconds=seconds) as drive:
+        begin_s = drive.begun() + 2 * PUBLISH_EVERY_S
         published = []
         for index in range(num_versions):
             pause_until(begin_s + index * PUBLISH_EVERY_S)
             published.append(server.child.ask(do="publish"))
-        answers = generator.answer(seconds + 60.0)
-    return [1e3 * (first_answer(answers, one["version"]) - one["published_at"]) for one in published], answers[
-        "failures"
-    ]
+        outcome = drive.outcome()
+    values = [1e3 * (first_answer(outcome, one["version"]) - one["published_s"]) for one in published]
+    return values, [f"{kind}: {count}" for kind, count in outcome.failures.items()]
 
 
-def first_answer(answers: dict[str, Any], version: int) -> float:
-    """When `version` or a newer one answered for the first time."""
-    pairs = zip(answers["done_at"], answers["versions"], strict=True)
-    return min(done_at for done_at, answered in pairs if answered >= version)
+def first_answer(outcome: Outcome, version: int) -> float:
+    """When `version` or a newer one answered for the first time, in seconds of time.monotonic()."""
+    return float(outcome.done_s[outcome.versions >= version].min())
 
 
 def rows_of(actors_ms: dict[str, list[float]], endpoint_ms: list[float], failures: list[str]) -> list[Row]:
@@ -115,7 +109,7 @@ def main() -> None:
                 values = to_actors(engine, folder, seconds)
                 actors_ms[engine] += values
                 print(f"run {index + 1}, actors, {engine}: {', '.join(f'{one:.0f}' for one in values)} ms", flush=True)
-            with ours_of(folder, list(ONE_MEGABYTE)) as server:
+            with server_of(OURS, "megabyte", folder) as server:
                 values, failed = to_endpoint(server, folder, num_versions)
             endpoint_ms += values
             failures += failed

@@ -93,7 +93,6 @@ class Drive:
     def __init__(self, folder: Path, target: Target, **plan: object) -> None:
         number = next(_numbers)
         parts = urlsplit(target.url)
-        assert parts.hostname is not None and parts.port is not None, target.url
         files = []
         for index, request in enumerate(target.requests):
             file = folder / f"request-{number}-{index}"
@@ -101,7 +100,7 @@ class Drive:
             files.append(str(file))
         self._out = folder / f"outcome-{number}.npz"
         content = {"connections": MOST_CONNECTIONS, "grpc_path": target.grpc_path} | plan
-        self._plan = Plan(parts.hostname, parts.port, files, str(self._out), **content)  # type: ignore[arg-type]
+        self._plan = Plan(str(parts.hostname), int(parts.port or 80), files, str(self._out), **content)  # type: ignore[arg-type]
         path = folder / f"plan-{number}.json"
         path.write_text(json.dumps(asdict(self._plan)))
         self._child = Child([OUR_PYTHON, "-m", "benchmarks.serving.driver", str(path)], folder, goodbye_s=0.0)

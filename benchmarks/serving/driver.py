@@ -17,8 +17,10 @@ import select
 import socket
 import sys
 import time
+from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,29 +62,29 @@ class Plan:
     pause_s: float = 0.0  # closed loop: between an answer and the next request
 
 
-@dataclass
 class Log:
-    """What became of every request: times in seconds of time.monotonic(), a kind, a version."""
+    """What became of every request: times in seconds of time.monotonic(), a kind, a version. Compact, for a soak."""
 
-    due_s: list[float] = field(default_factory=list)
-    sent_s: list[float] = field(default_factory=list)
-    done_s: list[float] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._due_s, self._sent_s, self._done_s = array("d"), array("d"), array("d")
+        self._kinds, self._versions = array("B"), array("q")
+        self._known: dict[str, int] = {}
 
     def add(self, due_s: float, sent_s: float, kind: str, version: int = 0) -> None:
-        self.due_s.append(due_s)
-        self.sent_s.append(sent_s)
-        self.done_s.append(time.monotonic())
-        self.kinds.append(kind)
-        self.versions.append(version)
+        self._due_s.append(due_s)
+        self._sent_s.append(sent_s)
+        self._done_s.append(time.monotonic())
+        self._kinds.append(self._known.setdefault(kind, len(self._known)))
+        self._versions.append(version)
 
     def save(self, path: str, since_s: float, cpu_s: float) -> None:
         """Keep what was due after `since_s`."""
-        due_s = np.array(self.due_s)
+        due_s = np.array(self._due_s)
         kept = due_s >= since_s
-        columns = {"sent_s": self.sent_s, "done_s": self.done_s, "versions": self.versions, "kinds": self.kinds}
-        np.savez(path, due_s=due_s[kept], cpu_s=cpu_s, **{name: np.array(one)[kept] for name, one in columns.items()})
+        columns = {"sent_s": self._sent_s, "done_s": self._done_s, "versions": self._versions}
+        kinds = np.array(list(self._known))[np.array(self._kinds)][kept]
+        arrays = {name: np.array(one)[kept] for name, one in columns.items()}
+        np.savez(path, due_s=due_s[kept], kinds=kinds, cpu_s=cpu_s, **arrays)  # type: ignore[arg-type]
 
 
 class Line:
@@ -231,7 +233,7 @@ class Driver:
                 self._look(now_s)
 
     def _open_loop(self, begin_s: float) -> None:
-        due = iter(arrivals(self.plan, begin_s))
+        due = arrivals(self.plan, begin_s)
         next_s = next(due, None)
         look_s = 0.0
         while next_s is not None or self._num_done < self._num_sent or self._waiting:
@@ -277,13 +279,17 @@ class Driver:
                 line.drop("hung")
 
 
-def arrivals(plan: Plan, begin_s: float) -> list[float]:
+def arrivals(plan: Plan, begin_s: float) -> Iterator[float]:
     """Poisson times from `begin_s` to the end of the plan; the same for the same seed."""
-    seconds = plan.warm_up_s + plan.seconds
+    end_s = begin_s + plan.warm_up_s + plan.seconds
     generator = np.random.default_rng(plan.seed)
-    gaps_s = generator.exponential(1.0 / plan.rate, size=int(plan.rate * seconds * 1.5) + 100)
-    times: list[float] = (begin_s + np.cumsum(gaps_s)).tolist()
-    return [time_s for time_s in times if time_s < begin_s + seconds]
+    due_s = begin_s
+    while True:
+        for gap_s in generator.exponential(1.0 / plan.rate, size=1000).tolist():
+            due_s += gap_s
+            if due_s >= end_s:
+                return
+            yield due_s
 
 
 def main(path: str) -> None:

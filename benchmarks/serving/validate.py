@@ -1,9 +1,9 @@
-"""What the driver itself can do, before it judges others: its cost, its clock, and what a server that stalls looks like.
+"""What the driver itself can do, before it judges others: its cost, its clock, and how a stall looks through it.
 
     python -m benchmarks.serving.validate [--quick]
 
-Cost: processor time for each request to a server that answers every one with the same bytes. Clock: how late requests leave at a rate far below
-the ceiling. Stall: the server sleeps for a second in the middle; an open loop at R requests a second must find about R
+Cost: processor time for each request to a server that answers every one with the same bytes. Clock: how late requests
+leave. Stall: the server sleeps for a second in the middle; an open loop at R requests a second must find about R
 requests that waited, on average for half a second. A driver that waits for answers before it sends (the closed loop
 beside it) finds one for each connection: the omission that hides every stall.
 """
@@ -111,9 +111,10 @@ def rows_of(runs: list[dict[str, float]]) -> list[Row]:
     ]  # fmt: skip
     return [
         *rows,
-        compare("driver, how late requests leave, p99, 1,000/s", "ms", "lower", of("late"), bar=1.0, bar_kind="value"),
+        compare("driver, how late requests leave, p99, 1,000/s", "ms", "lower", of("late"), bar=1.0,
+                bar_kind="value"),
         compare("driver, requests that a stall of 1 s delays, open loop at 500/s", "requests", "higher", of("open"),
-                expected, "arithmetic", 0.9, "ratio", f"{waits}; a closed loop of 16 finds {np.median(of('closed')):.0f}"),
+                expected, "arithmetic", 0.9, "ratio", f"{waits}; a closed loop finds {np.median(of('closed')):.0f}"),
     ]  # fmt: skip
 
 

@@ -1,0 +1,175 @@
+"""A long time at 70% load, with new weights every second, replicas killed, and bad input all along.
+
+    python -m benchmarks.serving.soak [--minutes 30] [--quick]
+
+Two replicas; the load is an open loop at 70% of what a closed loop of 32 gets. Every answer is compared with the
+version that it names. Memory and p99 are flat when the last quarter is like the second; nothing is lost when each
+request has an answer or a code, but for the few that a killed replica had half answered: they see it by the length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from benchmarks.children import scratch
+from benchmarks.result import QUICK_RESULTS, RESULTS, Row, compare, write
+from benchmarks.serving.drive import Drive, Outcome, closed, http_request
+from benchmarks.serving.exchange import OK
+from benchmarks.serving.servers import OURS, Server, server_of
+
+LOAD = 0.7
+PUBLISH_EVERY_S, BAD_EVERY_S, SAMPLE_EVERY_S = 1.0, 0.2, 2.0
+NUM_KILLS = 12  # over the whole time
+REPLICA = "ServeReplica"
+MEMORY_BAR, P99_BAR = 1.05, 1.2
+LOSSES = ("lost", "hung", "mixed")
+
+
+class Trouble:
+    """Publishes, kills and asks nonsense on threads of its own until `close()`; samples memory."""
+
+    def __init__(self, server: Server, kill_every_s: float) -> None:
+        self._server, self._stop = server, threading.Event()
+        self.num_published = self.num_killed = self.num_bad = 0
+        self.bad_answers: set[str] = set()
+        self.memory: list[tuple[float, int]] = []  # time.monotonic(), bytes
+        self._bad = itertools.cycle(bad_requests(server.url))
+        plans = (
+            (self._publish, PUBLISH_EVERY_S),
+            (self._ask_nonsense, BAD_EVERY_S),
+            (self._sample, SAMPLE_EVERY_S),
+            (self._kill, kill_every_s),
+        )
+        self._threads = [threading.Thread(target=self._repeat, args=plan, daemon=True) for plan in plans]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60.0)
+
+    def _repeat(self, action: Callable[[], None], every_s: float) -> None:
+        while not self._stop.wait(every_s):
+            action()
+
+    def _publish(self) -> None:
+        self._server.child.ask(do="publish")
+        self.num_published += 1
+
+    def _sample(self) -> None:
+        self.memory.append((time.monotonic(), self._server.child.memory_bytes()))
+
+    def _kill(self) -> None:
+        replicas = self._server.child.processes(REPLICA)
+        if len(replicas) > 1:  # not while the other is being replaced
+            os.kill(replicas[0].pid, signal.SIGKILL)
+            self.num_killed += 1
+
+    def _ask_nonsense(self) -> None:
+        parts = urlsplit(self._server.url)
+        self.num_bad += 1
+        try:
+            with socket.create_connection((str(parts.hostname), int(parts.port or 80)), 10.0) as line:
+                line.sendall(next(self._bad))
+                self.bad_answers.add(line.recv(4096)[9:12].decode() or "closed")
+        except OSError as error:
+            self.bad_answers.add(type(error).__name__)
+
+
+def bad_requests(url: str) -> list[bytes]:
+    """What must get a 4xx and harm nobody."""
+
+    def tensor(**changes: object) -> bytes:
+        content = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [0.0] * 4} | changes
+        return http_request(url, json.dumps({"inputs": [content]}).encode())
+
+    return [
+        http_request(url, b"{"),
+        tensor(shape=[1, 5]),
+        tensor(name="z"),
+        tensor(datatype="INT64"),
+        tensor(data=["a"] * 4),
+        tensor(shape=[10**9, 4]),
+        http_request(url.replace("/infer", "/nothing"), b"{}"),
+        b"\x00\x01 nonsense\r\n\r\n",
+    ]
+
+
+def quarters(times_s: np.ndarray, values: np.ndarray, judge: Callable[[np.ndarray], float]) -> tuple[float, float]:
+    """`judge` of the second and of the last quarter of the time."""
+    begin_s, length_s = times_s.min(), np.ptp(times_s) / 4
+    second = values[(times_s >= begin_s + length_s) & (times_s < begin_s + 2 * length_s)]
+    return judge(second), judge(values[times_s >= begin_s + 3 * length_s])
+
+
+def measure(folder: Path, minutes: float) -> tuple[Outcome, Trouble, float]:
+    """The whole time, the trouble that was made, and the load in requests a second."""
+    seconds = 60.0 * minutes
+    with server_of(OURS, "numbered", folder, num_replicas=2, num_cpus=0.5) as server:
+        target = server.target()
+        rate = LOAD * closed(folder, target, 32, 3.0, 1.0).per_s
+        print(f"{minutes:g} minutes at {rate:,.0f}/s", flush=True)
+        with Drive(folder, target, rate=rate, seconds=seconds, warm_up_s=5.0, check="version") as drive:
+            trouble = Trouble(server, max(15.0, seconds / NUM_KILLS))
+            outcome = drive.outcome()
+            trouble.close()
+    return outcome, trouble, rate
+
+
+def rows_of(outcome: Outcome, trouble: Trouble, rate: float, minutes: float) -> list[Row]:
+    """Flatness and losses."""
+    ok = outcome.kinds == OK
+    latency_ms = 1e3 * (outcome.done_s - outcome.due_s)[ok]
+    early_ms, late_ms = quarters(outcome.due_s[ok], latency_ms, lambda values: float(np.percentile(values, 99)))
+    times_s, sizes = np.array(trouble.memory).T
+    early_mb, late_mb = quarters(times_s, sizes / 1e6, lambda values: float(np.median(values)))
+    title = f"soak of {minutes:g} minutes"
+    lost = sum(outcome.failures.get(kind, 0) for kind in LOSSES)
+    note = (
+        f"{len(outcome.due_s):,} requests at {rate:,.0f}/s, {trouble.num_published} versions, {trouble.num_killed}"
+        " kills,"
+        f" {trouble.num_bad} bad requests (answers: {', '.join(sorted(trouble.bad_answers))});"
+        f" failures: {json.dumps(outcome.failures) if outcome.failures else 'none'}"
+    )
+    return [
+        compare(f"{title}: requests without an answer or a code, or mixed", "requests", "lower", [lost], bar=0.0,
+                bar_kind="value", note=note),
+        compare(f"{title}: p99, last quarter over the second", "ms", "lower", [late_ms], [early_ms], "second quarter",
+                P99_BAR, "ratio"),
+        compare(f"{title}: memory of all processes, last quarter over the second", "MB", "lower", [late_mb], [early_mb],
+                "second quarter", MEMORY_BAR, "ratio"),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--quick", action="store_true", help="one minute, to see that it works; not a measurement")
+    parser.add_argument("--results", type=Path, default=None, help="the folder for serving_soak.json")
+    chosen = parser.parse_args()
+    minutes = 1.0 if chosen.quick else chosen.minutes
+    with scratch() as folder:
+        outcome, trouble, rate = measure(folder, minutes)
+    print(outcome.line(), flush=True)
+    write(
+        "serving_soak",
+        rows_of(outcome, trouble, rate, minutes),
+        chosen.results or (QUICK_RESULTS if chosen.quick else RESULTS),
+    )
+
+
+if __name__ == "__main__":
+    main()
