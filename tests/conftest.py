@@ -33,7 +33,7 @@ hypothesis.settings.load_profile("shoal")
 
 TESTS = Path(__file__).parent
 WITH_CLUSTER = ("ray", "faults", "e2e")
-WITHOUT_RAY = ("unit", "training", "equivalence")
+WITHOUT_RAY = ("unit", "training", "equivalence", "serving")
 
 # Ray's own warnings, which are not ours to mend: `filterwarnings = error` stays for everything else.
 RAYS_OWN = (

@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 _ROOMS = frozenset(
     {
         *("errors", "home", "config", "wire", "weights", "runs", "registry", "models", "algorithms", "checkpoint"),
-        *("actor", "cluster", "rl", "serve", "flows", "cli", "train", "parallel", "data", "cost"),
+        *("actor", "client", "cluster", "rl", "serve", "flows", "cli", "train", "parallel", "data", "cost"),
         "open_inference",
     }
 )

@@ -19,7 +19,7 @@ LEVELS = [
     {"flows"},
     {"train", "rl", "serve", "population", "stream"},
     {"cluster"},
-    {"actor"},
+    {"actor", "client"},
     {"cost"},
     {"checkpoint", "parallel", "data", "algorithms", "models"},
     {"runs", "registry"},
