@@ -24,6 +24,8 @@ VERBS = {
     "report": ("runs", "Write the one-page HTML report of a run."),
     "compare": ("compare", "Put runs side by side, in a table and a picture."),
     "models": ("models", "List, show, promote and roll back registered models."),
+    "serve": ("serve", "Serve models: deploy, look at, roll out, roll back, delete."),
+    "predict": ("predict", "Ask a model of an endpoint."),
 }
 
 

@@ -57,6 +57,16 @@ def plain_lines(status: EndpointStatus) -> list[str]:
     return lines
 
 
+def shares(model: ModelStatus) -> str:
+    """Which versions answer, in one line: `90% by 3 (stable), 10% by 4 (candidate)`."""
+    told = [
+        f"{_share(version.share)} by {version.version} ({version.track})"
+        for version in sorted(model.versions, key=_order)
+        if version.track
+    ]
+    return ", ".join(told) or f"{model.state.lower()} {model.reason}".rstrip()
+
+
 def _versions(status: EndpointStatus) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for title in _COLUMNS:
@@ -99,7 +109,7 @@ def _about(model: ModelStatus) -> RenderableType:
         told.append(forward if first == last else f"{forward}, of {last} {_seconds(last_s)}")
     told += [f"follows {model.source}"] if model.source else []
     text = Text.assemble((f"{model.name}  ", "dim bold"), (", ".join(told), "dim"))
-    return text.append(f"\n{model.name} is {model.state.lower()}: {model.reason}", "yellow") if model.reason else text
+    return text.append(f"\n{model.name}  {model.reason}", "yellow") if model.reason else text
 
 
 def _replicas(status: EndpointStatus) -> RenderableType:

@@ -1,0 +1,199 @@
+"""What `shoal predict` reads: words, JSON, tables, pictures and arrays, as the inputs of a model.
+
+Called by the verb alone. Every function returns arrays or lists [rows, ...] by input; DataError names the file or the
+word, and what would have fitted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.client.tensors import ArrayLike
+from shoal.errors import DataError
+from shoal.open_inference.datatypes import NUMPY
+from shoal.serve.table import TensorSpec, choose_columns, described, inputs_of, parse_columns
+
+
+def from_words(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
+    """`x=1,2,3`, `x=[[1, 2], [3, 4]]`, or without `x=` for the only input."""
+    found: dict[str, ArrayLike] = {}
+    for word in words:
+        spec, text = _aimed("input", word, inputs)
+        if text.lstrip().startswith("["):
+            found[spec.name] = _shaped("input", word, _parsed("input", word, text), spec)
+        else:
+            found[spec.name] = _shaped("input", word, _numbers(word, text, spec), spec)
+    return found
+
+
+def from_json(path: str, inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
+    """An object of inputs, rows of the only input, or a request as the protocol writes it; `-` is standard input."""
+    text = sys.stdin.read() if path == "-" else _read(path)
+    content = _parsed("json", path, text)
+    if isinstance(content, dict) and isinstance(content.get("inputs"), list):
+        return {each["name"]: np.array(each["data"]).reshape(each["shape"]) for each in content["inputs"]}
+    if isinstance(content, dict):
+        specs = {spec.name: spec for spec in inputs}
+        return {
+            name: _shaped("json", path, rows, specs[name]) if name in specs else rows for name, rows in content.items()
+        }
+    return {_only("json", path, inputs).name: _shaped("json", path, content, _only("json", path, inputs))}
+
+
+def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
+    """Columns of a CSV or Parquet file; see `serve.table` for which."""
+    import pyarrow as pa
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    try:
+        is_csv = path.suffix.lower() in (".csv", ".tsv", ".txt")
+        options = pa.csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+        table = pa.csv.read_csv(path, parse_options=options) if is_csv else pa.parquet.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError("file", str(path), f"cannot be read: {error}", "give a CSV or a Parquet file") from None
+    if not len(table):
+        raise DataError("file", str(path), "has no rows", "there is nothing to predict")
+    chosen = choose_columns(inputs, table.column_names, parse_columns(columns, inputs))
+    return dict(inputs_of(table, inputs, chosen))
+
+
+def from_arrays(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
+    """`.npy` files, each for the only input or as `x=FILE`; a `.npz` has the inputs by name."""
+    found: dict[str, ArrayLike] = {}
+    for word in words:
+        spec, file = _aimed("npy", word, inputs, is_file=True)
+        try:
+            loaded = np.load(file, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise DataError("npy", file, f"cannot be read: {error}", "write it with numpy.save") from None
+        if isinstance(loaded, np.ndarray):
+            found[spec.name] = loaded[None] if loaded.ndim == len(spec.shape) - 1 else loaded
+        else:
+            with loaded:
+                found |= {name: loaded[name] for name in loaded.files}
+    return found
+
+
+def from_images(paths: Sequence[Path], white: float | None, inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
+    """Pictures as rows of the only input, in its size, with its channels (1 or 3, before or after height and width).
+
+    white: the number of a white pixel; None for 255 in UINT8 and 1.0 in floats
+    """
+    spec = _only("image", str(paths[0]), inputs)
+    is_bytes = spec.datatype == "UINT8"
+    scale = (white if white is not None else 255.0 if is_bytes else 1.0) / 255.0
+    pictures = np.stack([_picture(path, spec) for path in paths])
+    return {spec.name: pictures if is_bytes and scale == 1.0 else (pictures * scale).astype(NUMPY[spec.datatype])}
+
+
+def _picture(path: Path, spec: TensorSpec) -> np.ndarray:
+    """Bytes [1, H, W], [3, H, W], [H, W] or [H, W, 3], as the input has it."""
+    from PIL import Image, UnidentifiedImageError
+
+    sizes = list(spec.shape[1:])
+    first = len(sizes) == 3 and sizes[0] in (1, 3)
+    last = len(sizes) == 3 and sizes[2] in (1, 3) and not first
+    if not (len(sizes) == 2 or first or last):
+        raise DataError("image", str(path), f"the model takes {described(spec)}, which is no picture", "use --npy")
+    height, width = sizes[1:] if first else sizes[:2]
+    is_grey = len(sizes) == 2 or (sizes[0] if first else sizes[2]) == 1
+    try:
+        with Image.open(path) as opened:
+            image = opened.convert("L" if is_grey else "RGB")
+    except (OSError, UnidentifiedImageError) as error:
+        raise DataError("image", str(path), f"is no picture: {error}", "give a PNG, JPEG or the like") from None
+    wanted = (width if width > 0 else image.width, height if height > 0 else image.height)
+    pixels = np.asarray(image if image.size == wanted else image.resize(wanted, Image.Resampling.BILINEAR))
+    if is_grey and len(sizes) == 3:
+        pixels = pixels[None] if first else pixels[..., None]
+    elif first:
+        pixels = pixels.transpose(2, 0, 1)
+    return pixels
+
+
+def _aimed(field: str, word: str, inputs: Sequence[TensorSpec], *, is_file: bool = False) -> tuple[TensorSpec, str]:
+    """The input that `x=...` is for, and what follows."""
+    specs = {spec.name: spec for spec in inputs}
+    name, is_named, text = word.partition("=")
+    if is_named and name in specs:
+        return specs[name], text
+    if is_named and not (is_file and Path(word).exists()):
+        raise DataError(
+            field, word, f"the model has no input {name!r}", f"inputs: {', '.join(map(described_by, inputs))}"
+        )
+    return _only(field, word, inputs), word
+
+
+def _only(field: str, word: str, inputs: Sequence[TensorSpec]) -> TensorSpec:
+    if len(inputs) != 1:
+        told = ", ".join(map(described_by, inputs))
+        raise DataError(field, word, "does not say for which input", f"write {inputs[0].name}=...; inputs: {told}")
+    return inputs[0]
+
+
+def described_by(spec: TensorSpec) -> str:
+    """`x: FP32 [any, 3]`."""
+    return f"{spec.name}: {described(spec)}"
+
+
+def _numbers(word: str, text: str, spec: TensorSpec) -> list[Any]:
+    parts = [part.strip() for part in text.split(",")]
+    if spec.datatype == "BYTES":
+        return parts
+    is_whole = NUMPY[spec.datatype].kind in "iu" and spec.datatype != "BF16"
+    try:
+        if spec.datatype == "BOOL":
+            return [{"true": True, "1": True, "false": False, "0": False}[part.lower()] for part in parts]
+        return [int(part) if is_whole else float(part) for part in parts]
+    except (ValueError, KeyError):
+        raise DataError("input", word, f"is not a list of {spec.datatype}", f"for example {spec.name}=1,0,1") from None
+
+
+def _shaped(field: str, word: str, rows: Any, spec: TensorSpec) -> ArrayLike:
+    """Values without a batch dimension, or without any but their order, get the input's shape."""
+    try:
+        array = np.array(rows, dtype=object if spec.datatype == "BYTES" else None)
+    except ValueError:
+        raise DataError(field, word, "has rows of different lengths", f"the input is {described(spec)}") from None
+    inner = spec.shape[1:]
+    if array.ndim == len(spec.shape):
+        return array
+    size = math.prod(inner)
+    if array.ndim == len(inner) and array.ndim > 1:
+        return array[None]
+    if array.ndim == 1 and size > 0 and array.size % size == 0:
+        return array.reshape(-1, *inner)
+    if array.ndim == 1 and len(inner) == 1:
+        return array[None]
+    problem = f"{array.size} values do not make rows of {described(spec)}"
+    raise DataError(field, word, problem, "give whole rows, or nested lists")
+
+
+def _parsed(field: str, word: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(field, word, f"is not JSON: {error}", "for example [[1, 2], [3, 4]]") from None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError("json", path, f"cannot be read: {error}", "give a file, or - for standard input") from None
+
+
+def num_rows(arrays: Mapping[str, ArrayLike]) -> int:
+    """The rows that all inputs have. Raises DataError when they differ."""
+    counts = {name: len(values) for name, values in arrays.items()}
+    if len(set(counts.values())) > 1:
+        raise DataError("rows", counts, "inputs have different numbers of rows", "give each as many")
+    return next(iter(counts.values()), 0)

@@ -1,0 +1,171 @@
+"""`shoal serve deploy` and `delete`: an endpoint is kept up by a job on a cluster that is up, from one to the other.
+
+Parse, call, print. The job is named after its run, so that whoever finds an endpoint in the run record finds its job.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+import shoal.runs
+from shoal.cli.job_words import (
+    end_as_by_ctrl_c,
+    failure,
+    ignore_further_interrupts,
+    job_environment,
+    new_run_id,
+)
+from shoal.client import Client
+from shoal.client.find import INFERENCE, FoundEndpoint, find_endpoint, token_for
+from shoal.cluster.attach import find_cluster
+from shoal.cluster.handle import ClusterHandle
+from shoal.cluster.jobs import Job, submit
+from shoal.errors import ClusterError, ConfigError, RunError
+from shoal.flows.serving_spec import check, spec_from_words
+from shoal.runs import Endpoint
+from shoal.runs.origin import as_typed
+
+POLL_S = 0.1
+MODULE = "shoal.flows.serving"
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="NAME[@VERSION]|FILE.yaml... [A.B=C]...")
+@click.option("--name", help="The endpoint's name.  [default: that of its first model]")
+@click.option("--port", type=click.IntRange(0, 65535), help="Where it listens.  [default: a free port]")
+@click.option("--replicas", type=click.IntRange(min=1), help="Processes that each hold every model.  [default: 1]")
+@click.option("--live", metavar="RUN", help="Serve the weights of a run as they are published, instead of a model.")
+@click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
+@click.option("--timeout-s", default=120.0, show_default=True, help="How long it may take until it answers.")
+def deploy(
+    words: tuple[str, ...],
+    name: str | None,
+    port: int | None,
+    replicas: int | None,
+    live: str | None,
+    address: str | None,
+    timeout_s: float,
+) -> None:
+    """Serve registered models on a cluster that is up; returns when they answer.
+
+    The endpoint stays until `shoal serve delete`, or until the cluster goes down. An alias is followed: promote another
+    version, and the endpoint flips to it. Words A.B=C set fields of the endpoint (docs/serving.md lists them); a YAML
+    file has all of it.
+
+    \b
+    Examples:
+      shoal serve deploy fashion@champion
+      shoal serve deploy fashion tabular@2 --name shop --replicas 2 endpoint.model.deadline_s=0.1
+      shoal serve deploy fashion endpoint.models.fashion.precision=bf16
+      shoal serve deploy shop.yaml
+      shoal serve deploy --live latest
+    """
+    options = {"endpoint.name": name, "endpoint.port": port, "endpoint.num_replicas": replicas, "live": live}
+    fields = _fields(words) + [f"{field}={value}" for field, value in options.items() if value is not None]
+    check(spec_from_words(fields).override(fields))  # here, where its words can still be mended
+    cluster = _cluster(address)
+    run_id = new_run_id()
+    end_as_by_ctrl_c()
+    job = submit(
+        cluster,
+        [sys.executable, "-m", MODULE, *fields],
+        env=job_environment(run_id, as_typed(["shoal", *sys.argv[1:]])),
+        submission_id=run_id,
+    )
+    try:
+        found = _wait_until_ready(job, run_id, timeout_s)
+    except KeyboardInterrupt:
+        ignore_further_interrupts()
+        job.stop()
+        click.echo("stopped: nothing is served", err=True)
+        sys.exit(130)
+    except ClusterError:
+        job.stop()
+        raise
+    click.echo(f"endpoint {found.name} is ready at {found.url}")
+    click.echo("what next:")
+    click.echo(f"  shoal serve status {found.name}")
+    click.echo(f"  shoal serve delete {found.name}")
+
+
+@click.command()
+@click.argument("endpoint", required=False, metavar="[NAME]")
+@click.option("--model", metavar="NAME", help="Only this model of the endpoint; the others stay.")
+@click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
+@click.option("--timeout-s", default=60.0, show_default=True, help="How long what is being answered may take.")
+def delete(endpoint: str | None, model: str | None, address: str | None, timeout_s: float) -> None:
+    """End an endpoint, or one model of it, when what it has been asked is answered.
+
+    \b
+    Examples:
+      shoal serve delete
+      shoal serve delete shop
+      shoal serve delete shop --model tabular
+    """
+    found = find_endpoint(endpoint)
+    if model:
+        with Client(found.url, token=token_for(found.url)) as client:
+            client.rollout("delete", model)
+        click.echo(f"{model} is served no longer")
+        return
+    if not found.run_id:
+        remedy = "give its name, on the machine where it was deployed"
+        raise ConfigError("endpoint", found.url, "is an address, and endpoints are ended by name", remedy)
+    job = Job(_cluster(address), found.run_id)
+    try:
+        job.stop(timeout_s)
+    except RunError:
+        run = shoal.runs.load(found.run_id)
+        remedy = f"end that with Ctrl-C, or `ray job stop`: process {run.pid} on {run.host}"
+        raise RunError(
+            f"endpoint {found.name} was not deployed by `shoal serve deploy` but by {run.job!r}: {remedy}"
+        ) from None
+    click.echo(f"endpoint {found.name} is gone")
+
+
+def _fields(words: Sequence[str]) -> list[str]:
+    """`A.B=C` words as they are, a YAML file as `file=...`, models as the list of them."""
+    models = [word for word in words if "=" not in word and not word.endswith((".yaml", ".yml"))]
+    files = [word for word in words if "=" not in word and word.endswith((".yaml", ".yml"))]
+    if len(files) > 1:
+        raise ConfigError("file", files[1], "is a second file", "an endpoint has one")
+    fields = [f"file={Path(file).resolve()}" for file in files]
+    if models:
+        fields.append(f"models={','.join(models)}")
+    return fields + [word for word in words if "=" in word]
+
+
+def _cluster(address: str | None) -> ClusterHandle:
+    cluster = find_cluster(address)
+    if cluster is None:
+        raise ClusterError("no cluster is up, which an endpoint could live on: `shoal up` starts one")
+    if not cluster.is_local:
+        remedy = "endpoints listen on the loopback interface of the head: deploy there"
+        raise ClusterError(f"{cluster.dashboard_url} is on another machine: {remedy}")
+    return cluster
+
+
+def _wait_until_ready(job: Job, run_id: str, timeout_s: float) -> FoundEndpoint:
+    """Raises RunError with the job's own words when it has failed, ClusterError when it takes too long."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        for point in _endpoints(run_id):
+            if point.kind == INFERENCE and point.state == "ready":
+                return FoundEndpoint(point.name, point.address, run_id)
+        if job.status().is_over:
+            raise RunError(failure(job, "the job of the endpoint"))
+        if time.monotonic() > deadline_s:
+            raise ClusterError(f"the endpoint was not ready within {timeout_s:g} s: give it more with --timeout-s")
+        time.sleep(POLL_S)
+
+
+def _endpoints(run_id: str) -> list[Endpoint]:
+    try:
+        return shoal.runs.load(run_id).endpoints()
+    except RunError:
+        return []  # the job has not begun to record yet

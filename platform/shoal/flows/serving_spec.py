@@ -1,0 +1,92 @@
+"""What an endpoint is asked to serve, as users write it: the spec, where it comes from, and whether it can be.
+
+Called by the command line before a job is started, and by the flow in it. Starts nothing, and imports no Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from pydantic import Field, field_validator, model_validator
+
+import shoal.runs
+from shoal.config import Spec
+from shoal.errors import ConfigError
+from shoal.registry import Registry, split_ref
+from shoal.serve.endpoint import EndpointSpec
+
+NAMED_BY_MODEL = "named-by-model"
+
+
+class ServingSpec(Spec):
+    """An endpoint and its models.
+
+    models:   references: name@version, name@alias (which is followed), or name for the newest version now; a list, or
+              one word with commas
+    live:     a run whose weights are served as they are published
+    endpoint: where, how many replicas, how each model is served; it is called like its first model unless it is named
+    file:     a YAML file with all of it, which words change
+    """
+
+    models: list[str] = Field(default_factory=list)
+    live: str = ""
+    endpoint: EndpointSpec = EndpointSpec(name=NAMED_BY_MODEL, num_cpus=0.5)
+    file: str = ""
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _one_word_or_many(cls, models: object) -> object:
+        return [word.strip() for word in models.split(",") if word.strip()] if isinstance(models, str) else models
+
+    @field_validator("models")
+    @classmethod
+    def _references(cls, models: list[str]) -> list[str]:
+        names = [split_ref(model)[0] for model in models]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{name} is there twice: a canary serves two versions of one model")
+        return models
+
+    @model_validator(mode="after")
+    def _token_comes_from_the_environment(self) -> ServingSpec:
+        if self.endpoint.token is not None:
+            raise ValueError("endpoint.token is the access token: set $SHOAL_TOKEN, which is not recorded")
+        return self
+
+
+def spec_from_words(words: Sequence[str]) -> ServingSpec:
+    """What the words are to be applied to: the file among them, or the defaults. Raises ConfigError."""
+    files = [word.removeprefix("file=") for word in words if word.startswith("file=")]
+    return from_file(Path(files[-1])) if files and files[-1] else ServingSpec()
+
+
+def from_file(path: Path) -> ServingSpec:
+    """A YAML file of this spec, or one for `serve deploy`, whose application has it as its `args`."""
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError("file", str(path), f"cannot be read ({error})", "give a YAML file") from None
+    if not isinstance(content, dict):
+        raise ConfigError("file", str(path), "is not a mapping", "write `models: [name@champion]`")
+    if "applications" in content:
+        applications = content["applications"]
+        if len(applications) != 1:
+            raise ConfigError("file", str(path), f"has {len(applications)} applications", "an endpoint is one")
+        content = applications[0].get("args", {})
+    return ServingSpec.parse({**content, "file": str(path)})
+
+
+def check(spec: ServingSpec) -> None:
+    """Whether everything that is to be served is there. Raises ConfigError, RegistryError, RunError."""
+    if not spec.models and not spec.live:
+        raise ConfigError("models", [], "there is nothing to serve", "name a model: `shoal models list` shows them")
+    for model in spec.models:
+        Registry().get(model)
+    if spec.live:
+        shoal.runs.load(spec.live)
+        return  # whose model has a name of its own
+    names = [split_ref(model)[0] for model in spec.models]
+    if unknown := sorted(set(spec.endpoint.models) - set(names)):
+        raise ConfigError("endpoint.models", unknown[0], "is not served", f"models: {', '.join(names)}")
