@@ -1,28 +1,17 @@
-"""What Serve finds before it starts: files in one folder, listeners on loopback, errors in the protocol's words."""
+"""What Serve finds before it starts: files in one folder, and a wrapper that closes what Serve leaves open.
 
-import json
+What the rewritten configuration does is in tests/serving/test_haproxy.py.
+"""
+
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from serve_template import serves_config
+from shoal.cluster import haproxy
 from shoal.cluster.serve_environment import free_port, serve_environment
 from shoal.errors import ConfigError
-
-SERVES_CONFIG = """\
-defaults
-    option httplog
-    errorfile 502 /somewhere/500.http
-    errorfile 503 /somewhere/500.http
-frontend prometheus
-    bind :9101
-frontend http_frontend
-    bind 127.0.0.1:8000
-backend default_backend
-    http-request return status 404 content-type text/plain lf-string "Path \'%[path]\' not found."
-listen stats
-  bind *:8404
-"""
 
 
 @pytest.fixture
@@ -38,7 +27,7 @@ def test_every_file_is_below_the_folder_and_every_port_its_own(short_folder: Pat
     assert len(paths) >= 6
     assert all(value.startswith(f"{short_folder}/ha") for value in paths)
     ports = [value for name, value in environment.items() if name.endswith("_PORT")]
-    assert len(set(ports)) == len(ports) == 4
+    assert len(set(ports)) == len(ports) == 2
 
 
 def test_a_folder_too_long_for_unix_sockets_is_refused(tmp_path: Path) -> None:
@@ -49,31 +38,43 @@ def test_a_folder_too_long_for_unix_sockets_is_refused(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_the_wrapper_binds_everything_to_loopback(short_folder: Path) -> None:
-    environment = serve_environment(short_folder)
-    wrapper = Path(environment["RAY_SERVE_HAPROXY_BINARY_PATH"])
-    node = short_folder / "ha" / "node"
-    node.mkdir()
-    (node / "haproxy.cfg").write_text(SERVES_CONFIG)
-    (node / "500.http").write_text("Serve's own")
+def test_the_wrapper_rewrites_the_configuration_and_becomes_haproxy(short_folder: Path) -> None:
+    wrapper = Path(serve_environment(short_folder)["RAY_SERVE_HAPROXY_BINARY_PATH"])
     wrapper.write_text(wrapper.read_text().replace("exec ", "exec echo "))
-    ran = subprocess.run(["sh", wrapper, "-db", "-f", str(node / "haproxy.cfg"), "-dR"], capture_output=True, text=True)
-    assert ran.stdout.split()[1:] == ["-db", "-f", f"{node}/haproxy.cfg", "-dR"]
-    config = (node / "haproxy.cfg").read_text()
-    binds = [line.strip() for line in config.splitlines() if "bind" in line]
-    assert binds == ["bind 127.0.0.1:9101", "bind 127.0.0.1:8000", "bind 127.0.0.1:8404"]
-    assert "text/plain" not in config
-    for addition in (
-        "option dontlog-normal",
-        "option http-buffer-request",
-        "http-request deny deny_status 503",
-        "http-request set-header x-request-disconnect-disabled ?1",
-    ):
-        assert addition in config
-    head, body = (node / "500.http").read_text().split("\n\n")
-    assert head.startswith("HTTP/1.1 503")
-    assert "retry-after: 1" in head
-    assert list(json.loads(body)) == ["error"]
+    config = short_folder / "haproxy.cfg"
+    config.write_text(serves_config(short_folder, 8000))
+    ran = subprocess.run(["sh", wrapper, "-db", "-f", config, "-dR"], capture_output=True, text=True, check=True)
+    assert ran.stdout.split()[1:] == ["-db", "-f", str(config), "-dR"]
+    assert config.read_text() == haproxy.rewrite(serves_config(short_folder, 8000), f"{short_folder}/ha/errors")
+    version = subprocess.run(["sh", wrapper, "-v"], capture_output=True, text=True, check=True)
+    assert version.stdout.split()[1:] == ["-v"]
+
+
+def test_a_configuration_that_is_not_known_starts_nothing(short_folder: Path) -> None:
+    wrapper = Path(serve_environment(short_folder)["RAY_SERVE_HAPROXY_BINARY_PATH"])
+    config = short_folder / "haproxy.cfg"
+    config.write_text("global\nfrontend other\n")
+    ran = subprocess.run(["sh", wrapper, "-c", "-f", config], capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert "there is no section 'defaults'" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "ports", [{}, {"replica_port": 1}, {"replica_port": 1, "grpc_port": 2, "grpc_replica_port": 3}]
+)
+def test_only_the_front_listens_and_only_on_loopback(tmp_path: Path, ports: dict[str, int]) -> None:
+    config = haproxy.rewrite(serves_config(tmp_path, 8000, **ports), "errors")
+    binds = [line.split()[1] for line in config.splitlines() if line.split()[0] == "bind"]
+    assert binds == ["127.0.0.1:8000", *(["127.0.0.1:2"] if "grpc_port" in ports else [])]
+    for unwanted in ("listen ", "mode 666", "prometheus"):
+        assert unwanted not in config, unwanted
+
+
+@pytest.mark.parametrize("section", ["global", "defaults", "frontend http_frontend", "backend default_backend"])
+def test_a_template_that_has_changed_is_noticed(tmp_path: Path, section: str) -> None:
+    config = serves_config(tmp_path, 8000, 8001).replace(f"{section}\n", f"{section}_renamed\n")
+    with pytest.raises(haproxy.Surprise, match=section):
+        haproxy.rewrite(config, "errors")
 
 
 def test_a_free_port_is_free() -> None:

@@ -2,17 +2,18 @@
 
 Serve reads environment variables when its modules are imported, in every process of the cluster, so they must be set
 before the cluster starts. HAProxy itself is started through a small wrapper (Serve's documented
-`RAY_SERVE_HAPROXY_BINARY_PATH`), because Serve binds HAProxy's statistics and metrics to every interface and answers
-for a missing replica with plain text, and neither has a setting. Called by whoever starts Ray; imports no Ray.
+`RAY_SERVE_HAPROXY_BINARY_PATH`), which has the configuration rewritten by `haproxy` each time. Called by whoever starts
+Ray; imports no Ray.
 """
 
 from __future__ import annotations
 
-import json
 import shlex
 import socket
+import sys
 from pathlib import Path
 
+from shoal.cluster import haproxy
 from shoal.errors import ClusterError, ConfigError
 
 # Serve puts HAProxy's sockets into FOLDER/NODE_ID/, and HAProxy binds them as NAME.PID.tmp first.
@@ -20,25 +21,18 @@ NODE_ID_CHARS = 56
 LONGEST_SOCKET = "/a.sock.4194304.tmp"
 MAX_SOCKET_PATH_CHARS = 107  # the kernel's
 
-UNAVAILABLE = "no replica could answer; try again later"
+MAX_CONNECTIONS = 4096
+CLIENT_TIMEOUT_S = 30
+BUFFER_BYTES = 32 * 1024
 
-# Listeners that Serve writes without an address get one; normal requests are not logged (to a syslog port that nobody
-# reads, one datagram each); requests are passed on when they are complete (only those, of up to 16 KB, can be asked of
-# another replica when the first dies); Serve's page for 502, 503 and 504 is replaced, and used when none serves;
-# Serve is told not to watch for clients that go away, the endpoint does (`serve.disconnects`). What remains: an answer
-# whose replica is killed between its head and its body reaches the client cut short, who sees it by Content-Length.
-WRAPPER = r"""#!/bin/sh
+# What remains: an answer whose replica is killed between its head and its body reaches the client cut short, who sees
+# it by Content-Length.
+WRAPPER = """#!/bin/sh
 for argument; do
     [ "$previous" = -f ] && config=$argument
     previous=$argument
 done
-if [ -n "$config" ]; then
-    sed -i -e 's/^\( *bind \)\*\?:\([0-9]\)/\1127.0.0.1:\2/' \
-           -e 's/^\( *\)option httplog$/&\n\1option dontlog-normal\n\1option http-buffer-request/' \
-           -e 's/^frontend http_frontend/&\n    http-request set-header x-request-disconnect-disabled ?1/' \
-           -e 's/^\( *\)http-request return status 404 .*/\1http-request deny deny_status 503/' "$config"
-    cp FOLDER/503.http "$(dirname "$config")/500.http"
-fi
+[ -z "$config" ] || PYTHON -I -S REWRITE "$config" ERRORS || exit 1
 exec BINARY "$@"
 """
 
@@ -73,8 +67,6 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
@@ -86,8 +78,13 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         "RAY_SERVE_HAPROXY_RETRIES": "3",
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
-        # No answer for this long is an answer too (503): no request waits for ever for a replica to come to life.
+        # No answer for this long is an answer too (504): no request waits for ever for a replica to come to life.
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "60",
+        # A client that neither sends what it owes nor takes what it asked for is cut off (see also `serve.bodies`).
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_TIMEOUT_S),
+        "RAY_SERVE_HAPROXY_MAXCONN": str(MAX_CONNECTIONS),
+        # The head of a request fits into it; headers of more than half are refused by the endpoint, with 431.
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "20",
         # How long a replica that is being removed stays reachable; HAProxy hears of it within 0.1 s and retries.
@@ -99,14 +96,32 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
 
 def _prepare(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    body = json.dumps({"error": UNAVAILABLE})
-    head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
-    (folder / "503.http").write_bytes(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+    errors = folder / "errors"
+    haproxy.write_errors(errors)
     wrapper = folder / "haproxy"
-    wrapper.write_text(
-        WRAPPER.replace("FOLDER", shlex.quote(str(folder))).replace("BINARY", shlex.quote(_haproxy_binary()))
-    )
+    words = {
+        "PYTHON": sys.executable,
+        "REWRITE": haproxy.__file__,
+        "ERRORS": errors,
+        "BINARY": _program(folder / "bin"),
+    }
+    script = WRAPPER
+    for word, value in words.items():
+        script = script.replace(word, shlex.quote(str(value)))
+    wrapper.write_text(script)
     wrapper.chmod(0o700)
+
+
+def _program(folder: Path) -> Path:
+    """A copy of HAProxy that has our messages, beside a link to the libraries that it looks for beside itself."""
+    folder.mkdir(exist_ok=True)
+    original = Path(_haproxy_binary())
+    program, libraries = folder / "haproxy", folder / "lib"
+    program.write_bytes(haproxy.with_our_messages(original.read_bytes()))
+    program.chmod(0o700)
+    libraries.unlink(missing_ok=True)
+    libraries.symlink_to(original.parent / "lib")
+    return program
 
 
 def _haproxy_binary() -> str:

@@ -1,0 +1,189 @@
+"""HAProxy's configuration as Ray Serve writes it, made fit to be reached: rewritten each time HAProxy is started.
+
+Run as a program by the wrapper of `serve_environment`, in an interpreter without packages: it imports the standard
+library only. What it changes, Serve has no setting for:
+
+- HAProxy's statistics and metrics listen nowhere (Serve reads them through a unix socket, which only its user may use).
+- A client has `REQUEST_TIMEOUT_S` for the head of a request and the first `tune.bufsize` of its body; a request is
+  passed on when that much of it is there (and one that is there whole can be asked of another replica).
+- What HAProxy, or Serve, says by itself has the protocol's body: `{"error": ...}`, or a status in gRPC's trailers.
+- Serve's own paths (`/-/healthz`, `/-/routes`, `ray.serve.RayServeAPIService`) and the headers that steer Serve are
+  closed to clients. Serve is told not to watch for clients that go away: the endpoint does.
+- Normal requests are not logged: one datagram each, to a port that nobody reads.
+
+Refuses, by leaving with an error, a configuration in which it does not find what it has to change.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+REQUEST_TIMEOUT_S = 10
+CLOSED_SECTIONS = ("listen stats", "frontend prometheus")
+
+# HAProxy's code -> (status and reason that the client gets, Retry-After, the message).
+# 502: the replica died before it answered; inference may be asked again, so that is "try again" like any other absence.
+UNAVAILABLE = ("503 Service Unavailable", "1", "no replica could answer; try again later")
+ERRORS: dict[int, tuple[str, str, str]] = {
+    400: ("400 Bad Request", "", "not a whole request of HTTP, or its head is larger than the proxy's buffer"),
+    401: ("401 Unauthorized", "", "a known key is required"),
+    403: ("403 Forbidden", "", "this is not allowed"),
+    404: ("404 Not Found", "", "there is nothing at this path"),
+    405: ("405 Method Not Allowed", "", "this method is not allowed here"),
+    408: ("408 Request Timeout", "", f"the request was not there after {REQUEST_TIMEOUT_S} s"),
+    413: ("413 Content Too Large", "", "the request is too large"),
+    422: ("422 Unprocessable Content", "", "the request cannot be processed"),
+    425: ("425 Too Early", "1", "try again later"),
+    429: ("429 Too Many Requests", "1", "too many requests; try again later"),
+    500: ("500 Internal Server Error", "", "the endpoint failed on this request"),
+    501: ("501 Not Implemented", "", "this is not implemented"),
+    502: UNAVAILABLE,
+    503: UNAVAILABLE,
+    504: ("504 Gateway Timeout", "", "no answer in time"),
+}
+GRPC_ERRORS = {
+    400: 13,
+    408: 4,
+    413: 8,
+    429: 8,
+    500: 13,
+    501: 12,
+    502: 14,
+    503: 14,
+    504: 4,
+}  # to a status of gRPC; else 2, unknown
+
+_BUILT_IN = re.compile(rb"HTTP/1\.1 (\d{3}) [^\0]*?\r\n\r\n<html>[^\0]*</html>\n\0")
+
+FRONTEND = """\
+    option http-buffer-request
+    option forwardfor
+    http-request del-header x-request-timeout-seconds
+    http-request del-header x-session-id
+    http-request del-header serve_multiplexed_model_id
+    http-request del-header serve-multiplexed-model-id
+    http-request del-header x-serve-router- -m beg
+    http-request del-header x-request-id unless { req.hdr(x-request-id) -m reg ^[A-Za-z0-9._:-]{1,128}$ }
+    http-request del-header upgrade
+    http-request set-header x-request-disconnect-disabled ?1
+    http-request return status 404 errorfiles shoal if { path,url_dec -m beg -i /-/ }
+    http-response allow if { status lt 400 } or { res.hdr(content-type) -m beg application/json }
+"""
+# Rules are asked in order, so that Serve's own, which follow, never see what these have answered.
+GRPC_FRONTEND = """\
+    errorfiles shoal-grpc
+    http-request deny deny_status 501 if { path -m beg /ray.serve. }
+"""
+
+
+class Surprise(Exception):
+    """Serve's configuration is not as this module knows it."""
+
+
+def rewrite(config: str, errors: str) -> str:
+    """The configuration that HAProxy gets for `config`; `errors` is the folder of `write_errors`. Raises Surprise."""
+    sections = [section for section in _sections(config) if section[0] not in CLOSED_SECTIONS]
+    heads = [head for head, _ in sections]
+    for wanted in ("global", "defaults", "frontend http_frontend", "backend default_backend"):
+        if wanted not in heads:
+            raise Surprise(f"there is no section {wanted!r}")
+    errorfiles = ["http-errors shoal", *_error_files(errors, "http")]
+    errorfiles += ["http-errors shoal-grpc", *_error_files(errors, "grpc")]
+    written: list[str] = []
+    for head, lines in sections:
+        written += [head, *_section(head, lines), *(errorfiles if head == "global" else ())]
+    return "\n".join(written) + "\n"
+
+
+def write_errors(folder: Path) -> None:
+    """What HAProxy answers by itself, a file for each code and protocol."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for code, (_, _, message) in ERRORS.items():
+        (folder / f"{code}.http").write_bytes(_message(code))
+        trailers = ["content-type: application/grpc", f"grpc-status: {GRPC_ERRORS.get(code, 2)}"]
+        trailers += [f"grpc-message: {message}", "content-length: 0"]
+        (folder / f"{code}.grpc").write_text("\r\n".join(["HTTP/1.1 200 OK", *trailers, "", ""]))
+
+
+def with_our_messages(binary: bytes) -> bytes:
+    """HAProxy's program, with our errors in the place of those that are built in.
+
+    HAProxy 2.8 answers a request with a broken or late head from constants in its program, and no setting changes that
+    (its issue 3032; 3.2 asks its configuration). A program without such constants comes back as it is.
+    """
+
+    def ours(found: re.Match[bytes]) -> bytes:
+        room, code = len(found[0]), int(found[1])
+        message = _message(code) if code in ERRORS else found[0]
+        return message.ljust(room, b"\0") if len(message) < room else found[0]
+
+    return _BUILT_IN.sub(ours, binary)
+
+
+def _message(code: int) -> bytes:
+    status, retry_after, message = ERRORS[code]
+    body = json.dumps({"error": message})
+    headers = ["content-type: application/json", f"content-length: {len(body)}"]
+    headers += [f"retry-after: {retry_after}"] if retry_after else []
+    headers += ["connection: close"] if code in (400, 408, 413) else []
+    return "\r\n".join([f"HTTP/1.1 {status}", *headers, "", body]).encode()
+
+
+def _sections(config: str) -> list[tuple[str, list[str]]]:
+    """(head, lines): a section begins where a line is not indented. Comments are left out."""
+    sections: list[tuple[str, list[str]]] = []
+    for line in config.splitlines():
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if not line[0].isspace():
+            sections.append((line.strip(), []))
+        elif sections:
+            sections[-1][1].append(line)
+    return sections
+
+
+def _error_files(folder: str, suffix: str) -> list[str]:
+    return [f"    errorfile {code} {folder}/{code}.{suffix}" for code in ERRORS]
+
+
+def _section(head: str, lines: list[str]) -> list[str]:
+    if head == "global":
+        return [line.replace("mode 666", "mode 600") for line in lines]
+    if head == "defaults":
+        return _defaults(lines)
+    if head == "frontend http_frontend":
+        return [*FRONTEND.splitlines(), *_answers(), *lines]
+    if head == "frontend grpc_frontend":
+        return [*GRPC_FRONTEND.splitlines(), *lines]
+    if head == "backend default_backend":
+        return ["    http-request deny deny_status 503"]
+    if head == "backend default_grpc_backend":
+        return ["    errorfiles shoal-grpc", "    http-request deny deny_status 503"]
+    if head.startswith("backend grpc"):
+        return ["    errorfiles shoal-grpc", *lines]
+    return lines
+
+
+def _defaults(lines: list[str]) -> list[str]:
+    kept = [line for line in lines if not line.strip().startswith(("errorfile ", "timeout http-request "))]
+    added = ["    option dontlog-normal", f"    timeout http-request {REQUEST_TIMEOUT_S}s", "    errorfiles shoal"]
+    return [*kept, *added]
+
+
+def _answers() -> list[str]:
+    """Rules that replace an error of Serve's, which is text, by the same status in the protocol's words."""
+    known = [f"    http-response return status {code} errorfiles shoal if {{ status {code} }}" for code in ERRORS]
+    return [*known, "    http-response return status 500 errorfiles shoal"]
+
+
+def main(config: str, errors: str) -> None:
+    """Rewrite the file `config` in place."""
+    path = Path(config)
+    path.write_text(rewrite(path.read_text(), errors))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,316 @@
+"""HAProxy, on the configuration that `cluster.haproxy` makes of Serve's, before a replica that fails on request."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from serve_template import serves_config
+from serving.fake_replica import FakeReplica
+from shoal.cluster import haproxy
+from shoal.cluster.serve_environment import BUFFER_BYTES, free_port, serve_environment
+from waiting import wait_for
+
+# Shorter than an endpoint's, so that the tests need not wait long for what must happen after them.
+REQUEST_S, SERVER_S, CLIENT_S = 0.4, 1.2, 0.6
+ANSWER_S = 10.0
+JSON = "application/json"
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def error(self) -> str:
+        """The protocol's error; fails when this is none."""
+        assert self.headers["content-type"] == JSON, self
+        assert int(self.headers["content-length"]) == len(self.body)
+        content = json.loads(self.body)
+        assert list(content) == ["error"], content
+        return str(content["error"])
+
+
+class Proxy:
+    """HAProxy as the wrapper starts it. `port`, `grpc_port`: before the replica."""
+
+    def __init__(self, folder: Path, replica_port: int, grpc_replica_port: int) -> None:
+        environment = serve_environment(folder)
+        self.folder, self.port, self.grpc_port = folder, free_port(), free_port()
+        config = serves_config(folder, self.port, replica_port, self.grpc_port, grpc_replica_port)
+        file = folder / "haproxy.cfg"
+        file.write_text(config)
+        (folder / "server-state").touch()
+        wrapper = Path(environment["RAY_SERVE_HAPROXY_BINARY_PATH"])
+        shorter = folder / "shorter"
+        edits = (
+            f"s/http-request 10s/http-request {REQUEST_S * 1000:.0f}ms/; s/server 60s/server {SERVER_S * 1000:.0f}ms/"
+        )
+        edits += f"; s/client 30s/client {CLIENT_S * 1000:.0f}ms/"
+        shorter.write_text(wrapper.read_text().replace("exec ", f"sed -i '{edits}' \"$config\"\nexec "))
+        self._log = (folder / "log").open("wb")
+        self.process = subprocess.Popen(["sh", shorter, "-db", "-f", file], stdout=self._log, stderr=self._log)
+        wait_for(self._listens, what="HAProxy")
+
+    def _listens(self) -> bool:
+        assert self.process.poll() is None, (self.folder / "log").read_text()
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), ANSWER_S)
+
+    def ask(self, request: bytes) -> Answer:
+        with self.connect() as connection:
+            connection.sendall(request)
+            return read_answer(connection)
+
+    def get(self, path: str, *headers: str) -> Answer:
+        return self.ask("\r\n".join([f"GET {path} HTTP/1.1", "host: x", *headers, "", ""]).encode())
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(10)
+        self._log.close()
+
+
+def read_answer(connection: socket.socket) -> Answer:
+    with connection.makefile("rb") as file:
+        status = int(file.readline().split()[1])
+        headers = {}
+        while line := file.readline().strip():
+            name, _, value = line.decode().partition(":")
+            headers[name.lower()] = value.strip()
+        body = file.read(int(headers.get("content-length", 0)))
+        return Answer(status, headers, body)
+
+
+def post(body_bytes: int, *headers: str) -> bytes:
+    return "\r\n".join(["POST /echo HTTP/1.1", "host: x", f"content-length: {body_bytes}", *headers, "", ""]).encode()
+
+
+@pytest.fixture(scope="module")
+def replica() -> Iterator[FakeReplica]:
+    fake = FakeReplica()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture(scope="module")
+def proxy(replica: FakeReplica) -> Iterator[Proxy]:
+    with tempfile.TemporaryDirectory(prefix="x.") as folder:  # pytest's own are too long for unix sockets
+        started = Proxy(Path(folder), replica.port, grpc_replica_port=free_port())
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def lonely_proxy() -> Iterator[Proxy]:
+    """Before a replica that is not there, and before no application for gRPC."""
+    with tempfile.TemporaryDirectory(prefix="x.") as folder:
+        started = Proxy(Path(folder), free_port(), grpc_replica_port=0)
+        yield started
+        started.close()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET /\x01 HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nbad header: y\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\n" + b"".join(b"h%d: y\r\n" % i for i in range(200)) + b"\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nh: " + b"y" * 2 * BUFFER_BYTES + b"\r\n\r\n",
+        b"GET /" + b"y" * 2 * BUFFER_BYTES + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+    ],
+)
+def test_what_is_not_a_request(proxy: Proxy, request_bytes: bytes) -> None:
+    answer = proxy.ask(request_bytes)
+    assert answer.status == 400
+    assert "buffer" in answer.error()
+
+
+def test_no_word_of_haproxys_own_in_its_program(proxy: Proxy) -> None:
+    program = (proxy.folder / "ha" / "bin" / "haproxy").read_bytes()
+    for code in haproxy.ERRORS:
+        assert b"HTTP/1.1 %d " % code in program
+        assert b"<h1>%d" % code not in program
+    assert b"<h1>200 OK" in program  # what is not an error is left alone
+    assert haproxy.with_our_messages(b"another program") == b"another program"
+
+
+def test_an_unknown_transfer_encoding(proxy: Proxy) -> None:
+    answer = proxy.get("/echo", "transfer-encoding: no-such")
+    assert answer.status in (400, 422, 501)
+    assert answer.error()
+
+
+def test_headers_that_the_endpoint_would_refuse_reach_it(proxy: Proxy) -> None:
+    """So that it can say 431: twice what it takes fits into the buffer."""
+    assert proxy.get("/echo", "h: " + "y" * 16 * 1024).status == 200
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [b"G", b"GET / HTTP/1.1\r\nhost: x\r\n", post(100), post(100) + b"x" * 99, post(10, "expect: 100-continue")],
+)
+def test_a_request_that_is_not_there_in_time_is_cut_off(proxy: Proxy, replica: FakeReplica, beginning: bytes) -> None:
+    del replica.paths[:]
+    with proxy.connect() as connection:
+        connection.sendall(beginning)
+        answer = read_answer(connection)
+        if answer.status == 100:
+            answer = read_answer(connection)
+        assert (answer.status, answer.headers.get("connection")) == (408, "close")
+        assert "not there after" in answer.error()
+        assert connection.recv(1) == b""
+    assert replica.paths == []
+
+
+def test_one_byte_after_another_does_not_help(proxy: Proxy) -> None:
+    with proxy.connect() as connection:
+        connection.settimeout(REQUEST_S / 8)
+        answer = b""
+        for byte in post(1000):
+            try:
+                connection.sendall(bytes([byte]))
+                answer = connection.recv(64)
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+            if answer:
+                break
+        assert answer.startswith(b"HTTP/1.1 408")
+
+
+def test_a_large_body_that_stops_coming_is_cut_off(proxy: Proxy) -> None:
+    """By HAProxy at last; the endpoint notices sooner, also one that trickles: see test_slow_clients."""
+    with proxy.connect() as connection:
+        connection.sendall(post(10 * BUFFER_BYTES) + b"x" * 2 * BUFFER_BYTES)
+        answer = read_answer(connection)
+        assert answer.status == 400
+        assert "whole" in answer.error()
+
+
+def test_an_honest_large_body_arrives_whole(proxy: Proxy) -> None:
+    body = bytes(range(256)) * 40_000
+    seen = json.loads(proxy.ask(post(len(body)) + body).body)
+    assert (seen["length"], seen["sha256"]) == (len(body), hashlib.sha256(body).hexdigest())
+
+
+def test_a_body_in_chunks_and_one_that_asks_first_arrive(proxy: Proxy) -> None:
+    chunked = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+    assert json.loads(proxy.ask(chunked).body)["sha256"] == hashlib.sha256(b"abcde").hexdigest()
+    with proxy.connect() as connection:
+        connection.sendall(post(3, "expect: 100-continue"))
+        assert read_answer(connection).status == 100
+        connection.sendall(b"abc")
+        assert json.loads(read_answer(connection).body)["length"] == 3
+
+
+def test_a_computation_may_take_longer_than_a_client_may(proxy: Proxy) -> None:
+    assert proxy.get(f"/slow/{1.5 * CLIENT_S}").status == 200
+
+
+@pytest.mark.parametrize(("path", "status"), [("/silent", 504), ("/hang-up", 503), ("/nonsense", 503)])
+def test_a_replica_that_fails_becomes_the_protocols_error(proxy: Proxy, path: str, status: int) -> None:
+    answer = proxy.get(path)
+    assert answer.status == status
+    assert answer.error()
+    assert answer.headers.get("retry-after") == ("1" if status == 503 else None)
+    wait_for(lambda: proxy.get("/echo").status == 200, what="replica taken back")
+
+
+def test_no_replica_is_a_503_that_says_when_to_come_again(lonely_proxy: Proxy) -> None:
+    for _ in range(3):
+        answer = lonely_proxy.get("/v2/health/live")
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert "no replica" in answer.error()
+
+
+@pytest.mark.parametrize("status", [400, 404, 408, 429, 499, 500, 503])
+def test_serves_own_text_becomes_the_protocols_error(proxy: Proxy, status: int) -> None:
+    answer = proxy.get(f"/status/{status}?text/plain")
+    assert answer.status == (500 if status == 499 else status)
+    assert "the replica says" not in answer.error()
+    assert answer.headers.get("retry-after") == ("1" if status in (429, 503) else None)
+
+
+@pytest.mark.parametrize("status", [200, 404, 422, 431, 503])
+def test_the_endpoints_own_answers_pass(proxy: Proxy, status: int) -> None:
+    answer = proxy.get(f"/status/{status}?{JSON}")
+    assert (answer.status, answer.error()) == (status, "the replica says")
+
+
+def test_other_content_passes_when_it_is_no_error(proxy: Proxy) -> None:
+    assert proxy.get("/status/200?text/plain").headers["content-type"] == "text/plain"
+
+
+@pytest.mark.parametrize(
+    "path", ["/-/healthz", "/-/routes", "/-/HEALTHZ", "/%2d/healthz", "/%2D%2Froutes", "/-/healthz?x=y", "/-%2froutes"]
+)
+def test_serves_own_paths_are_closed(proxy: Proxy, replica: FakeReplica, path: str) -> None:
+    del replica.paths[:]
+    answer = proxy.get(path)
+    assert answer.status == 404
+    assert answer.error()
+    assert replica.paths == []
+
+
+def test_headers_that_steer_serve_do_not_pass(proxy: Proxy) -> None:
+    steering = [
+        "x-request-timeout-seconds",
+        "x-session-id",
+        "serve_multiplexed_model_id",
+        "x-serve-router-x",
+        "upgrade",
+    ]
+    given = [f"{name}: y" for name in steering]
+    seen = json.loads(proxy.get("/echo", *given, "x-request-disconnect-disabled: ?0", "x-request-id: a b\xe9").body)
+    headers = {name.lower(): value for name, value in seen["headers"].items()}
+    assert not headers.keys() & {*steering, "x-request-id"}
+    assert headers["x-request-disconnect-disabled"] == "?1"
+    assert headers["x-forwarded-for"] == "127.0.0.1"
+    seen = json.loads(proxy.get("/echo", "x-request-id: a-1").body)
+    assert "a-1" in seen["headers"].values()
+
+
+def test_nothing_listens_but_the_front(proxy: Proxy) -> None:
+    listening = [each for each in psutil.net_connections("tcp") if each.pid == proxy.process.pid]
+    ports = {(each.laddr.ip, each.laddr.port) for each in listening if each.status == psutil.CONN_LISTEN}
+    assert ports == {("127.0.0.1", proxy.port), ("127.0.0.1", proxy.grpc_port)}
+    mode = (proxy.folder / "a.sock").stat().st_mode
+    assert stat.S_IMODE(mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("method", "code"),
+    [
+        ("/inference.GRPCInferenceService/ServerLive", grpc.StatusCode.UNAVAILABLE),
+        ("/ray.serve.RayServeAPIService/ListApplications", grpc.StatusCode.UNIMPLEMENTED),
+        ("/ray.serve.RayServeAPIService/Healthz", grpc.StatusCode.UNIMPLEMENTED),
+    ],
+)
+@pytest.mark.parametrize("which", ["proxy", "lonely_proxy"])
+def test_over_grpc_too(request: pytest.FixtureRequest, which: str, method: str, code: grpc.StatusCode) -> None:
+    started: Proxy = request.getfixturevalue(which)
+    with grpc.insecure_channel(f"127.0.0.1:{started.grpc_port}") as channel:
+        call = channel.unary_unary(method, request_serializer=None, response_deserializer=None)
+        with pytest.raises(grpc.RpcError) as caught:
+            call(b"", timeout=ANSWER_S)
+    assert caught.value.code() == code
+    assert caught.value.details() in {message for _, _, message in haproxy.ERRORS.values()}
