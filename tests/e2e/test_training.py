@@ -20,6 +20,7 @@ import torch
 
 import shoal.runs
 from programs import run_ranks
+from ray_data_task import NUM_SAMPLES
 from shoal.errors import RunError
 from shoal.home import access_token
 from shoal.parallel import World
@@ -209,6 +210,20 @@ def test_ray_job_submit_trains_and_ray_job_stop_saves(cluster: EmbeddedCluster, 
     assert (run.folder / "checkpoints" / f"step-{at:09}").is_dir()
     _, shown = shoal_command("runs", run_id)
     assert f"shoal run train resume={run_id}" in shown
+
+
+def test_a_dataset_of_ray_data_trains_and_is_read_once_an_epoch(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    from shoal.flows.training import run_training
+
+    task = f"task={ROOT / 'tests' / 'ray_data_task.py'}:Lines"
+    words = ["workers=1", "batch_size=16", "stop.epochs=2", "optimizer.learning_rate=0.1", "log_every_steps=1"]
+    run = shoal.runs.load(run_training(spec_from_words([task, *words, f"args.notes={tmp_path / 'notes'}"]), "train"))
+    taken = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
+    per_epoch = NUM_SAMPLES // 16  # what follows after two epochs is the prediction of the cost, made at the end
+    for epoch in (taken[:per_epoch], taken[per_epoch : 2 * per_epoch]):
+        assert sorted(index for step in epoch for index in step) == list(range(NUM_SAMPLES))
+    losses = losses_of(run)
+    assert losses[max(losses)] < losses[1]
 
 
 def test_from_a_loss_that_is_not_finite_to_an_endpoint(cluster: EmbeddedCluster, tmp_path: Path) -> None:
