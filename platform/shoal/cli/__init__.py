@@ -26,6 +26,7 @@ VERBS = {
     "models": ("models", "List, show, promote and roll back registered models."),
     "serve": ("serve", "Serve models: deploy, look at, roll out, roll back, delete."),
     "predict": ("predict", "Ask a model of an endpoint."),
+    "batch-predict": ("batch_predict", "Answer every row of a file or folder with a registered model."),
 }
 
 
@@ -39,7 +40,7 @@ class _Verbs(click.Group):
         if cmd_name not in VERBS:
             return None
         module = importlib.import_module(f"shoal.cli.{VERBS[cmd_name][0]}")
-        command: click.Command = getattr(module, cmd_name)
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

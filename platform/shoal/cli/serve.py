@@ -1,7 +1,7 @@
 """`shoal serve`: endpoints of registered and live models, from the first version to the last.
 
 Parse, call, print. Endpoints are found through the run record and spoken to over HTTP with the access token; `deploy`
-and `delete` are in `serve_jobs`, what a status looks like in `serve_display`.
+and `delete` are in `serve_jobs`, `simulate` in `serve_simulate`, what a status looks like in `serve_display`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from shoal.cli import serve_display, serve_jobs
+from shoal.cli import serve_display
+from shoal.cli.serve_jobs import delete, deploy
+from shoal.cli.serve_simulate import simulate_verb
 from shoal.client import Client
 from shoal.client.find import FoundEndpoint, find_endpoint, token_for
 from shoal.client.status import EndpointStatus, ModelStatus
@@ -48,8 +50,8 @@ def serve() -> None:
     """
 
 
-serve.add_command(serve_jobs.deploy)
-serve.add_command(serve_jobs.delete)
+for verb in (deploy, delete, simulate_verb):
+    serve.add_command(verb)
 
 
 @contextmanager

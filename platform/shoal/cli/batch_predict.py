@@ -1,0 +1,114 @@
+"""`shoal batch-predict`: a registered model over a file or folder, on the cluster that is up or on one for this run.
+
+Parse, call, print: the work is that of the job `shoal.flows.batch_predict`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from shoal.cli.job_words import (
+    end_as_by_ctrl_c,
+    failure,
+    ignore_further_interrupts,
+    job_environment,
+    new_run_id,
+    said,
+)
+from shoal.cluster.attach import find_cluster
+from shoal.cluster.embedded import start
+from shoal.cluster.jobs import Job, JobStatus, submit
+from shoal.errors import ConfigError, RunError
+from shoal.flows.batch_predict import BatchPredictSpec, check
+from shoal.runs.origin import as_typed
+
+POLL_S = 0.2
+MODULE = "shoal.flows.batch_predict"
+
+
+@click.command("batch-predict")
+@click.argument("model", metavar="NAME[@VERSION]")
+@click.argument("source", metavar="INPUT")
+@click.argument("output", metavar="OUTPUT")
+@click.argument("words", nargs=-1, metavar="[A.B=C]...")
+@click.option("--columns", multiple=True, metavar="[X=]A,B,C", help="The columns that make an input.")
+@click.option("--keep", metavar="A,B", help="The columns of the input to keep.  [default: all]")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes with the model.  [default: the CPUs but one]")
+@click.option("--skip-errors", is_flag=True, help="A row that the model fails on gets a word in the column `error`.")
+@click.option("--address", help="The cluster to use: a dashboard URL, or 'local' for one of its own.")
+def batch_predict(
+    model: str,
+    source: str,
+    output: str,
+    words: tuple[str, ...],
+    columns: tuple[str, ...],
+    keep: str | None,
+    workers: int | None,
+    skip_errors: bool,
+    address: str | None,
+) -> None:
+    """Answer every row of INPUT, a Parquet or CSV file or a folder of them, and write Parquet into the folder OUTPUT.
+
+    The output has the columns of the input, the model's outputs and its version, in the order of the input. It appears
+    whole or not at all. Needs no endpoint; without a cluster (see `shoal up`), one is started for this.
+
+    \b
+    Examples:
+      shoal batch-predict tabular@champion patients.csv predicted --columns radius,texture,area
+      shoal batch-predict fashion images/ predicted --keep id --workers 4
+      shoal batch-predict fashion@3 images.parquet predicted options.precision=bf16 --skip-errors
+    """
+    fields = [f"model={model}", f"input={Path(source).resolve()}", f"output={Path(output).resolve()}", *words]
+    fields += [f"columns=[{', '.join(repr(each) for each in columns)}]"] if columns else []
+    fields += [f"keep=[{keep}]"] if keep else []
+    fields += [f"workers={workers}"] if workers else []
+    fields += ["skip_errors=true"] if skip_errors else []
+    check(BatchPredictSpec().override(fields))  # before a cluster is started for it
+    end_as_by_ctrl_c()
+    console = Console(highlight=False, soft_wrap=True)
+    with ExitStack() as stack:
+        try:
+            _run(fields, address, console, stack)
+        except KeyboardInterrupt:
+            ignore_further_interrupts()
+            stack.close()
+            console.print("stopped: nothing was written")
+            sys.exit(130)
+
+
+def _run(fields: list[str], address: str | None, console: Console, stack: ExitStack) -> None:
+    cluster = find_cluster(address)
+    if cluster is not None and not cluster.is_local:
+        remedy = "run it on the head, where the files and the registry are"
+        raise ConfigError("address", cluster.dashboard_url, "is a cluster on another machine", remedy)
+    if cluster is None:
+        console.print("starting a Ray cluster for this run ...")
+        embedded = start()
+        stack.callback(embedded.stop)
+        cluster = embedded
+    environment = job_environment(new_run_id(), as_typed(["shoal", *sys.argv[1:]]))
+    job = submit(cluster, [sys.executable, "-m", MODULE, *fields], env=environment)
+    stack.callback(job.stop)
+    _follow(job, console)
+    if job.status() is not JobStatus.SUCCEEDED:
+        raise RunError(failure(job, "batch prediction"))
+
+
+def _follow(job: Job, console: Console) -> None:
+    """Print what the job says until it is over."""
+    num_printed = 0
+    while True:
+        is_over = job.status().is_over
+        lines = said(job)
+        for line in lines[num_printed:]:
+            console.print(line, markup=False)
+        num_printed = len(lines)
+        if is_over:
+            return
+        time.sleep(POLL_S)

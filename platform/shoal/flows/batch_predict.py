@@ -1,0 +1,121 @@
+"""Batch prediction: every row of a file or folder gets a registered model's outputs, in Parquet.
+
+    python -m shoal.flows.batch_predict model=fashion@champion input=images.parquet output=predicted
+
+Called by `shoal batch-predict`, in a process that is connected to a Ray cluster. It owns the order of things and the
+run record; the work is done by the workers.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+from pydantic import Field
+
+import shoal.runs
+from shoal.cluster.driver import expected_run_id, job_main
+from shoal.config import Spec
+from shoal.errors import DataError
+from shoal.registry import Registry
+from shoal.serve.options import ModelOptions
+from shoal.serve.sources import RegisteredModel
+from shoal.serve.table import choose_columns, parse_columns
+
+JOB = "batch_predict"
+SUFFIXES = (".parquet", ".csv")
+
+
+class BatchPredictSpec(Spec):
+    """Which model answers which rows.
+
+    model:         name@version, name@alias, or name for the newest version; fixed when the run begins
+    input:         a Parquet or CSV file, or a folder of either
+    output:        a folder that is made: Parquet files with the rows in their order
+    columns:       what makes an input: `a,b,c` for the only one, `x=a,b,c` for each of several
+    keep:          columns of the input that go along; empty for all
+    skip_errors:   rows that the model fails on get no outputs and a word in the column `error`
+    workers:       processes that each hold the model; None for one on each CPU but one
+    torch_threads: of each worker
+    options:       how the model is run: precision, device, compile, preprocess, ...
+    """
+
+    model: str = ""
+    input: str = ""
+    output: str = ""
+    columns: list[str] = Field(default_factory=list)
+    keep: list[str] = Field(default_factory=list)
+    skip_errors: bool = False
+    workers: int | None = Field(default=None, ge=1)
+    torch_threads: int = Field(default=1, ge=1)
+    options: ModelOptions = ModelOptions(max_batch_size=256, max_queue_size=1024)
+
+
+def input_files(path: str) -> list[Path]:
+    """The file, or the files of the folder in the order of their names. Raises DataError."""
+    place = Path(path)
+    found = sorted(place.iterdir()) if place.is_dir() else [place]
+    files = [file for file in found if file.suffix in SUFFIXES and not file.name.startswith(".")]
+    if not files or not all(file.is_file() for file in files):
+        raise DataError("input", path, "is no Parquet or CSV file, nor a folder of them", "check the path")
+    kinds = {file.suffix for file in files}
+    if len(kinds) > 1:
+        raise DataError("input", path, "has Parquet and CSV files", "give each kind a folder of its own")
+    return files
+
+
+def check(spec: BatchPredictSpec) -> None:
+    """Whether the model and the columns are there. Raises DataError, RegistryError."""
+    for field in ("model", "input", "output"):
+        if not getattr(spec, field):
+            raise DataError(field, "", "is not given", f"write {field}=...")
+    if Path(spec.output).exists():
+        raise DataError("output", spec.output, "exists already", "name a folder that does not, or remove it")
+    inputs = Registry().get(spec.model).manifest.signature.inputs
+    there = _column_names(input_files(spec.input)[0])
+    choose_columns(inputs, there, parse_columns(spec.columns, inputs))
+    if missing := [column for column in spec.keep if column not in there]:
+        raise DataError("keep", missing[0], "is not in the table", f"it has {', '.join(there)}")
+
+
+def batch_predict(spec: BatchPredictSpec, job: str) -> str:
+    """Answer every row and return the run's id. Raises DataError, RegistryError, InferenceError, RunError."""
+    from shoal.serve.ray_batch_predict import BatchJob, predict_files
+
+    check(spec)
+    registry = Registry()
+    version = registry.get(spec.model)
+    work = BatchJob(
+        RegisteredModel(version.name, str(registry.root)),
+        version.version,
+        spec.options,
+        parse_columns(spec.columns, version.manifest.signature.inputs),
+        spec.keep or None,
+        spec.skip_errors,
+        spec.torch_threads,
+    )
+    with shoal.runs.create(job, spec.to_yaml(), expected_run_id()) as recorder:
+        files, begun_s = input_files(spec.input), time.monotonic()
+        print(f"run {recorder.id}: {version.ref} answers {len(files)} files of {spec.input}", flush=True)
+        rows = predict_files(work, files, Path(spec.output).resolve(), spec.workers)
+        seconds = time.monotonic() - begun_s
+        recorder.event("predicted", model=version.name, version=version.version, rows=rows, seconds=seconds)
+        print(f"{rows:,} rows in {seconds:.1f} s ({rows / seconds:,.0f} rows/s): {spec.output}", flush=True)
+    return recorder.id
+
+
+def _column_names(file: Path) -> list[str]:
+    try:
+        if file.suffix == ".csv":
+            with pyarrow.csv.open_csv(file) as reader:
+                return list(reader.schema.names)
+        return list(pyarrow.parquet.read_schema(file).names)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError("input", str(file), f"cannot be read: {error}", "give a CSV or a Parquet file") from None
+
+
+if __name__ == "__main__":
+    job_main(BatchPredictSpec(), batch_predict, job=JOB, check=check)
