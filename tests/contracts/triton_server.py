@@ -1,0 +1,84 @@
+"""An endpoint of models without models, over HTTP and gRPC, in a process of its own: for stock clients.
+
+Run as a program: prints its two ports as JSON when it can be reached, and ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+
+import numpy as np
+import uvicorn
+
+from serving.fake_host import FakeHost, FakeModel, tensors
+from shoal.errors import InferenceError
+from shoal.open_inference.datatypes import DATATYPES
+from shoal.serve.access import Access
+from shoal.serve.call import Arrays
+from shoal.serve.grpc_server import GrpcServer
+from shoal.serve.grpc_service import InferenceServicer
+from shoal.serve.limits import Limits
+from shoal.serve.options import ApiKey, ModelOptions
+from shoal.serve.rest import RestApp
+
+HOST = "127.0.0.1"
+TOKEN = "the-token"
+MAX_BODY_BYTES = 1 << 20
+
+
+def host() -> FakeHost:
+    """A model for each datatype, which gives back what it gets, and one for each thing that can go wrong."""
+    every = [FakeModel(f"as_{datatype}", tensors(x=(datatype, [-1, 2]))) for datatype in DATATYPES]
+    mixed = FakeModel("mixed", tensors(**{datatype.lower(): (datatype, [-1, 2]) for datatype in DATATYPES}))
+    pair = FakeModel(
+        "pair",
+        tensors(left=("FP32", [-1, 3]), right=("INT64", [-1])),
+        tensors(total=("FP32", [-1, 3]), rows=("INT64", [-1]), words=("BYTES", [-1])),
+        _added,
+        options=ModelOptions(max_batch_size=8),
+    )
+    failing = {
+        "full": InferenceError(429, "the queue is full", retry_after_s=2.0),
+        "broken": InferenceError(500, "output 'x' has a NaN"),
+        "raising": RuntimeError("a bug"),
+        "late": InferenceError(504, "this would come too late"),
+    }
+    models = [*every, mixed, pair, FakeModel("open", tensors(x=("FP32", [-1, -1, 2]))), FakeModel("big")]
+    models.append(FakeModel("aged", versions=(1, 2, 3)))
+    for name, error in failing.items():
+        model = FakeModel(name)
+        model.error = error
+        models.append(model)
+    hanging = FakeModel("hanging")
+    hanging.hold = asyncio.Event()
+    return FakeHost(*models, hanging, shelf=(FakeModel("shelved"), FakeModel("empty", versions=())))
+
+
+def _added(inputs: Arrays) -> dict[str, np.ndarray]:
+    left, right = inputs["left"], inputs["right"]
+    words = np.array([b"row %d" % number for number in range(len(left))], dtype=object)
+    return {"total": left + right[:, None].astype(np.float32), "rows": right, "words": words}
+
+
+async def main() -> None:
+    models = host()
+    access = Access(TOKEN, [ApiKey(name="narrow", key="narrow-key", models=["pair"])])  # type: ignore[arg-type]
+    grpc_server = GrpcServer(InferenceServicer(models, access), HOST, 0, max_message_bytes=MAX_BODY_BYTES)
+    await grpc_server.start()
+    app = RestApp(models, access, limits=Limits(max_body_bytes=MAX_BODY_BYTES))
+    with socket.create_server((HOST, 0)) as listener:
+        http_server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
+        serving = asyncio.create_task(http_server.serve(sockets=[listener]))
+        sys.stdout.write(json.dumps({"http": listener.getsockname()[1], "grpc": grpc_server.port}) + "\n")
+        sys.stdout.flush()
+        await asyncio.to_thread(sys.stdin.read)
+        http_server.should_exit = True
+        await serving
+    await grpc_server.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
