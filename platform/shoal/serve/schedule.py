@@ -8,7 +8,8 @@ forward, settles no future and reads no clock.
 - Between models: the one that has used the least time for its weight goes first (start-time fair queueing, charged with
   the time its forwards really took). Within a model: see `waiting`.
 - A request with a deadline is refused at the door when the latency model says it cannot make it; never when a slot is
-  free and nobody waits, since trying costs nobody anything and is how a wrong model learns.
+  free and nobody waits, since trying costs nobody anything and is how a wrong model learns. With slots `s`, l(rows) and
+  the lines as they stand, its answer is expected at: a slot is free + (l of what goes before it)/s + l(its own batch).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shoal.serve.waiting import WaitingLine, WaitingT
 
 # Fast forwards are sampled: a window of them then covers more than a moment, and learning costs nothing.
 OBSERVED_EVERY_S = 0.005
+DEMAND_SPAN_S = 0.05
 
 
 class QueueFull(InferenceError):
@@ -65,8 +67,18 @@ class QueuePolicy(Generic[WaitingT]):
         self.max_batch_rows, self.max_queue_rows = max_batch_rows, max_queue_rows
         self.latency = LatencyModel()
         self.line: WaitingLine[WaitingT] = WaitingLine(max_batch_rows, self.latency)
+        self.asked_rows = 0  # since `_asked_from_s`, refused ones too
+        self.asked_rows_per_s = 0.0
+        self._asked_from_s = -math.inf
         self.used_s = 0.0  # virtual time: seconds of forwards over weight
         self.observes_from_s = -math.inf
+
+    def measure_demand(self, now_s: float) -> None:
+        """Renew `asked_rows_per_s`, when the last time was not just now."""
+        span_s = now_s - self._asked_from_s
+        if span_s >= DEMAND_SPAN_S:
+            self.asked_rows_per_s = (self.asked_rows_per_s + self.asked_rows / span_s) / 2
+            self.asked_rows, self._asked_from_s = 0, now_s
 
 
 class Batch(Generic[WaitingT]):
@@ -112,6 +124,7 @@ class Schedule(Generic[WaitingT]):
     def refusal(self, queue: QueuePolicy[WaitingT], waiting: WaitingT, now_s: float) -> QueueFull | TooLate | None:
         """Why this request is not taken in, or None when it was."""
         line = queue.line
+        queue.asked_rows += waiting.num_rows
         if line.rows + waiting.num_rows > queue.max_queue_rows:
             return QueueFull(queue.max_queue_rows, self._start_s(queue, line.seconds(), now_s) - now_s)
         if waiting.deadline_s is not None:
@@ -119,7 +132,11 @@ class Schedule(Generic[WaitingT]):
                 return TooLate("the deadline had passed when the request came")
             if line.rows or len(self.in_hand) >= self.slots:
                 before_s, rows = line.outlook(waiting)
-                ends_s = self._start_s(queue, before_s, now_s) + queue.latency.seconds(rows)
+                start_s = self._start_s(queue, before_s, now_s)
+                # Who asks until then will share its batch, and make it longer. Without this, requests with little time
+                # left would be let in when there are many, and force small batches just when large ones are needed.
+                rows = min(queue.max_batch_rows, rows + queue.asked_rows_per_s * (start_s - now_s))
+                ends_s = start_s + queue.latency.seconds(rows)
                 if ends_s > waiting.deadline_s:
                     return TooLate(
                         f"the answer would come {ends_s - now_s:.3f} s from now, "
@@ -141,6 +158,7 @@ class Schedule(Generic[WaitingT]):
             late += too_late
             if requests:
                 self._used_s = queue.used_s
+                queue.measure_demand(now_s)
                 batch: Batch[WaitingT] = Batch(queue, requests, now_s)
                 queue.used_s += batch.expected_s / queue.weight
                 self.in_hand.append(batch)

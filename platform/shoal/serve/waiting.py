@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from operator import attrgetter
 from typing import Generic, TypeVar
 
@@ -155,34 +155,62 @@ class WaitingLine(Generic[WaitingT]):
         return min([lane[0] for lane in tenant.lanes.values() if lane], key=_order)
 
     def _fill(self, group: Hashable, now_s: float, late: list[WaitingT]) -> list[WaitingT]:
-        """As many requests of a group as a batch holds, the tenants taking turns by rows served.
+        """As many requests of a group as a batch holds and its earliest deadline allows.
 
-        A request that does not fit, or whose company would make an earlier one late, ends the turns of its tenant:
-        nobody overtakes within a tenant and a group.
+        A batch that is too large for its earliest deadline is cut, if what stays behind can still make its own
+        after the smaller batch. If not, saving the one would cost the others: it is given up, and the batch is filled.
         """
         batch: list[WaitingT] = []
-        rows, room, tightest_s = 0, float(self._max_batch_rows), math.inf
+        while True:
+            rows = self._top_up(batch, group, now_s, late)
+            tightest_s = min([_deadline(waiting) for waiting in batch], default=math.inf)
+            room = self._latency.rows_within(tightest_s - now_s)
+            if rows <= room:
+                return batch
+            batch.sort(key=_order)
+            num_kept, kept_rows = _prefix(batch, room)
+            behind_s = min([_deadline(waiting) for waiting in batch[num_kept:]], default=math.inf)
+            next_rows = min(self._max_batch_rows, self.rows + rows - kept_rows)
+            if now_s + self._latency.seconds(kept_rows) + self._latency.seconds(next_rows) <= behind_s:
+                for waiting in batch[num_kept:]:
+                    self._unserve(waiting)
+                    self.add(waiting)
+                return batch[:num_kept]
+            given_up = min(batch, key=_deadline)
+            batch.remove(given_up)
+            self._unserve(given_up)
+            late.append(given_up)
+
+    def _top_up(self, batch: list[WaitingT], group: Hashable, now_s: float, late: list[WaitingT]) -> int:
+        """Fill a batch from a group, the tenants taking turns by rows served; its rows.
+
+        A request that does not fit ends the turns of its tenant: nobody overtakes within a tenant and a group.
+        """
+        rows = sum([waiting.num_rows for waiting in batch])
         turns = [tenant for tenant in self._tenants.values() if tenant.lanes.get(group)]
+        least_s = now_s + self._latency.seconds(1)
         while turns:
             tenant = min(turns, key=_served) if len(turns) > 1 else turns[0]
             waiting = tenant.lanes[group][0]
-            num_rows, within, deadline_s = waiting.num_rows, room, _deadline(waiting)
-            if deadline_s < tightest_s:
-                within = self._latency.rows_within(deadline_s - now_s)
-            if within < num_rows:
-                late.append(waiting)  # not even alone
-            elif rows + num_rows > min(room, within):
+            num_rows, deadline_s = waiting.num_rows, waiting.deadline_s
+            if deadline_s is not None and (
+                deadline_s < least_s or (num_rows > 1 and deadline_s < now_s + self._latency.seconds(num_rows))
+            ):
+                late.append(waiting)
+            elif rows + num_rows > self._max_batch_rows:
                 turns.remove(tenant)
                 continue
             else:
-                room, tightest_s = min(room, within), min(tightest_s, deadline_s)
                 rows += num_rows
                 tenant.served += num_rows
                 batch.append(waiting)
             self._remove(tenant, waiting, 0)
             if not tenant.lanes.get(group):
                 turns.remove(tenant)
-        return batch
+        return rows
+
+    def _unserve(self, waiting: WaitingT) -> None:
+        self._tenants[waiting.tenant].served -= waiting.num_rows
 
     def _remove(self, tenant: _Tenant[WaitingT], waiting: WaitingT, place: int) -> None:
         lane = tenant.lanes[waiting.group]
@@ -233,6 +261,16 @@ class WaitingLine(Generic[WaitingT]):
 
 
 _order = attrgetter("order_s")
+
+
+def _prefix(batch: Sequence[Waiting], room: float) -> tuple[int, int]:
+    """How many requests from the front fit into so many rows, and their rows."""
+    rows = 0
+    for count, waiting in enumerate(batch):
+        if rows + waiting.num_rows > room:
+            return count, rows
+        rows += waiting.num_rows
+    return len(batch), rows
 
 
 def _served(tenant: _Tenant[WaitingT]) -> float:
