@@ -284,9 +284,16 @@ def test_headers_that_steer_serve_do_not_pass(proxy: Proxy) -> None:
     headers = {name.lower(): value for name, value in seen["headers"].items()}
     assert not headers.keys() & {*steering, "x-request-id"}
     assert headers["x-request-disconnect-disabled"] == "?1"
-    assert headers["x-forwarded-for"] == "127.0.0.1"
     seen = json.loads(proxy.get("/echo", "x-request-id: a-1").body)
     assert "a-1" in seen["headers"].values()
+
+
+def test_the_endpoint_hears_where_a_request_comes_from(proxy: Proxy) -> None:
+    def seen(*headers: str) -> str:
+        return str(json.loads(proxy.get("/echo", *headers).body)["headers"]["shoal-from"])
+
+    assert seen("shoal-from: elsewhere") == "127.0.0.1"
+    assert seen("x-forwarded-for: 10.0.0.7, 10.0.0.8") == "10.0.0.7, 10.0.0.8, 127.0.0.1"
 
 
 def test_nothing_listens_but_the_front(proxy: Proxy) -> None:

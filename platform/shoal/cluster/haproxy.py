@@ -58,9 +58,13 @@ GRPC_ERRORS = {
 
 _BUILT_IN = re.compile(rb"HTTP/1\.1 (\d{3}) [^\0]*?\r\n\r\n<html>[^\0]*</html>\n\0")
 
+# For the audit log: the address, after those that proxies before HAProxy have told.
+FROM = """\
+    http-request set-header shoal-from "%[src]"
+    http-request set-header shoal-from "%[req.fhdr(x-forwarded-for)], %[src]" if { req.hdr(x-forwarded-for) -m found }
+"""
 FRONTEND = """\
     option http-buffer-request
-    option forwardfor
     http-request del-header x-request-timeout-seconds
     http-request del-header x-session-id
     http-request del-header serve_multiplexed_model_id
@@ -155,9 +159,9 @@ def _section(head: str, lines: list[str]) -> list[str]:
     if head == "defaults":
         return _defaults(lines)
     if head == "frontend http_frontend":
-        return [*FRONTEND.splitlines(), *_answers(), *lines]
+        return [*FROM.splitlines(), *FRONTEND.splitlines(), *_answers(), *lines]
     if head == "frontend grpc_frontend":
-        return [*GRPC_FRONTEND.splitlines(), *lines]
+        return [*FROM.splitlines(), *GRPC_FRONTEND.splitlines(), *lines]
     if head == "backend default_backend":
         return ["    http-request deny deny_status 503"]
     if head == "backend default_grpc_backend":

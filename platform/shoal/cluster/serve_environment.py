@@ -80,7 +80,7 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
         # No answer for this long is an answer too (504): no request waits for ever for a replica to come to life.
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "60",
-        # A client that neither sends what it owes nor takes what it asked for is cut off (see also `serve.bodies`).
+        # A client that neither sends what it owes nor takes what it asked for is cut off (`serve.in_progress` too).
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_TIMEOUT_S),
         "RAY_SERVE_HAPROXY_MAXCONN": str(MAX_CONNECTIONS),
         # The head of a request fits into it; headers of more than half are refused by the endpoint, with 431.

@@ -19,6 +19,7 @@ the status instead, and the stream ends.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
@@ -31,10 +32,13 @@ from shoal.errors import Closed, InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.registry.manifest import Signature
 from shoal.serve.access import Access
+from shoal.serve.audit import origin
 from shoal.serve.call import Caller, HostedModel, InferCall, ModelHost
 from shoal.serve.grpc_tensors import GrpcCodec
 from shoal.serve.model_config import EXTENSIONS, described, metadata, model_config
 from shoal.serve.terms import asked_deadline, asked_track, asked_version
+
+logger = logging.getLogger(__name__)
 
 STREAM_WINDOW = 64
 MAX_STICKY_CHARS = 256
@@ -133,14 +137,14 @@ class InferenceServicer:
     ) -> pb.RepositoryModelLoadResponse:
         caller = self._admit(invocation, request.model_name, administrator=True)
         parameters = {name: _value(parameter) for name, parameter in request.parameters.items()}
-        await self._host.load(request.model_name, parameters, caller.name)
+        await self._host.load(request.model_name, parameters, _by(caller, invocation))
         return pb.RepositoryModelLoadResponse()
 
     async def repository_model_unload(
         self, request: pb.RepositoryModelUnloadRequest, invocation: Invocation
     ) -> pb.RepositoryModelUnloadResponse:
         caller = self._admit(invocation, request.model_name, administrator=True)
-        await self._host.unload(request.model_name, caller.name)
+        await self._host.unload(request.model_name, _by(caller, invocation))
         return pb.RepositoryModelUnloadResponse()
 
     async def model_infer(self, request: pb.ModelInferRequest, invocation: Invocation) -> pb.ModelInferResponse:
@@ -201,11 +205,12 @@ class InferenceServicer:
         alone = Invocation(invocation.metadata, invocation.deadline_s)
         try:
             answer = await self.model_infer(request, alone)
-        except (InferenceError, Closed) as error:
+        except Exception as error:
+            refused = refusal(error)
             if invocation.text("triton_grpc_error") == "true":
-                raise
+                raise refused from None
             return pb.ModelStreamInferResponse(
-                error_message=str(error), infer_response=pb.ModelInferResponse(id=request.id)
+                error_message=str(refused), infer_response=pb.ModelInferResponse(id=request.id)
             )
         answer.parameters[FINAL].bool_param = True
         return pb.ModelStreamInferResponse(infer_response=answer)
@@ -232,6 +237,16 @@ class InferenceServicer:
         return codec
 
 
+def refusal(error: Exception) -> InferenceError:
+    """What a client is told of what a method has raised; a bug is logged."""
+    if isinstance(error, InferenceError):
+        return error
+    if isinstance(error, Closed):
+        return InferenceError(503, "the endpoint is closing; try again later", retry_after_s=1.0)
+    logger.error("a request failed", exc_info=error)
+    return InferenceError(500, f"this request failed: {type(error).__name__}: {error}")
+
+
 def _deadline_s(
     arrived_s: float, request: pb.ModelInferRequest, invocation: Invocation, default_s: float | None
 ) -> float | None:
@@ -256,6 +271,11 @@ def _value(parameter: pb.InferParameter | pb.ModelRepositoryParameter) -> Any:
     """What a parameter holds; None when it holds nothing."""
     choice = parameter.WhichOneof("parameter_choice")
     return None if choice is None else getattr(parameter, choice)
+
+
+def _by(caller: Caller, invocation: Invocation) -> str:
+    """Who asks, and from where as far as the ingress knows: for the record of changes."""
+    return origin(caller.name, invocation.text("shoal-from"))
 
 
 def _may_see(caller: Caller, model: str) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 
 from shoal.errors import InferenceError
 from shoal.open_inference.messages import Error
+from shoal.serve.audit import origin
 from shoal.serve.call import Caller
 from shoal.serve.paths import Target
 
@@ -22,6 +23,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+FROM = b"shoal-from"  # set by the ingress, whatever the client says
 JSON = b"application/json"
 BINARY = b"application/octet-stream"
 JOINED_BYTES = 1 << 16  # up to here parts are put together: another message costs more than the copy
@@ -34,6 +36,11 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     target: Target
     headers: dict[bytes, bytes]
     caller: Caller
+
+    @property
+    def by(self) -> str:
+        """Who asks, and from where as far as the ingress knows: for the record of changes."""
+        return origin(self.caller.name, self.text(FROM))
 
     def text(self, name: bytes) -> str:
         """The value of a header; "" when there is none."""

@@ -59,15 +59,15 @@ class RestCalls:
             case Action.INDEX:
                 return content(self._index(_decoded(body, IndexRequest), caller))
             case Action.LOAD:
-                await self._host.load(name, _decoded(body, RepositoryRequest).parameters or {}, caller.name)
+                await self._host.load(name, _decoded(body, RepositoryRequest).parameters or {}, request.by)
                 return content({})
             case Action.UNLOAD:
-                await self._host.unload(name, caller.name)
+                await self._host.unload(name, request.by)
                 return content({})
             case Action.STATUS:
                 return content(await self._host.status())
             case Action.ROLLOUT:
-                return content(await self._host.administer(_decoded(body, dict[str, Any]), caller.name))
+                return content(await self._host.administer(_decoded(body, dict[str, Any]), request.by))
         raise AssertionError(request.target.action)
 
     def _ready(self) -> Answer:
