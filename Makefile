@@ -29,7 +29,7 @@ demo: $(READY)  ## Run the main job: four external actors teach a policy that an
 test: $(READY) $(CLIENTS)/.ready  ## Run the whole test suite
 	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit
 	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/contracts tests/training tests/serving tests/equivalence
-	@$(BIN)/python -m pytest --ignore tests/unit --ignore tests/contracts --ignore tests/training --ignore tests/serving --ignore tests/equivalence tests
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/unit --ignore tests/contracts --ignore tests/training --ignore tests/serving --ignore tests/equivalence tests
 
 check: $(READY) $(CLIENTS)/.ready  ## Format, lint, types, import contracts
 	@$(BIN)/ruff format --check .

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Ray reads this when it is imported, which a test module may do before any fixture runs: 127.0.0.1 stays 127.0.0.1.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+os.environ["RAY_AUTH_MODE"] = "token"  # as every cluster here has it
 if "PYTEST_XDIST_WORKER" in os.environ:  # several of us share the cores; torch reads this when it is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A suite started in the background ignores SIGINT, and so would every program that its tests interrupt.
