@@ -13,7 +13,6 @@ than the limit is refused by gRPC itself, while it arrives.
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 import time
@@ -25,11 +24,9 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import Message
 
-from shoal.errors import Closed, InferenceError
+from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.grpc_service import InferenceServicer, Invocation
-
-logger = logging.getLogger(__name__)
+from shoal.serve.grpc_service import InferenceServicer, Invocation, refusal
 
 SERVICE = "inference.GRPCInferenceService"
 STATUSES = {
@@ -108,9 +105,8 @@ async def answer(
     invocation = _invocation(context, left_s)
     try:
         response: Message = await getattr(servicer, method.attribute)(request, invocation)
-    except Exception as error:
-        logger.debug("refused", exc_info=True)
-        _refuse(context, error)
+    except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
+        _refuse(context, refusal(error))
         return method.response()
     if invocation.trailing:
         context.set_trailing_metadata(invocation.trailing)
@@ -130,9 +126,8 @@ async def answers(
         async with aclosing(getattr(servicer, method.attribute)(requests, invocation)) as responses:
             async for response in responses:
                 yield response
-    except Exception as error:
-        logger.debug("refused", exc_info=True)
-        _refuse(context, error)
+    except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
+        _refuse(context, refusal(error))
 
 
 def handlers(servicer: InferenceServicer) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
@@ -193,13 +188,8 @@ def _invocation(context: Context, left_s: float | None) -> Invocation:
     return Invocation(metadata, None if left_s is None else time.monotonic() + left_s)
 
 
-def _refuse(context: Context, error: Exception) -> None:
+def _refuse(context: Context, error: InferenceError) -> None:
     """Say with a status what was wrong."""
-    if isinstance(error, Closed):
-        error = InferenceError(503, "the endpoint is closing; try again later", 1.0)
-    elif not isinstance(error, InferenceError):
-        logger.error("a request failed", exc_info=error)
-        error = InferenceError(500, f"the model failed on this request: {type(error).__name__}: {error}")
     context.set_code(STATUSES.get(error.status, grpc.StatusCode.INTERNAL))
     context.set_details(str(error)[:MAX_DETAILS_CHARS])
     if error.retry_after_s is not None:

@@ -205,7 +205,7 @@ class InferenceServicer:
         alone = Invocation(invocation.metadata, invocation.deadline_s)
         try:
             answer = await self.model_infer(request, alone)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
             refused = refusal(error)
             if invocation.text("triton_grpc_error") == "true":
                 raise refused from None

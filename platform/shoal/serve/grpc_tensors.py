@@ -100,12 +100,14 @@ def _from_typed(tensor: Input, shape: list[int]) -> np.ndarray:
     if len(elements) != size:
         problem = f"input {tensor.name!r}: expected {size} values in {field} for {shown(tensor.datatype, shape)}"
         raise InferenceError(422, f"{problem}, got {len(elements)}")
-    array: np.ndarray = np.empty(size, NUMPY[tensor.datatype])
-    try:
-        array[:] = elements
+    if tensor.datatype == "BYTES":
+        array = np.empty(size, object)
+        array[:] = list(elements)
+        return array.reshape(shape)
+    try:  # of a list: NumPy looks at each value, where it would cut those of a buffer
+        return np.array(list(elements), NUMPY[tensor.datatype]).reshape(shape)
     except OverflowError as error:
         raise InferenceError(422, f"input {tensor.name!r}: expected values of {tensor.datatype}: {error}") from None
-    return array.reshape(shape)
 
 
 def _refuse(parameters: Mapping[str, pb.InferParameter], where: str) -> None:
