@@ -1,0 +1,371 @@
+"""Inference over HTTP: JSON, binary tensors, some of each; what was asked for beside the tensors; compression."""
+
+import gzip
+import json
+import struct
+import time
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serving.asgi import Client, Reply, client, refused
+from serving.fake_host import FakeHost, FakeModel, tensors
+from shoal.serve.call import Arrays
+from shoal.serve.options import ModelOptions
+
+X = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.5]]
+X_BYTES = np.array(X, dtype="<f4").tobytes()
+
+
+def double(inputs: Arrays) -> dict[str, np.ndarray]:
+    return {"y": inputs["x"] * 2, "n": np.arange(len(inputs["x"]))}
+
+
+def two_inputs(**options: Any) -> FakeModel:
+    inputs = tensors(x=("FP32", [-1, 3]), mask=("BOOL", [-1]))
+    outputs = tensors(y=("FP32", [-1, 3]), n=("INT64", [-1]))
+    return FakeModel("m", inputs, outputs, double, options=ModelOptions(**options))
+
+
+def subject(model: FakeModel | None = None, **settings: Any) -> Client:
+    return client(FakeHost(model or two_inputs()), **settings)
+
+
+def x(**changes: Any) -> dict[str, Any]:
+    return {"name": "x", "shape": [2, 3], "datatype": "FP32", "data": [1, 2, 3, 4, 5, 6.5], **changes}
+
+
+def mask(**changes: Any) -> dict[str, Any]:
+    return {"name": "mask", "shape": [2], "datatype": "BOOL", "data": [True, False], **changes}
+
+
+def binary_x(size: object = 24, **changes: Any) -> dict[str, Any]:
+    return {"name": "x", "shape": [2, 3], "datatype": "FP32", "parameters": {"binary_data_size": size}, **changes}
+
+
+def request(*inputs: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"inputs": list(inputs or (x(), mask())), **more}
+
+
+def test_an_answer_names_its_version_in_body_and_header() -> None:
+    reply = subject().infer(request(id="abc"))
+    assert (reply.status, reply.headers["shoal-model-version"]) == (200, "7")
+    assert reply.body == {
+        "model_name": "m",
+        "model_version": "7",
+        "id": "abc",
+        "outputs": [
+            {"name": "y", "shape": [2, 3], "datatype": "FP32", "data": [2.0, 4.0, 6.0, 8.0, 10.0, 13.0]},
+            {"name": "n", "shape": [2], "datatype": "INT64", "data": [0, 1]},
+        ],
+    }
+
+
+def test_nested_data_is_the_same_as_flat_in_any_order() -> None:
+    flat = subject().infer(request()).body
+    assert subject().infer(request(x(data=X), mask())).body == flat
+    assert subject().infer(request(mask(), x())).body == flat
+
+
+def test_a_model_is_given_what_was_asked_for() -> None:
+    model = two_inputs()
+    headers = {"shoal-track": "candidate", "shoal-sticky": "user-1", "traceparent": "00-ab-cd-01"}
+    reply = subject(model, token="t").infer(
+        request(outputs=[{"name": "n"}]),
+        "/v2/models/m/versions/7/infer",
+        headers={"authorization": "Bearer t", **headers},
+    )
+    assert reply.status == 200
+    (call,) = model.calls
+    assert {name: (array.dtype.name, array.shape) for name, array in call.inputs.items()} == {
+        "x": ("float32", (2, 3)),
+        "mask": ("bool", (2,)),
+    }
+    assert (call.num_rows, call.version, call.track, call.sticky) == (2, 7, "candidate", "user-1")
+    assert (call.tenant, call.outputs, call.trace) == ("administrator", {"n"}, "00-ab-cd-01")
+
+
+def test_without_wishes_there_are_none() -> None:
+    model = two_inputs()
+    subject(model).infer(request())
+    (call,) = model.calls
+    assert (call.version, call.deadline_s, call.track, call.sticky, call.outputs, call.trace) == (
+        *(None, None, "", "", None, None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "headers", "default_s", "within_s"),
+    [
+        ({"timeout": 5_000_000}, {}, None, 5),
+        ({}, {"shoal-deadline-ms": "7000"}, None, 7),
+        ({}, {"shoal-deadline-ms": "7000.5"}, None, 7.0005),
+        ({"timeout": 9_000_000}, {"shoal-deadline-ms": "7000"}, None, 7),
+        ({"timeout": 9_000_000}, {}, 3, 9),
+        ({"timeout": 0, "priority": 3}, {}, 3, 3),
+    ],
+)
+def test_deadlines(
+    parameters: dict[str, Any], headers: dict[str, str], default_s: float | None, within_s: float
+) -> None:
+    model = two_inputs(deadline_s=default_s)
+    before_s = time.monotonic()
+    assert subject(model).infer(request(parameters=parameters), headers=headers).status == 200
+    deadline_s = model.calls[0].deadline_s
+    assert deadline_s is not None
+    assert before_s + within_s <= deadline_s <= time.monotonic() + within_s
+
+
+@pytest.mark.parametrize(
+    ("parameters", "headers", "word"),
+    [
+        ({"timeout": -1}, {}, "timeout = '-1'"),
+        ({"timeout": "soon"}, {}, "'soon'"),
+        ({"timeout": True}, {}, "True"),
+        ({"timeout": 1.5}, {}, "1.5"),
+        ({"timeout": 10**300}, {}, "timeout"),
+        ({}, {"shoal-deadline-ms": "soon"}, "'soon'"),
+        ({}, {"shoal-deadline-ms": "nan"}, "'nan'"),
+        ({}, {"shoal-deadline-ms": "0"}, "'0'"),
+        ({}, {"shoal-deadline-ms": "1e300"}, "1e300"),
+        ({}, {"shoal-track": "left"}, "'left'"),
+        ({}, {"shoal-sticky": "s" * 257}, "257"),
+    ],
+)
+def test_wishes_that_mean_nothing_are_400(parameters: dict[str, Any], headers: dict[str, str], word: str) -> None:
+    refused(subject().infer(request(parameters=parameters), headers=headers), 400, word)
+
+
+def test_a_version_is_answered_by_itself_or_not_at_all() -> None:
+    model = FakeModel("m", versions=(3, 7))
+    body = {"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}
+    reply = subject(model).infer(body, "/v2/models/m/versions/3/infer")
+    assert (reply.body["model_version"], reply.headers["shoal-model-version"]) == ("3", "3")
+    refused(subject(model).infer(body, "/v2/models/m/versions/6/infer"), 404, "'6'", "3, 7")
+    refused(subject(model).infer(body, "/v2/models/other/infer"), 404, "'other'", "'m'")
+
+
+def test_only_the_outputs_that_are_asked_for() -> None:
+    reply = subject().infer(request(outputs=[{"name": "n", "parameters": {"binary_data": False}}]))
+    assert [output["name"] for output in reply.body["outputs"]] == ["n"]
+    assert len(subject().infer(request(outputs=[])).body["outputs"]) == 2
+    refused(subject().infer(request(outputs=[{"name": "z"}])), 422, "'z'", "'y', 'n'")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"inputs": {}}', b"{}", b'{"inputs": [' + b"[" * 100_000,
+        b'{"inputs": [{"name": "x", "shape": [2, 3], "datatype": "FP32"}]}',
+        b'{"inputs": [{"name": "x", "shape": "1", "datatype": "FP32", "data": []}]}',
+        b'{"inputs": [{"name": 1, "shape": [1], "datatype": "FP32", "data": []}]}',
+        b'{"inputs": [{"name": "x", "shape": [1e2], "datatype": "FP32", "data": []}]}',
+        b'{"inputs": [{"name": "x", "shape": [1' + b"0" * 5000 + b'], "datatype": "FP32", "data": []}]}',
+        b'{"inputs": [], "parameters": {"a": null}}',
+    ],
+)  # fmt: skip
+def test_what_is_not_a_request_is_400(body: bytes) -> None:
+    refused(subject().infer(body), 400, "not an inference request")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ([x(shape=[2, 4]), mask()], ["'x'", "FP32 [-1, 3]", "FP32 [2, 4]"]),
+        ([x(shape=[6]), mask()], ["'x'", "[-1, 3]", "[6]"]),
+        ([x(shape=[]), mask()], ["'x'", "[-1, 3]", "[]"]),
+        ([x(shape=[0, 3], data=[]), mask()], ["'x'", "1 to 64 rows", "[0, 3]"]),
+        ([x(shape=[65, 3]), mask()], ["'x'", "1 to 64 rows", "[65, 3]"]),
+        ([x(shape=[10**9, 3]), mask()], ["'x'", "1 to 64 rows", "[1000000000, 3]"]),
+        ([x(shape=[-2, -3]), mask()], ["'x'", "[-2, -3]"]),
+        ([x(shape=[1] * 10_000), mask()], ["'x'", "[1, 1, 1, 1, 1, 1, 1, 1, ...]"]),
+        ([x(datatype="FP64"), mask()], ["'x'", "FP32", "FP64"]),
+        ([x(datatype="NOPE"), mask()], ["'x'", "FP32", "NOPE"]),
+        ([x(data=[1, 2, 3]), mask()], ["'x'", "6 values", "[3]"]),
+        ([x(data=[[1, 2], [3, 4], [5, 6]]), mask()], ["'x'", "[3, 2]"]),
+        ([x(data=[[1, 2, 3], [4, 5]]), mask()], ["'x'", "FP32"]),
+        ([x(data=["1", 2, 3, 4, 5, 6]), mask()], ["'x'", "FP32"]),
+        ([x(data=[None] * 6), mask()], ["'x'", "FP32"]),
+        ([x(data=[1e39] * 6), mask()], ["'x'", "beyond FP32"]),
+        ([x(data=7), mask()], ["'x'", "array"]),
+        ([x(data={}), mask()], ["'x'", "array"]),
+        ([x(data=None), mask()], ["'x'", "array"]),
+        ([x(data=[[[[[[[[[[1]]]]]]]]]]), mask()], ["'x'", "FP32"]),
+        ([x(), mask(data=[0, 1])], ["'mask'", "BOOL"]),
+        ([x(), mask(shape=[3], data=[True] * 3)], ["'mask'", "2 rows", "3"]),
+        ([x()], ["'mask'", "missing", "BOOL [-1]"]),
+        ([x(), mask(), {**x(), "name": "z"}], ["'z'", "unknown", "'x', 'mask'"]),
+        ([x(), x(), mask()], ["'x'", "twice"]),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_does_not_fit_is_422_and_named(inputs: list[dict[str, Any]], words: list[str]) -> None:
+    refused(subject().infer(request(*inputs)), 422, *words)
+
+
+def test_binary_in_and_out() -> None:
+    model = two_inputs()
+    binary_mask = {"name": "mask", "shape": [2], "datatype": "BOOL", "parameters": {"binary_data_size": 2}}
+    wanted = {"inputs": [binary_x(), binary_mask], "parameters": {"binary_data_output": True}, "id": "i"}
+    reply = subject(model).binary(wanted, X_BYTES + b"\1\0")
+    header, rest = reply.tensors
+    assert header == {
+        "model_name": "m",
+        "model_version": "7",
+        "id": "i",
+        "outputs": [
+            {"name": "y", "shape": [2, 3], "datatype": "FP32", "parameters": {"binary_data_size": 24}},
+            {"name": "n", "shape": [2], "datatype": "INT64", "parameters": {"binary_data_size": 16}},
+        ],
+    }
+    assert rest == (np.array(X, dtype="<f4") * 2).tobytes() + np.arange(2, dtype="<i8").tobytes()
+    assert model.calls[0].inputs["mask"].tolist() == [True, False]
+    assert not model.calls[0].inputs["x"].flags.owndata  # a view of the body
+
+
+def test_json_and_binary_mixed_both_ways() -> None:
+    wanted = {
+        "inputs": [mask(), binary_x()],
+        "outputs": [{"name": "n", "parameters": {"binary_data": True}}, {"name": "y"}],
+    }
+    header, rest = subject().binary(wanted, X_BYTES).tensors
+    y, n = header["outputs"]
+    assert y["data"] == [2.0, 4.0, 6.0, 8.0, 10.0, 13.0]
+    assert ("data" in n, rest) == (False, np.arange(2, dtype="<i8").tobytes())
+
+    overridden = {
+        "inputs": [x(), mask()],
+        "parameters": {"binary_data_output": True},
+        "outputs": [{"name": "n", "parameters": {"binary_data": False}}, {"name": "y"}],
+    }
+    header, rest = subject().infer(overridden).tensors
+    assert ([output.get("data") for output in header["outputs"]], len(rest)) == ([None, [0, 1]], 24)
+
+
+def test_a_large_answer_goes_out_as_views_of_its_arrays() -> None:
+    large = np.arange(60_000, dtype=np.float32).reshape(1, -1)
+    model = FakeModel("m", tensors(x=("FP32", [-1, 1])), tensors(y=("FP32", [-1, 60_000])), lambda inputs: {"y": large})
+    caller = subject(model)
+    one = {"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [1]}
+    reply = caller.infer(request(one, parameters={"binary_data_output": True}))
+    assert np.array_equal(np.frombuffer(reply.tensors[1], dtype=np.float32), large[0])
+    assert np.shares_memory(np.asarray(caller.sent[2]["body"]), large)
+
+
+@pytest.mark.parametrize(
+    ("header", "rest", "status", "words"),
+    [
+        ({"inputs": [binary_x(24), mask()]}, X_BYTES[:-1], 400, ["'x'", "binary_data_size = 24", "23"]),
+        ({"inputs": [binary_x(20), mask()]}, X_BYTES, 422, ["'x'", "24 bytes", "20"]),
+        ({"inputs": [binary_x(24), mask()]}, X_BYTES + b"more", 400, ["4 bytes"]),
+        ({"inputs": [binary_x(-1), mask()]}, X_BYTES, 400, ["'x'", "-1"]),
+        ({"inputs": [binary_x(2**70), mask()]}, X_BYTES, 400, ["'x'"]),
+        ({"inputs": [binary_x("24"), mask()]}, X_BYTES, 400, ["'x'", "24"]),
+        ({"inputs": [binary_x(True), mask()]}, X_BYTES, 400, ["'x'", "True"]),
+        ({"inputs": [binary_x(24, data=[1.0]), mask()]}, X_BYTES, 400, ["'x'", "one of both"]),
+        ({"inputs": [binary_x(24, parameters={}), mask()]}, X_BYTES, 400, ["'x'", "one of both"]),
+        ({"inputs": [binary_x(24, shape=[10**9, 3]), mask()]}, X_BYTES, 422, ["'x'", "rows"]),
+        ({"inputs": [x(), mask()], "parameters": {"binary_data_output": 1}}, b"", 400, ["binary_data_output"]),
+        (request(outputs=[{"name": "y", "parameters": {"binary_data": "yes"}}]), b"", 400, ["binary_data = yes"]),
+        (request(outputs=[{"name": "y", "parameters": {"classification": 3}}]), b"", 400, ["'y'", "classification"]),
+        ({"inputs": [x(parameters={"shared_memory_region": "r"}), mask()]}, b"", 400, ["'x'", "shared_memory_region"]),
+    ],
+)  # fmt: skip
+def test_binary_bodies_that_do_not_add_up(header: dict[str, Any], rest: bytes, status: int, words: list[str]) -> None:
+    refused(subject().binary(header, rest), status, *words)
+
+
+def test_a_header_longer_than_the_body_is_400() -> None:
+    refused(subject().infer(request(), headers={"inference-header-content-length": "9999"}), 400, "9999")
+    refused(subject().infer({"inputs": [binary_x(), mask()]}), 400, "'x'", "binary_data_size = 24")
+
+
+def test_bytes_in_json_and_binary() -> None:
+    model = FakeModel("m", tensors(t=("BYTES", [-1, 2])))
+    tensor = {"name": "t", "shape": [1, 2], "datatype": "BYTES"}
+    for data in (["héllo", ""], [["héllo", ""]]):
+        reply = subject(model).infer(request({**tensor, "data": data}))
+        assert reply.body["outputs"][0]["data"] == ["héllo", ""]
+    packed = struct.pack("<I2sI1s", 2, b"\xff\0", 1, b"a")
+    wanted = {"inputs": [{**tensor, "parameters": {"binary_data_size": len(packed)}}]}
+    assert subject(model).binary({**wanted, "parameters": {"binary_data_output": True}}, packed).tensors[1] == packed
+    refused(subject(model).binary(wanted, packed), 422, "output 't'", "binary_data")
+    for bad in (packed[:-1], packed + b"x", struct.pack("<II", 2**32 - 1, 0), b"\0" * 7):
+        wanted["inputs"][0]["parameters"] = {"binary_data_size": len(bad)}
+        refused(subject(model).binary(wanted, bad), 422, "'t'", "BYTES")
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "seen"),
+    [
+        (FakeModel(), np.array([1, 2, 3], dtype="<f4").tobytes(), [[1.0, 2.0, 3.0]]),
+        (FakeModel("m", tensors(x=("INT16", [-1, -1, 2]))), b"\1\0\2\0\3\0\4\0", [[[1, 2], [3, 4]]]),
+        (FakeModel("m", tensors(x=("BYTES", [-1, 1]))), b"\xffany", [[b"\xffany"]]),
+    ],
+)
+def test_a_raw_body_is_one_row_of_the_only_input(model: FakeModel, body: bytes, seen: list[Any]) -> None:
+    reply = subject(model).post("/v2/models/m/infer", body, headers={"Inference-Header-Content-Length": "0"})
+    assert model.calls[0].inputs["x"].tolist() == seen
+    header, _ = reply.tensors
+    assert header["outputs"][0]["shape"][0] == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "status"),
+    [
+        (FakeModel(), b"", 422),
+        (FakeModel(), b"12345", 422),
+        (two_inputs(), b"1234", 400),
+        (FakeModel("m", tensors(x=("FP32", [-1, -1, -1]))), b"1234", 400),
+        (FakeModel("m", tensors(x=("BYTES", [-1, 2]))), b"1234", 400),
+    ],
+)
+def test_a_raw_body_that_does_not_tell_its_shape(model: FakeModel, body: bytes, status: int) -> None:
+    headers = {"Inference-Header-Content-Length": "0"}
+    refused(subject(model).post("/v2/models/m/infer", body, headers=headers), status)
+
+
+def test_a_variable_dimension_may_be_empty_but_the_batch_may_not() -> None:
+    model = FakeModel("m", tensors(x=("FP32", [-1, -1])))
+    empty = {"name": "x", "shape": [2, 0], "datatype": "FP32"}
+    for data in ([], [[], []]):
+        assert subject(model).infer(request({**empty, "data": data})).body["outputs"][0]["shape"] == [2, 0]
+    wanted = {"inputs": [{**empty, "parameters": {"binary_data_size": 0}}]}
+    assert subject(model).binary(wanted, b"").status == 200
+    refused(subject(model).infer(request({**empty, "shape": [0, 2], "data": []})), 422, "'x'", "1 to 64 rows")
+
+
+@pytest.mark.parametrize(("coding", "pack", "unpack"), [
+    ("gzip", gzip.compress, gzip.decompress), ("deflate", zlib.compress, zlib.decompress),
+])  # fmt: skip
+def test_compressed_bodies(coding: str, pack: Any, unpack: Any) -> None:
+    model = FakeModel("m", tensors(x=("FP32", [-1, 1000])))
+    one = {"name": "x", "shape": [1, 1000], "datatype": "FP32", "data": [1.5] * 1000}
+    body = json.dumps(request(one)).encode()
+    headers = {"content-encoding": coding, "accept-encoding": coding}
+    reply = subject(model, max_body_bytes=10_000).infer(pack(body), headers=headers)
+    assert reply.headers["content-encoding"] == coding
+    assert json.loads(unpack(reply.content))["outputs"][0]["data"] == [1.5] * 1000
+    refused(subject(model, max_body_bytes=1000).infer(pack(body), headers=headers), 413, "1000")
+    refused(subject(model).infer(b"not so", headers=headers), 400, coding)
+    refused(subject(model).infer(body, headers={"content-encoding": "br"}), 415, "br")
+    assert subject(model).infer(body, headers={"content-encoding": "identity"}).status == 200
+
+
+def test_a_compressed_answer_with_binary_tensors_keeps_its_length_header() -> None:
+    model = FakeModel("m", tensors(x=("FP32", [-1, 1000])))
+    one = {"name": "x", "shape": [1, 1000], "datatype": "FP32", "data": [1.5] * 1000}
+    wanted = request(one, parameters={"binary_data_output": True})
+    packed = subject(model).infer(wanted, headers={"accept-encoding": "gzip"})
+    plain = Reply(200, packed.headers, gzip.decompress(packed.content))
+    assert plain.tensors[1] == np.full(1000, 1.5, dtype="<f4").tobytes()
+
+
+@pytest.mark.parametrize("accepted", ["gzip, deflate", "br", "identity", ""])
+def test_answers_are_plain_for_who_lists_what_it_knows(accepted: str) -> None:
+    model = FakeModel("m", tensors(x=("FP32", [-1, 1000])))
+    one = {"name": "x", "shape": [1, 1000], "datatype": "FP32", "data": [1.5] * 1000}
+    reply = subject(model).infer(request(one), headers={"accept-encoding": accepted})
+    assert "content-encoding" not in reply.headers
+    assert reply.body["outputs"][0]["shape"] == [1, 1000]

@@ -1,0 +1,189 @@
+"""Tensors of the protocol in JSON and in bytes: every datatype there and back, and what does not fit."""
+
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from shoal.errors import InferenceError
+from shoal.open_inference.binary_tensors import from_binary, to_binary
+from shoal.open_inference.datatypes import DATATYPES, NUMPY, bf16_bits, bf16_values, datatype_of
+from shoal.open_inference.json_tensors import from_json, to_json
+from shoal.registry import manifest
+
+SHAPES = arrays.array_shapes(max_dims=3, min_side=0, max_side=5)
+
+
+def raw(data: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(data))
+
+
+@st.composite
+def tensors(draw: st.DrawFn, *, text: bool = False) -> tuple[str, np.ndarray]:
+    """A datatype and an array of it; with `text`, only what JSON can say: no NaN, no infinity, UTF-8."""
+    datatype = draw(st.sampled_from(DATATYPES))
+    if datatype == "BYTES":
+        element: st.SearchStrategy[Any] = (
+            st.text(st.characters(exclude_categories=["Cs"])).map(str.encode) if text else st.binary()
+        )
+        return datatype, draw(arrays.arrays(object, SHAPES, elements=element, fill=st.nothing()))
+    if datatype == "BF16":
+        finite = st.floats(width=32, allow_nan=not text, allow_infinity=not text).filter(
+            lambda value: abs(value) < 3e38
+        )
+        return datatype, bf16_bits(draw(arrays.arrays(np.float32, SHAPES, elements=finite)))
+    options = {"allow_nan": not text, "allow_infinity": not text} if datatype.startswith("FP") else {}
+    elements = arrays.from_dtype(NUMPY[datatype], **options)
+    return datatype, draw(arrays.arrays(NUMPY[datatype], SHAPES, elements=elements))
+
+
+def same(left: np.ndarray, right: np.ndarray) -> bool:
+    return left.dtype == right.dtype and left.shape == right.shape and left.tolist() == right.tolist()
+
+
+@given(tensors(text=True))
+def test_json_there_and_back(tensor: tuple[str, np.ndarray]) -> None:
+    datatype, array = tensor
+    flat = to_json("t", datatype, array)
+    assert same(from_json("t", datatype, array.shape, raw(flat)), array)
+    nested = np.array([*flat, None], dtype=object)[:-1].reshape(array.shape).tolist()
+    if array.size:  # nested lists do not tell the dimensions behind one of size 0
+        assert same(from_json("t", datatype, array.shape, raw(nested)), array)
+
+
+@given(tensors())
+def test_bytes_there_and_back(tensor: tuple[str, np.ndarray]) -> None:
+    datatype, array = tensor
+    data = bytes(to_binary(datatype, array))
+    back = from_binary("t", datatype, array.shape, data)
+    assert bytes(to_binary(datatype, back)) == data
+    assert (back.dtype, back.shape) == (array.dtype, array.shape)
+    if datatype == "BYTES":
+        assert back.tolist() == array.tolist()
+
+
+def test_numbers_are_not_copied() -> None:
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    assert np.shares_memory(np.asarray(to_binary("FP32", array)), array)
+    body = b"x" + array.tobytes()  # not aligned
+    assert from_binary("t", "FP32", (3, 4), memoryview(body)[1:]).tolist() == array.tolist()
+    assert bytes(to_binary("FP32", array.T)) == array.T.tobytes()  # scattered in memory
+    assert bytes(to_binary("INT32", np.array([1, 2], dtype=">i4"))) == np.array([1, 2], dtype="<i4").tobytes()
+
+
+@given(st.floats(width=32))
+def test_bf16_is_the_nearest_of_its_neighbours(value: float) -> None:
+    bits = bf16_bits(np.array([value], dtype=np.float32))
+    (nearest,) = bf16_values(bits)
+    if np.isnan(value):
+        assert np.isnan(nearest)
+    elif np.isfinite(nearest):
+        neighbours = bf16_values(np.array([bits[0] - 1, bits[0] + 1], dtype=np.uint16)) if bits[0] & 0x7FFF else []
+        assert all(abs(nearest - value) <= abs(float(each) - value) for each in neighbours if np.isfinite(each))
+    else:
+        assert abs(value) >= 3.3895e38
+
+
+def test_bf16_ties_go_to_even() -> None:
+    tie_down, tie_up = np.array([0x3F808000, 0x3F818000], dtype=np.uint32).view(np.float32)
+    assert bf16_bits(np.array([tie_down, tie_up])).tolist() == [0x3F80, 0x3F82]
+
+
+@pytest.mark.parametrize(
+    ("datatype", "value"),
+    [("UINT8", 256), ("UINT8", -1), ("INT32", 2**31), ("INT64", 2**63), ("UINT64", 2**64), ("INT64", 0.5),
+     ("INT8", True), ("BOOL", 1), ("FP16", 65520), ("FP32", 3.5e38), ("FP32", -3.5e38), ("BF16", 3.4e38),
+     ("FP32", True), ("BYTES", 1)],
+)  # fmt: skip
+@pytest.mark.parametrize("number", [1, 100])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_value_beyond_its_datatype_is_422(datatype: str, value: float, number: int, nested: bool) -> None:
+    data: Any = [value] * number
+    with pytest.raises(InferenceError, match=f"'t'.*{datatype}") as caught:
+        from_json("t", datatype, (1, number), raw([data] if nested else data))
+    assert caught.value.status == 422
+
+
+@pytest.mark.parametrize(("datatype", "largest"), [("FP16", 65519.0), ("FP32", 3.4028235e38), ("FP64", 1.7e308)])
+@pytest.mark.parametrize("number", [1, 100])
+def test_the_largest_number_is_one(datatype: str, largest: float, number: int) -> None:
+    assert np.isfinite(from_json("t", datatype, (number,), raw([largest] * number))).all()
+
+
+def test_nested_data_may_be_written_on_many_lines() -> None:
+    data = msgspec.Raw(b"[\n" + b" " * 100 + b"[1,\n2],\n\t[3, 4]\r\n]")
+    assert from_json("t", "INT8", (2, 2), data).tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "data"),
+    [((2, 2), [[1, 2], [3]]), ((2, 2), [[1, 2, 3, 4]]), ((4,), [[1, 2], [3, 4]]), ((2, 2), [[[1], [2]], [[3], [4]]]),
+     ((2, 2), [1, 2, 3]), ((2, 2), [[1, 2], 3]), ((10**9, 10**9), [1]), ((2,), [[]]), ((2, 2), "ab"), ((2, 2), None)],
+)  # fmt: skip
+@pytest.mark.parametrize("datatype", ["INT32", "FP32", "BYTES"])
+def test_data_of_another_shape_is_422(shape: tuple[int, ...], data: Any, datatype: str) -> None:
+    if datatype == "BYTES" and isinstance(data, list):
+        data = _texts(data)
+    with pytest.raises(InferenceError, match="'t'") as caught:
+        from_json("t", datatype, shape, raw(data))
+    assert caught.value.status == 422
+
+
+def _texts(data: Any) -> Any:
+    return [_texts(each) for each in data] if isinstance(data, list) else str(data)
+
+
+def test_more_values_than_the_shape_has_are_not_even_read() -> None:
+    many = msgspec.Raw(b"[" + b"0," * 1_000_000 + b"nonsense]")
+    with pytest.raises(InferenceError, match="more values than the shape has"):
+        from_json("t", "FP32", (1, 4), many)
+
+
+@pytest.mark.parametrize("datatype", [each for each in DATATYPES if each != "BYTES"])
+def test_bytes_of_another_size_are_422(datatype: str) -> None:
+    itemsize = NUMPY[datatype].itemsize
+    for length in (0, 2 * itemsize - 1, 2 * itemsize + 1):
+        with pytest.raises(InferenceError, match=f"'t'.*{2 * itemsize} bytes of {datatype}.*, got {length}"):
+            from_binary("t", datatype, (2,), b"\0" * length)
+
+
+def test_a_byte_that_is_no_bool_is_422() -> None:
+    with pytest.raises(InferenceError, match="'t'.*0 and 1 for BOOL, got 2"):
+        from_binary("t", "BOOL", (2,), b"\1\2")
+
+
+@pytest.mark.parametrize(
+    ("size", "data"),
+    [(10**9, b"\0" * 100), (1, b""), (1, b"\0" * 3), (1, struct.pack("<I", 1)), (2, struct.pack("<I4s", 4, b"abcd")),
+     (1, struct.pack("<I1s1s", 1, b"a", b"b")), (2, struct.pack("<IxI", 1, 2**32 - 1))],
+)  # fmt: skip
+def test_elements_that_do_not_add_up_are_422(size: int, data: bytes) -> None:
+    with pytest.raises(InferenceError, match=f"'t'.*{size} elements of BYTES") as caught:
+        from_binary("t", "BYTES", (size,), data)
+    assert caught.value.status == 422
+
+
+@given(st.binary(max_size=64), st.integers(0, 20))
+def test_no_bytes_break_the_reader_of_elements(data: bytes, size: int) -> None:
+    try:
+        array = from_binary("t", "BYTES", (size,), data)
+    except InferenceError:
+        return
+    assert bytes(to_binary("BYTES", array)) == data
+
+
+def test_the_registry_and_the_protocol_have_the_same_datatypes() -> None:
+    assert set(manifest.DATATYPES) == set(DATATYPES)
+
+
+def test_the_datatype_of_an_array() -> None:
+    for datatype, dtype in NUMPY.items():
+        assert datatype_of(dtype) == ("UINT16" if datatype == "BF16" else datatype)
+    assert datatype_of(np.dtype(">f4")) == "FP32"
+    assert datatype_of(np.dtype("U3")) == "BYTES"
+    assert datatype_of(np.dtype(np.complex64)) is None
