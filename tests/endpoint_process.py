@@ -178,6 +178,7 @@ def _drive(temp_dir: Path, spec: dict[str, Any]) -> None:
     from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
     from shoal.serve.endpoint import EndpointSpec
     from shoal.serve.ray_serve import deploy
+    from shoal.serve.sources import LiveModel, ServedModel
     from shoal.weights import WeightSnapshot
     from shoal.weights.ray_weights import RayWeightPublisher, RayWeightSource, start_weight_store
 
@@ -195,12 +196,8 @@ def _drive(temp_dir: Path, spec: dict[str, Any]) -> None:
     x = TensorSignature(name="x", datatype="FP32", shape=[-1, NUM_FEATURES])
     y = TensorSignature(name="y", datatype="FP32", shape=[-1, NUM_OUTPUTS])
     factory = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": NUM_FEATURES, "out_features": NUM_OUTPUTS})
-    endpoint = deploy(
-        EndpointSpec.parse({"name": "linear", "num_cpus": 0.1, **spec}),
-        factory,
-        Signature(inputs=[x], outputs=[y]),
-        source,
-    )
+    model = ServedModel("linear", LiveModel(factory, Signature(inputs=[x], outputs=[y]), source))
+    endpoint = deploy(EndpointSpec.parse({"name": "linear", "num_cpus": 0.1, **spec}), [model])
     answer({"url": endpoint.url})
 
     def publish(version: int) -> float:

@@ -43,7 +43,7 @@ def test_before_the_first_weights_it_is_live_and_says_so(endpoint: EndpointProce
     assert client.request("GET", "/v2/health/live")[0] == 200
     for status, headers, body in (client.infer(), client.request("GET", "/v2/health/ready")):
         assert (status, headers["retry-after"]) == (503, "1")
-        assert "no weights" in body["error"]
+        assert "weights" in body["error"]
     client.close()
 
 
@@ -143,11 +143,13 @@ def test_an_endpoint_that_cannot_start_says_why_and_leaves_nothing(cluster: Embe
     from ray import serve
 
     from shoal.serve.ray_serve import deploy
+    from shoal.serve.sources import LiveModel, ServedModel
     from shoal.weights.ray_weights import RayWeightSource, start_weight_store
 
     tensor = TensorSignature(name="x", datatype="FP32", shape=[-1, 1])
     factory = ModelFactory(factory="torch.nn:NoSuchModule")
     source = RayWeightSource(start_weight_store("unborn"))
+    model = LiveModel(factory, Signature(inputs=[tensor], outputs=[tensor]), source)
     with pytest.raises(ClusterError, match="NoSuchModule"):
-        deploy(EndpointSpec(name="unborn", num_cpus=0.1), factory, Signature(inputs=[tensor], outputs=[tensor]), source)
+        deploy(EndpointSpec(name="unborn", num_cpus=0.1), [ServedModel("unborn", model)])
     assert not serve.status().applications

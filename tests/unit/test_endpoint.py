@@ -1,25 +1,11 @@
-"""A whole replica in one process: spec, predictor, batcher, follower and application together; no Ray, no socket."""
+"""The spec of an endpoint: what cannot work is refused, and the numbers that Serve gets are derived from it."""
 
-import asyncio
-import json
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
-from shoal.errors import ConfigError, ShoalError
-from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
+from shoal.errors import ConfigError
 from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.replica import EndpointReplica
-from shoal.weights import WeightSnapshot, WeightStore
-
-DEADLINE_S = 5.0
-LINEAR = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 3, "out_features": 2})
-SIGNATURE = Signature(
-    inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 3])],
-    outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 2])],
-)
 
 
 def spec(**values: Any) -> EndpointSpec:
@@ -30,68 +16,6 @@ def nested(field: str, value: object) -> dict[str, Any]:
     """`a.b` and a value as {"a": {"b": value}}."""
     parent, _, leaf = field.rpartition(".")
     return {parent: {leaf: value}} if parent else {field: value}
-
-
-def constant(version: int) -> WeightSnapshot:
-    """Every output is the version."""
-    return WeightSnapshot.of(version, {"weight": np.zeros((2, 3), np.float32), "bias": np.full(2, version, np.float32)})
-
-
-async def infer(replica: EndpointReplica, num_rows: int = 1) -> tuple[int, Any]:
-    tensor = {"name": "x", "shape": [num_rows, 3], "datatype": "FP32", "data": [0.0] * 3 * num_rows}
-    sent: list[Any] = []
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": json.dumps({"inputs": [tensor]}).encode()}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    path = "/v2/models/linear/infer"
-    await replica.app({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
-    return sent[0]["status"], json.loads(sent[1]["body"])
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-def test_a_replica_follows_weights_while_it_answers() -> None:
-    async def body() -> None:
-        store = WeightStore()
-        replica = EndpointReplica(spec(), LINEAR, SIGNATURE, store)
-        assert (await infer(replica))[0] == 503
-        for version in (1, 2, 5):
-            store.publish(constant(version))
-            await until(lambda expected=version: replica.version == expected)
-            for status, answer in await asyncio.gather(*[infer(replica, rows) for rows in (1, 3, 2)]):
-                assert (status, answer["model_version"]) == (200, str(version))
-                assert set(answer["outputs"][0]["data"]) == {float(version)}
-        stats = replica.stats()
-        assert (stats["version"], stats["requests"], stats["statuses"]) == (5, 10, {"200": 9, "503": 1})
-        assert (stats["batcher"]["answered"], stats["batcher"]["failed"], stats["batcher"]["rows"]) == (9, 1, 18)
-        replica.check_health()
-        replica.close()
-        replica.close()
-        with pytest.raises(ShoalError, match="died"):
-            replica.check_health()
-        assert (await infer(replica))[0] == 503
-
-    asyncio.run(body())
-
-
-def test_more_rows_than_a_batch_holds_are_422() -> None:
-    async def body() -> None:
-        store = WeightStore()
-        replica = EndpointReplica(spec(model={"max_batch_size": 2}), LINEAR, SIGNATURE, store)
-        status, answer = await infer(replica, 3)
-        assert (status, answer) == (422, {"error": "a request holds 1 to 2 rows, this one has 3"})
-        store.close()  # wakes the follower
-        replica.close()
-
-    asyncio.run(body())
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from shoal.rl.spec import RLSpec
 from shoal.runs import RunRecorder
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.ray_serve import Endpoint, deploy
+from shoal.serve.sources import LiveModel, ServedModel
 from shoal.weights import WeightSnapshot
 
 POLL_S = 0.5
@@ -128,8 +129,8 @@ class _Flow:
         self._workers = ActorLearnerWorkers(spec, self.experience, setting)
         closing.callback(self._workers.close)
         endpoint_spec = spec.endpoint.model_copy(update={"name": spec.model_name, "token": SecretStr(self.token)})
-        factory, signature = served_model(spec, self.experience)
-        self._endpoint = deploy(endpoint_spec, factory, signature, self._workers.weight_source())
+        policy = LiveModel(*served_model(spec, self.experience), self._workers.weight_source())
+        self._endpoint = deploy(endpoint_spec, [ServedModel(spec.model_name, policy)])
         closing.callback(self._endpoint.close)
         self._announce(spec.model_name, "inference", self._endpoint.url)
         print(f"run {recorder.id}: the endpoint is {self._endpoint.url}/v2/models/{spec.model_name}", flush=True)

@@ -5,7 +5,7 @@ Made by the protocol applications (REST, gRPC), answered by a `HostedModel`. Kno
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -103,7 +103,7 @@ class ModelHost(Protocol):
         """Whether every model has weights and is warm."""
         ...
 
-    def models(self) -> list[HostedModel]: ...
+    def models(self) -> Sequence[HostedModel]: ...
 
     def model(self, name: str) -> HostedModel:
         """Raises InferenceError (404) naming what there is."""

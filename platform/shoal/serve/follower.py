@@ -1,26 +1,38 @@
-"""The thread that keeps a model on the newest weights: wait for a newer version, stage it, flip.
+"""What keeps a replica up to date: with the weights of a run that it serves live, and with the controller's plan.
 
-Owned by the endpoint's replica. Never touches a request: the flip takes effect with the next batch. Weights that do not
-fit are reported and skipped; the version that serves goes on serving.
+Owned by the replica. Neither touches a request: what changes takes effect with the next batch. While the run's store or
+the controller is away, what serves goes on serving, and they are asked again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Protocol
 
-from shoal.errors import Closed, RegistryError, WeightsError
-from shoal.serve.versions import Versions
-from shoal.weights import WeightSource
+from shoal.errors import Closed, ConnectionLost, RegistryError, WeightsError
+from shoal.serve.report import ReplicaReport
+from shoal.serve.rollout import EndpointPlan
+from shoal.weights import WeightSnapshot, WeightSource
 
+POLL_S = 1.5
+REPORT_S = 1.0
+RETRY_S = 0.2
 logger = logging.getLogger(__name__)
 
 
 class WeightFollower:
-    """Follows `source` until close(). `rejected` is the newest version that did not fit, 0 when none."""
+    """Gives `take` every newer snapshot of `source`, in a thread of its own, until close().
 
-    def __init__(self, source: WeightSource, versions: Versions, poll_s: float = 1.0) -> None:
-        self._source, self._versions, self._poll_s = source, versions, poll_s
+    take: raises WeightsError for what does not fit, which is reported and skipped
+    rejected: the newest version that did not fit, 0 when none
+    """
+
+    def __init__(self, source: WeightSource, take: Callable[[WeightSnapshot], None], poll_s: float = 1.0) -> None:
+        self._source, self._take, self._poll_s = source, take, poll_s
         self.rejected = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-weights", daemon=True)
@@ -44,16 +56,92 @@ class WeightFollower:
             except Closed:
                 return
             except (WeightsError, RegistryError) as error:
-                logger.error("no weights, version %d goes on serving: %s", self._versions.version, error)
+                logger.error("no new weights, what serves goes on serving: %s", error)
                 self._stop.wait(self._poll_s)
                 continue
             if snapshot is None:
                 continue
             given = snapshot.version
             try:
-                self._versions.stage(snapshot)
+                self._take(snapshot)
             except WeightsError as error:
                 self.rejected = snapshot.version
-                logger.error("weights refused, version %d goes on serving: %s", self._versions.version, error)
+                logger.error("weights refused, what serves goes on serving: %s", error)
             else:
-                logger.info("serving weights version %d", self._versions.flip())
+                logger.info("serving weights version %d", snapshot.version)
+
+
+class PlanSource(Protocol):
+    """The controller as its replicas know it. Raises ConnectionLost while it is away."""
+
+    async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None: ...
+    async def report(self, report: ReplicaReport) -> list[ReplicaReport]:
+        """The newest reports of the other replicas."""
+        ...
+
+    async def leave(self, replica: str) -> None: ...
+
+
+class PlanFollower:
+    """Applies every plan and reports, on the running event loop, until close().
+
+    apply:  takes a plan; returns at once
+    report: what the controller is told, each second and whenever `changed()` was called
+    peers:  what the other replicas reported last
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        source: PlanSource,
+        apply: Callable[[EndpointPlan], None],
+        report: Callable[[], ReplicaReport],
+    ) -> None:
+        self._replica, self._source, self._apply, self._report = replica, source, apply, report
+        self._changed = asyncio.Event()
+        self.peers: list[ReplicaReport] = []
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._forever(self._follow)), loop.create_task(self._forever(self._tell))]
+        self._known = -1
+
+    @property
+    def alive(self) -> bool:
+        """Whether a new plan would still be applied."""
+        return not any(task.done() for task in self._tasks)
+
+    def changed(self) -> None:
+        """There is something to report now."""
+        self._changed.set()
+
+    async def close(self) -> None:
+        """Stop following, and say so if the controller listens. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        with suppress(ConnectionLost):
+            await self._source.leave(self._replica)
+
+    async def _forever(self, step: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await step()
+            except ConnectionLost as error:
+                logger.debug("the controller is away, what serves goes on serving: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _follow(self) -> None:
+        plan = await self._source.follow(self._replica, self._known, POLL_S)
+        if plan is not None:
+            self._apply(plan)
+            self._known = plan.generation
+            self.changed()
+
+    async def _tell(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REPORT_S):
+                await self._changed.wait()
+        self._changed.clear()
+        try:
+            self.peers = await self._source.report(self._report())
+        except ConnectionLost:
+            self._changed.set()
+            raise

@@ -13,7 +13,7 @@ class GuardOptions(Spec):
     """When a candidate is rolled back by itself; judged on the candidate's own requests, beside the stable version's.
 
     max_error_rate:    share of the candidate's requests that fail with a 5xx of the model's making
-    max_latency_ratio: the candidate's median compute time per row over the stable version's
+    max_latency_ratio: the candidate's median compute time over the stable version's, for batches of like size
     max_disagreement:  share of shadowed requests whose outputs differ by more than `tolerance` (None: recorded only)
     metric, min_value: a user's metric, reported to the endpoint; below `min_value` the candidate goes
     min_requests:      nothing is judged before

@@ -1,11 +1,13 @@
 """An endpoint on Ray Serve: the shell around `EndpointReplica`, and `deploy`, which puts replicas behind HAProxy.
 
 Called by jobs, serve apps and the CLI. Needs a cluster that was started with the variables of
-`cluster.serve_environment`; everything that is worth reading happens in `replica`.
+`cluster.serve_environment`; everything that is worth reading happens in `replica` and `controller`.
 """
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -13,21 +15,36 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from shoal.cluster.serve_environment import free_port
-from shoal.errors import ClusterError
-from shoal.registry.manifest import ModelFactory, Signature
+from shoal.errors import ClusterError, ConfigError, ConnectionLost
+from shoal.home import home
+from shoal.registry import Registry
+from shoal.serve.controller_state import Deployment, Event
 from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.open_inference import OpenInferenceApp
+from shoal.serve.ray_controller import ControllerSetting, RayController
+from shoal.serve.ray_grpc import GrpcMethods, grpc_options, limit_messages
 from shoal.serve.replica import EndpointReplica
-from shoal.weights import WeightSource
+from shoal.serve.rest import RestApp
+from shoal.serve.sources import LiveModel, RegisteredModel, RegistryCatalogue, ServedModel
+
+UPSCALE_DELAY_S = 3.0  # a burst that a queue of a second absorbs needs no replica, whose start takes as long
+DOWNSCALE_DELAY_S = 60.0
+LOOK_BACK_S = 5.0
 
 
-class ReplicaWorker:
+class ReplicaWorker(GrpcMethods):
     """What Serve holds: forwards to an EndpointReplica."""
 
-    def __init__(self, spec: EndpointSpec, factory: ModelFactory, signature: Signature, source: WeightSource) -> None:
-        self._replica = EndpointReplica(spec, factory, signature, source)
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController
+    ) -> None:
+        if spec.grpc_port is not None:
+            limit_messages(spec.max_body_bytes)
+        name = serve.get_replica_context().replica_id.unique_id
+        self._replica = EndpointReplica(name, spec, live, controller)
+        await self._replica.start()
+        self.servicer = self._replica.servicer()
 
-    def __serve_build_asgi_app__(self) -> OpenInferenceApp:
+    def __serve_build_asgi_app__(self) -> RestApp:
         return self._replica.app
 
     async def stats(self) -> dict[str, Any]:
@@ -36,16 +53,18 @@ class ReplicaWorker:
     def check_health(self) -> None:
         self._replica.check_health()
 
-    def __del__(self) -> None:
-        self._replica.close()
+    async def __del__(self) -> None:
+        await self._replica.close()
 
 
 class Endpoint:
-    """A deployed endpoint. `url` is the root of the protocol: `{url}/v2/models/{name}/infer`."""
+    """A deployed endpoint. `url` is the root of the protocol: `{url}/v2/models/{name}/infer`; `grpc` is host:port."""
 
-    def __init__(self, spec: EndpointSpec, port: int, handle: DeploymentHandle) -> None:
-        self.name, self.url = spec.name, f"http://{spec.host}:{port}"
-        self._handle, self._closed = handle, False
+    def __init__(self, spec: EndpointSpec, handle: DeploymentHandle, controller: RayController) -> None:
+        self.name, self.url = spec.name, f"http://{spec.host}:{spec.port}"
+        self.grpc = f"{spec.host}:{spec.grpc_port}" if spec.grpc_port is not None else ""
+        self._handle, self._controller, self._closed = handle, controller, False
+        self._seen_event = -1
 
     def stats(self, timeout_s: float = 5.0) -> list[dict[str, Any]]:
         """The counters of every replica. Raises ClusterError when they cannot be had in time."""
@@ -54,28 +73,86 @@ class Endpoint:
         except (TimeoutError, ray.exceptions.RayError) as error:
             raise ClusterError(f"the replicas of {self.name!r} did not answer: {error}") from error
 
+    def status(self) -> dict[str, Any]:
+        """What the endpoint says of itself: an `EndpointStatus`. Raises ClusterError."""
+        return self._ask("status")
+
+    def take_events(self) -> list[Event]:
+        """What changed since they were taken last, for the run record; none while the controller is away."""
+        try:
+            events: list[Event] = self._controller.get("events", self._seen_event)
+        except ConnectionLost:
+            return []
+        if events:
+            self._seen_event = events[-1].number
+        return events
+
+    def controller_pid(self) -> int:
+        """Of the controller's process. Raises ClusterError."""
+        return int(self._ask("pid"))
+
     def close(self) -> None:
         """Remove the endpoint when it has answered what it has, and Serve with it. Idempotent."""
         if not self._closed:
             self._closed = True
             serve.delete(self.name)
+            self._controller.end()
             serve.shutdown()
 
+    def _ask(self, method: str) -> Any:
+        try:
+            return self._controller.get(method)
+        except ConnectionLost as error:
+            raise ClusterError(str(error)) from error
 
-def deploy(spec: EndpointSpec, factory: ModelFactory, signature: Signature, source: WeightSource) -> Endpoint:
-    """Serve a model, and return when it is reachable: 503 until `source`, which must pickle, has weights.
 
-    A cluster has one endpoint. Raises ClusterError when it has one already, or when the replicas do not start; then
-    nothing is left behind. `shutdown` removes an endpoint whose process has died.
+def deploy(spec: EndpointSpec, models: Sequence[ServedModel]) -> Endpoint:
+    """Serve models, and return when all of them are staged; a live one answers 503 until its run has published.
+
+    A cluster has one endpoint. Raises ConfigError or RegistryError for models that cannot be served, ClusterError when
+    the cluster has an endpoint already, or when the replicas do not start; then nothing is left behind. `shutdown`
+    removes an endpoint whose process has died.
     """
     running = serve.status()
     if running.applications or running.proxies:
         raise ClusterError(f"Serve runs on this cluster ({', '.join(running.applications)}): close that endpoint first")
-    port = spec.port or free_port(spec.host)
-    serve.start(proxy_location="HeadOnly", http_options={"host": spec.host, "port": port})
+    setting, live = settled(spec, models)
+    spec = spec.model_copy(
+        update={
+            "port": spec.port or free_port(spec.host),
+            "grpc_port": free_port(spec.host) if spec.grpc_port == 0 else spec.grpc_port,
+        }
+    )
+    grpc = {"grpc_options": grpc_options(spec, spec.grpc_port)} if spec.grpc_port is not None else {}
+    serve.start(proxy_location="HeadOnly", http_options={"host": spec.host, "port": spec.port}, **grpc)
+    controller = RayController(setting)
+    try:
+        handle = serve.run(application(spec, live, controller), name=spec.name, route_prefix="/")
+    except RuntimeError as error:  # it says that the application failed; the deployment's message says why
+        status = serve.status().applications.get(spec.name)
+        reasons = " ".join(each.message for each in status.deployments.values()) if status else ""
+        controller.end()
+        serve.shutdown()
+        raise ClusterError(f"the endpoint {spec.name!r} did not start: {reasons or error}") from error
+    return Endpoint(spec, handle, controller)
+
+
+def application(spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController) -> serve.Application:
+    """What Serve is to run."""
+    scaling: dict[str, Any] = {"num_replicas": spec.num_replicas}
+    if spec.is_autoscaled:
+        scaling = {
+            "autoscaling_config": {
+                "min_replicas": spec.num_replicas,
+                "max_replicas": spec.max_replicas,
+                "target_ongoing_requests": spec.target_ongoing_requests,
+                "upscale_delay_s": UPSCALE_DELAY_S,
+                "downscale_delay_s": DOWNSCALE_DELAY_S,
+                "look_back_period_s": LOOK_BACK_S,
+            }
+        }
     deployment = serve.deployment(serve.ingress()(ReplicaWorker)).options(
         name="replica",
-        num_replicas=spec.num_replicas,
         max_ongoing_requests=spec.max_ongoing_requests,
         ray_actor_options={"num_cpus": spec.num_cpus},
         graceful_shutdown_timeout_s=spec.drain_s,
@@ -83,15 +160,38 @@ def deploy(spec: EndpointSpec, factory: ModelFactory, signature: Signature, sour
         health_check_period_s=2.0,
         max_constructor_retry_count=2,
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
+        **scaling,
     )
-    try:
-        handle = serve.run(deployment.bind(spec, factory, signature, source), name=spec.name, route_prefix="/")
-    except RuntimeError as error:  # it says that the application failed; the deployment's message says why
-        status = serve.status().applications.get(spec.name)
-        reasons = " ".join(each.message for each in status.deployments.values()) if status else ""
-        serve.shutdown()
-        raise ClusterError(f"the endpoint {spec.name!r} did not start: {reasons or error}") from error
-    return Endpoint(spec, port, handle)
+    return deployment.bind(spec, live, controller)
+
+
+def settled(spec: EndpointSpec, models: Sequence[ServedModel]) -> tuple[ControllerSetting, dict[str, LiveModel]]:
+    """What the controller is made from, and the models that the replicas follow by themselves.
+
+    Raises ConfigError, and RegistryError for a version or alias that there is not.
+    """
+    if not models:
+        raise ConfigError("models", [], "an endpoint serves something", "name a model")
+    deployments: dict[str, Deployment] = {}
+    for model in models:
+        if model.name in deployments:
+            raise ConfigError("models", model.name, "is there twice", "serve it once, or under another name")
+        options = (model.options or spec.options(model.name)).model_dump(mode="json")
+        registry = ""
+        if isinstance(model.source, RegisteredModel):
+            registry = model.source.registry
+            RegistryCatalogue(registry).meant(model.name, model.version)
+        deployments[model.name] = Deployment(model.name, registry, model.version, options)
+    known = {name: options.model_dump(mode="json") for name, options in {"": spec.model, **spec.models}.items()}
+    setting = ControllerSetting(
+        spec.name,
+        secrets.token_hex(4),
+        tuple(deployments.values()),
+        home() / "endpoints",
+        str(Registry().root),
+        known,
+    )
+    return setting, {model.name: model.source for model in models if isinstance(model.source, LiveModel)}
 
 
 def shutdown() -> None:

@@ -1,80 +1,119 @@
-"""What a replica of an endpoint is: predictor and versions, the batcher before them, the follower behind, app on top.
+"""What a replica of an endpoint is: its models, the batcher before them, the controller's plan, the protocols on top.
 
 Made and closed by the Ray shell, or by a test, on the event loop that serves. Plain Python: knows nothing of Ray.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import torch
 
 from shoal.errors import ShoalError
-from shoal.registry.manifest import ModelFactory, Signature
+from shoal.serve.access import Access
 from shoal.serve.batcher import Batcher
+from shoal.serve.call import Arrays
 from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.follower import WeightFollower
-from shoal.serve.open_inference import OpenInferenceApp
-from shoal.serve.options import ModelOptions
-from shoal.serve.predictor import Predictor
-from shoal.serve.versions import Prediction, Versions
-from shoal.weights import WeightSource
+from shoal.serve.follower import PlanFollower
+from shoal.serve.host import ControllerClient, ReplicaHost
+from shoal.serve.hosted import Answer
+from shoal.serve.limits import Limits
+from shoal.serve.prometheus import render
+from shoal.serve.report import ReplicaReport
+from shoal.serve.rest import RestApp
+from shoal.serve.sources import LiveModel
+
+if TYPE_CHECKING:
+    from shoal.serve.grpc_service import InferenceServicer
 
 # A thread that computes in Python (a forward's own code, weights being staged) makes the event loop wait this long for
 # its turn. The default of 5 ms is an eternity here; below 1 ms nothing more is gained.
 SWITCH_INTERVAL_S = 0.001
+START_TIMEOUT_S = 600.0
+FIRST_WEIGHTS_S = 1.0  # a live model whose run has published serves at once; one whose run has not says 503
+START_POLL_S = 0.02
 
 
 class EndpointReplica:
-    """Fulfils `open_inference.Model`. `app` is the ASGI application."""
+    """`app` is the ASGI application, `host` what it serves. Await `start()` before anybody is let in.
 
-    def __init__(self, spec: EndpointSpec, factory: ModelFactory, signature: Signature, source: WeightSource) -> None:
-        """Must run on the event loop that will serve. Raises ConfigError."""
+    replica:    a name that no other replica has had
+    live:       the models that follow the weights of a run, by name
+    controller: where the plan comes from, and reports go to
+    """
+
+    def __init__(
+        self, replica: str, spec: EndpointSpec, live: Mapping[str, LiveModel], controller: ControllerClient
+    ) -> None:
+        """Must run on the event loop that will serve."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        predictor = Predictor(factory, signature, ModelOptions(), spec.torch_threads)
-        self._versions = Versions(predictor)
-        self._batcher: Batcher[dict[str, np.ndarray], Prediction] = Batcher(on_thread_start=predictor.enter_thread)
-        self._queue = self._batcher.add_queue(
-            spec.name,
-            lambda group, requests: self._versions.predict_batch(requests),
-            max_batch_rows=spec.model.max_batch_size,
-            max_queue_rows=spec.model.max_queue_size,
+        self._spec = spec
+        self._access = Access(
+            spec.token.get_secret_value() if spec.token else None,
+            spec.keys,
+            replicas=lambda: 1 + len(self._follower.peers),
         )
-        self._follower = WeightFollower(source, self._versions)
-        self.app = OpenInferenceApp(
-            spec.name,
-            signature,
-            self,
-            max_body_bytes=spec.max_body_bytes,
-            bearer=spec.token and f"Bearer {spec.token.get_secret_value()}".encode(),
+        self._limits = Limits(max_body_bytes=spec.max_body_bytes)
+        self._batcher: Batcher[Arrays, Answer] = Batcher(
+            on_thread_start=lambda: torch.set_num_threads(spec.torch_threads)
         )
+        self.host = ReplicaHost(replica, spec, live, self._batcher, controller)
+        self.app = RestApp(self.host, self._access, limits=self._limits, metrics=self._scrape)
+        self._follower = PlanFollower(replica, controller, self.host.apply, self._report)
+        self.host.changed = self._follower.changed
 
-    @property
-    def version(self) -> int:
-        return self._versions.version
+    async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Stage all that the controller's plan wants to answer. Raises ShoalError if that cannot be, or not in time."""
+        loop = asyncio.get_running_loop()
+        ends_s, first_weights_s = loop.time() + timeout_s, loop.time() + FIRST_WEIGHTS_S
+        while not (self.host.is_staged and (self.host.ready or loop.time() > first_weights_s)):
+            if trouble := self.host.trouble():
+                raise ShoalError(trouble)
+            self.check_health()
+            if loop.time() > ends_s:
+                raise ShoalError(f"the models were not staged after {timeout_s:g} s")
+            await asyncio.sleep(START_POLL_S)
 
-    async def infer(self, inputs: dict[str, np.ndarray], num_rows: int) -> Prediction:
-        return (await self._queue.submit(inputs, num_rows)).answer
+    def servicer(self) -> InferenceServicer:
+        """The same models over gRPC."""
+        from shoal.serve.grpc_service import InferenceServicer
+
+        return InferenceServicer(self.host, self._access)
 
     def check_health(self) -> None:
-        """Raises ShoalError when a thread of this replica has died, so that it is replaced."""
+        """Raises ShoalError when a thread or task of this replica has died, so that it is replaced."""
         if not (self._batcher.alive and self._follower.alive):
             raise ShoalError("a thread of this replica has died")
+        self.host.check_health()
 
     def stats(self) -> dict[str, Any]:
-        """The application's and the batcher's counters, and who counts."""
-        rejected = self._follower.rejected
+        """The application's and the batcher's counters, and who counts; `version` is that of the first model."""
+        statuses = self.app.statuses()
+        models = self.host.models()
         return {
             "pid": os.getpid(),
-            **self.app.stats(),
-            "rejected_version": rejected,
-            "batcher": asdict(self._queue.counts()),
+            "version": models[0].version if models else 0,
+            "requests": sum(statuses.values()),
+            "statuses": {str(status): count for status, count in sorted(statuses.items())},
+            "rejected_version": max((each.rejected for each in self.host.followers.values()), default=0),
+            "models": {
+                each.name: {"version": each.version, "batcher": asdict(each.batcher_counts())} for each in models
+            },
         }
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop following, fail what is queued. Idempotent."""
-        self._follower.close(timeout_s=2.0)
+        await self._follower.close()
+        self.host.close()
         self._batcher.close(timeout_s=2.0)
+
+    def _report(self) -> ReplicaReport:
+        return replace(self.host.report(), callers=self._access.counts())
+
+    def _scrape(self) -> bytes:
+        return render([self._report(), *self._follower.peers])

@@ -1,56 +1,135 @@
-"""The versions of one model in one replica: which are loaded, and which one answers.
+"""The versions of one model in one replica: which are loaded, and which one answers a call.
 
-Called by the follower, which stages and flips, and by the replica's forward. Never reads a source.
+Read and written on the event loop; a live model's follower replaces the stable version from a thread of its own. A call
+gets a `Track` when it is admitted, and its batch reads the track's version once: so a batch is never a mixture, and a
+flip is one assignment, which takes effect with the next batch. Never loads anything itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+import hashlib
+from collections.abc import Iterable
 
 from shoal.errors import InferenceError
-from shoal.serve.call import Arrays
-from shoal.serve.predictor import LoadedModel, Predictor
-from shoal.weights import WeightSnapshot
+from shoal.serve.predictor import LoadedModel
+
+GOLDEN = 0.6180339887498949  # of a turn: draws that are spread evenly however few there are
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The outputs for one request, and the version of the weights that made all of them."""
+class Track:
+    """Who answers: what calls that may share a batch have in common. Compared by identity."""
 
-    outputs: dict[str, np.ndarray]
-    version: int
+    __slots__ = ("loaded",)
+
+    def __init__(self, loaded: LoadedModel | None = None) -> None:
+        self.loaded = loaded
 
 
-class Versions:
-    """One version that serves and, at times, one beside it that is staged."""
+class Draws:
+    """Yes for a share of the calls, evenly spread."""
 
-    def __init__(self, predictor: Predictor) -> None:
-        self._predictor = predictor
-        self._staged: LoadedModel | None = None
-        self._serving: LoadedModel | None = None
+    def __init__(self) -> None:
+        self._drawn = 0.0
+
+    def draw(self, percent: float) -> bool:
+        self._drawn = (self._drawn + GOLDEN) % 1.0
+        return self._drawn * 100.0 < percent
+
+
+class VersionTable:
+    """Of one model. The stable version answers who asks for none, but for the candidate's share while one is open."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._stable, self._candidate = Track(), Track()
+        self._tracks: dict[int, Track] = {}  # of the loaded versions, for calls that ask for one
+        self._is_open = False
+        self._percent = 0.0
+        self._draws = Draws()
 
     @property
     def version(self) -> int:
-        """The version that answers the next batch; 0 before the first."""
-        serving = self._serving
-        return serving.version if serving else 0
+        """The stable version; 0 before the first."""
+        loaded = self._stable.loaded
+        return loaded.version if loaded else 0
 
-    def stage(self, snapshot: WeightSnapshot) -> None:
-        """Load a version beside the one that serves. Raises WeightsError, and then nothing has changed."""
-        self._staged = self._predictor.load(snapshot)
+    @property
+    def candidate(self) -> Track | None:
+        """The candidate's track while it is open."""
+        return self._candidate if self._is_open else None
 
-    def flip(self) -> int:
-        """Let the staged version answer from the next batch on; the version that serves now."""
-        if self._staged is not None:
-            self._serving, self._staged = self._staged, None
-        return self.version
+    @property
+    def candidate_version(self) -> int:
+        """0 when none is open."""
+        loaded = self._candidate.loaded
+        return loaded.version if loaded is not None and self._is_open else 0
 
-    def predict_batch(self, requests: Sequence[Arrays]) -> list[Prediction]:
-        """One batch, by one version. Raises InferenceError: 503 without weights, 500 for bad outputs."""
-        serving = self._serving
-        if serving is None:
-            raise InferenceError(503, "no weights have been loaded yet; try again later")
-        return [Prediction(outputs, serving.version) for outputs in serving.predict_batch(requests)]
+    @property
+    def percent(self) -> float:
+        """The open candidate's share."""
+        return self._percent if self._is_open else 0.0
+
+    @property
+    def versions(self) -> list[int]:
+        """All that are loaded, ascending."""
+        return sorted(self._tracks)
+
+    def choose(self, version: int | None, track: str, sticky: str) -> Track:
+        """Who answers a call. Raises InferenceError: 404 for a version that is not loaded, 503 before the first."""
+        if version is not None:
+            found = self._tracks.get(version)
+            if found is None:
+                there = ", ".join(map(str, self.versions)) or "none"
+                raise InferenceError(404, f"model {self._model!r} has no version {version} here; it has {there}")
+            return found
+        if self._stable.loaded is None:
+            raise InferenceError(503, "no weights have been loaded yet; try again later", retry_after_s=1.0)
+        if self._is_open and track != "stable" and (track == "candidate" or self._is_drawn(sticky)):
+            return self._candidate
+        return self._stable
+
+    def is_stable(self, track: Track) -> bool:
+        """Whether this is the track of whoever asks for nothing in particular."""
+        return track is self._stable
+
+    def _is_drawn(self, sticky: str) -> bool:
+        if sticky:
+            return place(self._model, sticky) < self._percent
+        return self._percent > 0.0 and self._draws.draw(self._percent)
+
+    # -- changes ------------------------------------------------------------------------------------------------------
+
+    def add(self, loaded: LoadedModel) -> None:
+        """A version is there for who asks for it, and to be flipped to."""
+        self._tracks = {**self._tracks, loaded.version: Track(loaded)}
+
+    def keep(self, versions: Iterable[int]) -> None:
+        """Forget all others. What was admitted for them is still answered by them."""
+        kept = set(versions)
+        self._tracks = {version: track for version, track in self._tracks.items() if version in kept}
+
+    def flip(self, version: int) -> bool:
+        """Let a loaded version be the stable one from the next batch on; whether it was another."""
+        before, self._stable.loaded = self._stable.loaded, self._tracks[version].loaded
+        return before is not self._stable.loaded
+
+    def open(self, version: int, percent: float) -> None:
+        """Let a loaded version answer its share, and who asks for the candidate."""
+        self._candidate.loaded = self._tracks[version].loaded
+        self._is_open, self._percent = True, percent
+
+    def shut(self) -> None:
+        """No candidate any more: what was admitted for it is answered by the stable version."""
+        self._is_open, self._percent = False, 0.0
+        self._candidate.loaded = self._stable.loaded
+
+    def follow(self, loaded: LoadedModel) -> None:
+        """The one version of a live model, from the next batch on. From any thread."""
+        self._stable.loaded = loaded
+        self._tracks = {loaded.version: Track(loaded)}
+
+
+def place(model: str, sticky: str) -> float:
+    """Where a key lies, 0 to 100: the same in every process, and for each model another."""
+    digest = hashlib.blake2b(f"{model}\0{sticky}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64 * 100.0

@@ -1,0 +1,248 @@
+"""What an administrator asks of an endpoint, answered when it is done: deploy, canary, promote, roll back, delete.
+
+Called by the shell around the controller, for calls that came in through any replica. Checks what is asked for against
+what is, begins it with the controller, and waits for how it ends. Refuses with InferenceError: 400 for what cannot be
+understood, 404 for what there is not, 409 for what does not fit the state, 503 when it did not end in time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from shoal.errors import InferenceError, RegistryError
+from shoal.serve.changes import Change, parse_change, parse_options
+from shoal.serve.controller import EndpointController
+from shoal.serve.controller_state import Deployment, ModelState
+from shoal.serve.rollout import Goal, Phase, Rollout
+
+LOAD_TIMEOUT_S = 300.0
+
+
+class Administration:
+    """Of one endpoint.
+
+    registry: folder of the registry that new models come from
+    options:  how a new model is served, by its name (a ModelOptions as a plain mapping)
+    """
+
+    def __init__(self, controller: EndpointController, registry: str, options: Mapping[str, dict[str, Any]]) -> None:
+        self._controller, self._registry, self._options = controller, registry, options
+
+    async def administer(self, values: Mapping[str, Any], by: str) -> str:
+        """Make a change, and return the model's name when it has come to be. Raises InferenceError."""
+        change = parse_change(values)
+        match change.action:
+            case "deploy":
+                await self._deploy(change, by)
+            case "canary" | "shadow":
+                await self._open(change, by)
+            case "promote":
+                await self._promote(change, by)
+            case "rollback":
+                await self._rollback(change, by)
+            case "delete":
+                await self._delete(change, by)
+            case "metric":
+                self._take_metric(change)
+        return change.model
+
+    async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
+        """The protocol's load: parameters `version` (a number or an alias) and `config` (JSON of ModelOptions)."""
+        unknown = parameters.keys() - {"version", "config"}
+        if unknown:
+            raise InferenceError(400, f"parameter {min(unknown)!r} is unknown: expected version, config")
+        options: dict[str, Any] = {}
+        if "config" in parameters:
+            try:
+                options = json.loads(parameters["config"])
+            except (TypeError, ValueError) as error:
+                raise InferenceError(400, f"parameter 'config' is not JSON: {error}") from None
+            if not isinstance(options, dict):
+                raise InferenceError(400, "parameter 'config' is not a JSON object of options")
+        version = str(parameters.get("version", ""))
+        values = {"action": "deploy", "model": name, "version": version, "options": options, "reason": "loaded"}
+        await self._deploy(parse_change({**values, "timeout_s": LOAD_TIMEOUT_S}), by, kind="load")
+
+    async def unload(self, name: str, by: str) -> None:
+        """The protocol's unload."""
+        await self._delete(parse_change({"action": "delete", "model": name, "reason": "unloaded"}), by)
+
+    async def _deploy(self, change: Change, by: str, kind: str = "deploy") -> None:
+        controller, name = self._controller, change.model
+        model = controller.state.models.get(name)
+        before = model.deployment if model else Deployment(name, self._registry)
+        if before.is_live:
+            raise InferenceError(409, f"model {name!r} follows the weights of a run: it has no other versions")
+        base = before.options or self._options.get(name) or self._options.get("", {})
+        word = change.word or before.version
+        deployment = Deployment(name, before.registry, word, parse_options(change.options, base))
+        version = self._meant(deployment, deployment.version)
+        if model is None:
+            controller.add(deployment)
+        else:
+            self._require_open(model)
+            if deployment.options != before.options:
+                raise InferenceError(409, f"model {name!r} is served with other options: delete it, then deploy it")
+            controller.redeploy(deployment)
+        if model is None or model.rollout.stable != version:
+            controller.begin(name, version, Goal.FLIP, kind=kind, by=by, why=change.reason)
+        try:
+            await self._settled(change, version)
+        except InferenceError:
+            if model is None and name in controller.state.models and not controller.state.models[name].rollout.stable:
+                controller.remove(name, by, "it could not be loaded")
+            raise
+
+    async def _open(self, change: Change, by: str) -> None:
+        """A canary, or a shadow: stage the version, or give the one that is open other shares."""
+        name, percent = change.model, change.percent or 0.0
+        model = self._registered(name)
+        rollout = model.rollout
+        version = self._meant(model.deployment, change.word) if change.word else rollout.candidate
+        if not version:
+            raise InferenceError(400, f"{change.action} needs a version of {name!r}")
+        is_canary = change.action == "canary"
+        if rollout.phase is Phase.CANARY and rollout.candidate == version:
+            adjusted = replace(
+                rollout,
+                kind=change.action,
+                by=by,
+                why=change.reason,
+                percent=percent if is_canary else rollout.percent,
+                shadow_percent=rollout.shadow_percent if is_canary else percent,
+            )
+            self._controller.record(change.action, name, version, rollout.stable, by, _shares(adjusted, change.reason))
+            self._controller.adjust(name, adjusted)
+            return
+        self._require_open(model)
+        if rollout.phase is Phase.VACANT:
+            raise InferenceError(409, f"model {name!r} has no stable version yet: deploy one")
+        if version == rollout.stable:
+            raise InferenceError(409, f"version {version} of {name!r} is the stable one already")
+        self._controller.begin(
+            name,
+            version,
+            Goal.CANARY,
+            kind=change.action,
+            by=by,
+            why=change.reason,
+            percent=percent if is_canary else 0.0,
+            shadow_percent=0.0 if is_canary else percent,
+        )
+        await self._ended(change, lambda: model.rollout.phase is Phase.CANARY, version)
+
+    async def _promote(self, change: Change, by: str) -> None:
+        model = self._registered(change.model)
+        rollout = model.rollout
+        version = self._meant(model.deployment, change.word) if change.word else rollout.candidate
+        if rollout.phase is not Phase.CANARY:
+            if not change.word:
+                raise InferenceError(409, f"model {change.model!r} has no open candidate: name a version")
+            self._require_open(model)
+            if version != rollout.stable:
+                self._controller.begin(change.model, version, Goal.FLIP, kind="promote", by=by, why=change.reason)
+        elif version != rollout.candidate:
+            raise InferenceError(409, f"the candidate of {change.model!r} is version {rollout.candidate}: roll it back")
+        else:
+            self._controller.adjust(change.model, replace(rollout, kind="promote", by=by, why=change.reason))
+            self._controller.flip(change.model)
+        await self._settled(change, version)
+
+    async def _rollback(self, change: Change, by: str) -> None:
+        name, model = change.model, self._registered(change.model)
+        rollout, reason = model.rollout, change.reason or "asked for"
+        if rollout.phase is Phase.CANARY:
+            self._controller.drop(name, "rollback", by, reason)
+            return
+        if rollout.phase is Phase.STAGING:
+            self._controller.abandon(name, by, reason)
+            return
+        self._require_open(model)
+        try:
+            version = rollout.previous
+            if model.deployment.alias:
+                version = self._controller.catalogue(model.deployment.registry).before(name, model.deployment.alias)
+        except RegistryError as error:
+            raise InferenceError(409, str(error)) from None
+        if not version:
+            raise InferenceError(409, f"model {name!r} was never another version: deploy one by its number")
+        self._controller.begin(name, version, Goal.FLIP, kind="rollback", by=by, why=reason)
+        await self._settled(change, version)
+
+    async def _delete(self, change: Change, by: str) -> None:
+        self._model(change.model)
+        self._controller.remove(change.model, by, change.reason)
+        reports = self._controller.reports
+
+        def gone() -> bool:
+            return all(change.model not in report.models for report in reports.values())
+
+        if not await self._controller.wait_until(gone, change.timeout_s):
+            raise InferenceError(503, f"model {change.model!r} is still answering what it has; it will then be gone")
+
+    def _take_metric(self, change: Change) -> None:
+        model = self._registered(change.model)
+        if model.rollout.phase is not Phase.CANARY:
+            raise InferenceError(409, f"model {change.model!r} has no open candidate to measure")
+        if change.word and change.word != str(model.rollout.candidate):
+            raise InferenceError(409, f"the candidate of {change.model!r} is version {model.rollout.candidate}")
+        assert change.value is not None
+        model.metrics[change.metric] = change.value
+        self._controller.tick()
+
+    async def _settled(self, change: Change, version: int) -> None:
+        rollout_of = self._controller.state.models
+        await self._ended(
+            change,
+            lambda: rollout_of[change.model].rollout.stable == version and rollout_of[change.model].rollout.is_open,
+            version,
+        )
+
+    async def _ended(self, change: Change, succeeded: Callable[[], bool], version: int) -> None:
+        """Wait for the end of what was begun. Raises InferenceError: 409 with the reason, 503 when it takes longer."""
+        models, name = self._controller.state.models, change.model
+
+        def over() -> bool:
+            return name not in models or succeeded() or models[name].rollout.is_open
+
+        if not await self._controller.wait_until(over, change.timeout_s):
+            raise InferenceError(
+                503, f"version {version} of {name!r} was not ready after {change.timeout_s:g} s: see status"
+            )
+        if name not in models:
+            raise InferenceError(409, f"model {name!r} was deleted meanwhile")
+        if not succeeded():
+            raise InferenceError(409, f"version {version} of {name!r} was not taken: {models[name].rollout.reason}")
+
+    def _model(self, name: str) -> ModelState:
+        models = self._controller.state.models
+        if name not in models:
+            there = ", ".join(map(repr, models)) or "none"
+            raise InferenceError(404, f"there is no model {name!r}; this endpoint serves {there}")
+        return models[name]
+
+    def _registered(self, name: str) -> ModelState:
+        model = self._model(name)
+        if model.deployment.is_live:
+            raise InferenceError(409, f"model {name!r} follows the weights of a run: it has no other versions")
+        return model
+
+    def _require_open(self, model: ModelState) -> None:
+        rollout = model.rollout
+        if not rollout.is_open:
+            what = f"version {rollout.candidate} of {model.deployment.name!r} is in the phase {rollout.phase}"
+            raise InferenceError(409, f"{what}: promote it or roll it back first")
+
+    def _meant(self, deployment: Deployment, word: str) -> int:
+        try:
+            return self._controller.catalogue(deployment.registry).meant(deployment.name, word)
+        except RegistryError as error:
+            raise InferenceError(404, str(error)) from None
+
+
+def _shares(rollout: Rollout, reason: str) -> str:
+    shares = f"{rollout.percent:g} percent of the requests, {rollout.shadow_percent:g} percent shadowed"
+    return f"{reason} ({shares})" if reason else shares

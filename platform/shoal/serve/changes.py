@@ -1,0 +1,80 @@
+"""What an administrator may ask of a controller: the words of `POST /shoal/v1/rollout`, checked.
+
+    {"action": "deploy",   "model": "lenet@champion", "options": {...}}     serve it, or another version of it, at once
+    {"action": "canary",   "model": "lenet", "version": 3, "percent": 5}    0 percent: only who asks for the candidate
+    {"action": "shadow",   "model": "lenet", "version": 3, "percent": 20}   compute it beside the stable one, compare
+    {"action": "promote",  "model": "lenet"}                                the candidate becomes stable
+    {"action": "rollback", "model": "lenet", "reason": "..."}               the candidate goes; or the last one is back
+    {"action": "delete",   "model": "lenet"}
+    {"action": "metric",   "model": "lenet", "metric": "accuracy", "value": 0.91}       of the candidate, for the guard
+
+Pure: knows nothing of what is deployed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from shoal.errors import ConfigError, InferenceError
+from shoal.registry import split_ref
+from shoal.serve.options import ModelOptions
+
+MAX_REASON_CHARS = 500
+
+
+class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One change, as it was asked for. `version` "" leaves the choice to the action."""
+
+    action: Literal["deploy", "canary", "shadow", "promote", "rollback", "delete", "metric"]
+    model: str
+    version: str | int = ""
+    percent: float | None = None
+    options: dict[str, Any] = {}
+    metric: str = ""
+    value: float | None = None
+    reason: str = ""
+    timeout_s: float = 120.0
+
+    @property
+    def word(self) -> str:
+        """The version as a word: a number, an alias, or ""."""
+        return str(self.version)
+
+
+def parse_change(values: Mapping[str, Any]) -> Change:
+    """Raises InferenceError (400) naming the field."""
+    try:
+        change = msgspec.convert(dict(values), Change)
+    except msgspec.ValidationError as error:
+        raise InferenceError(400, f"not a change: {error}") from None
+    try:
+        name, word = split_ref(change.model)
+    except ConfigError as error:
+        raise InferenceError(400, str(error)) from None
+    if word:
+        if change.word and change.word != word:
+            raise InferenceError(400, f"model says version {word!r}, version says {change.word!r}: say it once")
+        change = msgspec.structs.replace(change, model=name, version=word)
+    if change.percent is not None and not 0.0 <= change.percent <= 100.0:
+        raise InferenceError(400, f"percent = {change.percent:g}: expected 0 to 100")
+    if not 0.0 < change.timeout_s <= 3600.0:
+        raise InferenceError(400, f"timeout_s = {change.timeout_s:g}: expected 0 to 3600")
+    if change.action == "metric" and (not change.metric or change.value is None or not math.isfinite(change.value)):
+        raise InferenceError(400, "a metric needs a name (metric) and a finite number (value)")
+    if change.action in ("canary", "shadow") and change.percent is None:
+        raise InferenceError(400, f"{change.action} needs percent, from 0 to 100")
+    if len(change.reason) > MAX_REASON_CHARS:
+        raise InferenceError(400, f"reason has {len(change.reason)} characters, {MAX_REASON_CHARS} are allowed")
+    return change
+
+
+def parse_options(values: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `values` over it, as a checked ModelOptions. Raises InferenceError (400)."""
+    try:
+        return ModelOptions.parse({**base, **values}).model_dump(mode="json")
+    except ConfigError as error:
+        raise InferenceError(400, f"options.{error}") from None

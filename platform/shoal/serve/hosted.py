@@ -1,0 +1,161 @@
+"""One model of an endpoint in one replica: its queue, its versions, its counts.
+
+Made by the host. Answers calls on the event loop; its forward runs in the batcher's thread, and reads which version
+answers once for each batch. Knows no protocol, and neither where versions come from nor who decides about them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Hashable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from shoal.errors import Closed, InferenceError
+from shoal.open_inference.messages import VersionStatistics
+from shoal.registry.manifest import Signature
+from shoal.serve.batcher import Batcher, BatcherCounts, BatchReport
+from shoal.serve.call import Arrays, InferCall, Prediction
+from shoal.serve.forwards import ForwardTimes
+from shoal.serve.metrics import ModelStatistics
+from shoal.serve.options import ModelOptions
+from shoal.serve.predictor import Predictor
+from shoal.serve.report import ModelReport
+from shoal.serve.shadow import Shadow
+from shoal.serve.versions import Track, VersionTable
+
+Answer = tuple[dict[str, np.ndarray], int]  # outputs, and the version that made them
+
+
+class Hosted:
+    """Fulfils `HostedModel`. `table` is the host's to change; `predictor` is that of the newest version."""
+
+    def __init__(
+        self, name: str, predictor: Predictor, batcher: Batcher[Arrays, Answer], *, is_live: bool = False
+    ) -> None:
+        self.name, self.predictor, self.is_live = name, predictor, is_live
+        self.signature: Signature = predictor.signature
+        self.options: ModelOptions = predictor.options
+        self.table = VersionTable(name)
+        self._deadline_s = self.options.deadline_s
+        self._ran = threading.local()  # the version of the batch that this forward thread computes
+        self._forwards = ForwardTimes()
+        self._queue = batcher.add_queue(
+            name,
+            self._forward,
+            max_batch_rows=self.options.max_batch_size,
+            max_queue_rows=self.options.max_queue_size,
+            weight=self.options.weight,
+            on_batch=self._batch_done,
+        )
+        self.counts = ModelStatistics(name, live=is_live, pending=lambda: self._queue.queued_rows)
+        self.shadow = Shadow(name, batcher, self._forward, self.options, self.counts)
+
+    @property
+    def version(self) -> int:
+        return self.table.version
+
+    @property
+    def versions(self) -> list[int]:
+        return self.table.versions
+
+    async def infer(self, call: InferCall) -> Prediction:
+        arrived_s = time.monotonic()
+        deadline_s = call.deadline_s
+        if deadline_s is None and self._deadline_s is not None:
+            deadline_s = arrived_s + self._deadline_s
+        track: Track | None = None
+        try:
+            track = self.table.choose(call.version, call.track, call.sticky)
+            group = (track, self.predictor.bucket(call.inputs))
+            (outputs, version), queued_s, computed_s, batch_rows = await self._queue.submit(
+                call.inputs, call.num_rows, group=group, deadline_s=deadline_s, tenant=call.tenant
+            )
+        except Closed:
+            raise InferenceError(503, f"model {self.name!r} is closing; try again later", retry_after_s=1.0) from None
+        except InferenceError as error:
+            self._count_failure(track, error.status, arrived_s)
+            raise
+        except Exception:
+            self._count_failure(track, 500, arrived_s)
+            raise
+        seconds = time.monotonic() - arrived_s
+        self.counts.request(version, 200, seconds, queued_s, computed_s, call.num_rows)
+        if self.shadow.percent and self.table.is_stable(track):
+            self.shadow.consider(call, outputs, self.predictor.bucket(call.inputs))
+        if call.outputs is not None:
+            outputs = {name: array for name, array in outputs.items() if name in call.outputs}
+        return Prediction(outputs, version, queued_s, computed_s, batch_rows)
+
+    def statistics(self) -> list[VersionStatistics]:
+        """What each loaded version did here."""
+        versions = self.counts.snapshot()["versions"]
+        nothing = {
+            "last_inference": 0,
+            "inference_count": 0,
+            "execution_count": 0,
+            "inference_stats": {},
+            "batch_stats": [],
+        }
+        return [
+            msgspec.convert(
+                {**versions.get(str(version), nothing), "name": self.name, "version": str(version)}, VersionStatistics
+            )
+            for version in self.versions
+        ]
+
+    def batcher_counts(self) -> BatcherCounts:
+        """What went through the queue."""
+        return self._queue.counts()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every call that came has ended."""
+        counts = self._queue.counts()
+        return counts.submitted == counts.answered + counts.failed + counts.cancelled + counts.expired
+
+    def report(self) -> ModelReport:
+        """What the controller is told."""
+        versions = self.versions
+        rows = [2**power for power in range(self.options.max_batch_size.bit_length())]
+        latency = self._queue.latency
+        return ModelReport(
+            version=self.version,
+            staged=tuple(versions),
+            counts=self.counts.snapshot(),
+            forwards=self._forwards.medians(versions),
+            queued_rows=self._queue.queued_rows,
+            latency=tuple((each, seconds) for each in rows if (seconds := latency.seconds(each)) > 0.0),
+        )
+
+    def close(self) -> None:
+        """Fail what is queued, with 503. Idempotent."""
+        self.shadow.close()
+        self._queue.close()
+
+    def _count_failure(self, track: Track | None, status: int, arrived_s: float) -> None:
+        """A 5xx of the model's making counts against the version; what was refused before a forward counts for none."""
+        loaded = track.loaded if track is not None and status == 500 else None
+        self.counts.request(loaded.version if loaded else 0, status, time.monotonic() - arrived_s)
+
+    # What follows runs in a forward's thread.
+
+    def _forward(self, group: Hashable, requests: Sequence[Arrays]) -> list[Answer]:
+        track: Track = group[0]  # type: ignore[index]
+        loaded = track.loaded
+        assert loaded is not None  # a track has a version before it is given to a call, and never loses it
+        version = self._ran.version = loaded.version
+        return [(outputs, version) for outputs in loaded.predict_batch(requests)]
+
+    def _batch_done(self, report: BatchReport) -> None:
+        version = self._ran.version
+        self.counts.batch(report, version)
+        if not report.failed:
+            self._forwards.add(version, report.rows, report.computed_s)
+
+
+def describe(models: Mapping[str, Hosted]) -> str:
+    """Their names, for a complaint."""
+    return ", ".join(map(repr, models)) or "none"

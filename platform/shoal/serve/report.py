@@ -1,0 +1,69 @@
+"""What a replica tells the controller: which versions it has, what it could not do, and what it has counted.
+
+Made by the replica's host, kept by the controller. Pure data, small enough to be sent every second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from shoal.serve.snapshots import ModelSnapshot
+
+# Forwards of one version, by the size of their batch: class c has 2**c rows or more, and fewer than twice as many.
+# (how many, their median in seconds)
+Forwards = Mapping[int, tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a version could not be staged, and in which attempt."""
+
+    version: int
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """One model in one replica.
+
+    version:  the one that answers who asks for none; 0 when there is none
+    staged:   all that are loaded
+    counts:   since the replica began to serve the model; None before
+    forwards: the newest forwards of each version
+    latency:  (rows, seconds) of a forward, as the batcher's model has it
+    """
+
+    version: int = 0
+    staged: tuple[int, ...] = ()
+    failure: Failure | None = None
+    counts: ModelSnapshot | None = None
+    forwards: Mapping[int, Forwards] = field(default_factory=dict)
+    queued_rows: int = 0
+    latency: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    """One replica. It has done what the document `generation` says, but for what is still being staged.
+
+    callers: `Access.counts()`: requests by the name of the key, and what became of them
+    """
+
+    replica: str
+    pid: int = 0
+    generation: int = 0
+    ready: bool = False
+    models: Mapping[str, ModelReport] = field(default_factory=dict)
+    callers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+def total_forwards(reports: Iterable[Forwards]) -> Forwards:
+    """Over several replicas: the numbers added, the medians averaged by them."""
+    summed: dict[int, tuple[int, float]] = {}
+    for report in reports:
+        for size, (count, median_s) in report.items():
+            before, before_s = summed.get(size, (0, 0.0))
+            summed[size] = (before + count, (before * before_s + count * median_s) / (before + count))
+    return summed

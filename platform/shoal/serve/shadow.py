@@ -1,0 +1,103 @@
+"""Shadow traffic: a share of the stable version's calls is computed by the candidate too, and the answers compared.
+
+Owned by a hosted model. The client has its answer before anything of this begins; what is shadowed waits in a queue of
+its own, with the smallest share of the slots, and is dropped when that is full. One forward of the candidate may be in
+hand when a client's call arrives: that is all the delay there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+
+from shoal.errors import Closed, InferenceError
+from shoal.serve.batcher import Batcher
+from shoal.serve.call import Arrays, InferCall
+from shoal.serve.metrics import ModelStatistics
+from shoal.serve.options import ModelOptions
+from shoal.serve.versions import Draws, Track
+
+WEIGHT = 1e-6  # of the slots, beside a model's 1
+MAX_WAITING = 256  # calls; whatever their rows
+
+Answer = tuple[dict[str, np.ndarray], int]
+
+
+class Shadow:
+    """Of one model. `percent` of the calls are considered; 0 when there is nothing to compare with."""
+
+    def __init__(
+        self,
+        model: str,
+        batcher: Batcher[Arrays, Answer],
+        forward: Callable[[Hashable, Sequence[Arrays]], list[Answer]],
+        options: ModelOptions,
+        counts: ModelStatistics,
+    ) -> None:
+        self.percent = 0.0
+        self._candidate: Track | None = None
+        self._tolerance, self._counts = options.guard.tolerance, counts
+        self._draws = Draws()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._queue = batcher.add_queue(
+            f"{model}/shadow",
+            forward,
+            max_batch_rows=options.max_batch_size,
+            max_queue_rows=options.max_queue_size,
+            weight=WEIGHT,
+        )
+
+    def set(self, candidate: Track | None, percent: float) -> None:
+        """Whom to compare with, and how often."""
+        self._candidate, self.percent = candidate, percent if candidate is not None else 0.0
+
+    def consider(self, call: InferCall, outputs: Arrays, bucket: Hashable) -> None:
+        """A call of the stable version was answered with `outputs`."""
+        candidate = self._candidate
+        if candidate is None or not self._draws.draw(self.percent) or len(self._tasks) >= MAX_WAITING:
+            return
+        task = asyncio.get_running_loop().create_task(self._compare(call, outputs, (candidate, bucket)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Drop what waits. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        self._queue.close()
+
+    async def _compare(self, call: InferCall, expected: Arrays, group: tuple[Track, Hashable]) -> None:
+        loaded = group[0].loaded
+        assert loaded is not None
+        try:
+            batched = await self._queue.submit(call.inputs, call.num_rows, group=group)
+        except Closed:
+            return
+        except InferenceError as error:
+            if error.status != 429:
+                self._counts.shadow(loaded.version, True)
+            return
+        except Exception:  # noqa: BLE001 - whatever the candidate raised: its client would have had no answer
+            self._counts.shadow(loaded.version, True)
+            return
+        outputs, version = batched.answer
+        if group[0] is self._candidate:
+            self._counts.shadow(version, not agree(expected, outputs, self._tolerance))
+
+
+def agree(expected: Arrays, outputs: Arrays, tolerance: float) -> bool:
+    """Whether all outputs are equal: numbers to within `tolerance`, relative or absolute, all else exactly."""
+    if expected.keys() != outputs.keys():
+        return False
+    for name, array in expected.items():
+        other = outputs[name]
+        if array.shape != other.shape or array.dtype != other.dtype:
+            return False
+        if array.dtype.kind == "f":
+            if not np.allclose(array, other, rtol=tolerance, atol=tolerance, equal_nan=True):
+                return False
+        elif not np.array_equal(array, other):
+            return False
+    return True

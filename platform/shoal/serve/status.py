@@ -1,0 +1,199 @@
+"""What an endpoint says of itself: the controller's state and the replicas' reports, as one document.
+
+Called by the controller's shell for `GET /shoal/v1/status`. Pure but for the memory of earlier counts, from which rates
+are made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from shoal.client.status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
+from shoal.serve.controller import EndpointController
+from shoal.serve.controller_state import Event, ModelState
+from shoal.serve.options import ModelOptions
+from shoal.serve.report import ModelReport
+from shoal.serve.rollout import Phase, Rollout
+from shoal.serve.snapshots import HistogramSnapshot, ModelSnapshot, VersionSnapshot, merge, quantile, since
+
+WINDOW_S = 10.0
+SAMPLE_S = 1.0
+NUM_EVENTS = 50
+STATES = {Phase.VACANT: "UNAVAILABLE", Phase.STAGING: "LOADING"}
+
+Counts = Mapping[str, ModelSnapshot]  # by model
+
+
+class StatusBook:
+    """Describes one endpoint. `sample()` is called once a second or so."""
+
+    def __init__(self, controller: EndpointController) -> None:
+        self._controller = controller
+        self._samples: deque[tuple[float, Counts]] = deque(maxlen=int(WINDOW_S / SAMPLE_S))
+        self._sampled_s = -SAMPLE_S
+
+    def sample(self) -> None:
+        """Remember what has been counted until now."""
+        now_s = time.monotonic()
+        if now_s - self._sampled_s >= SAMPLE_S:
+            self._sampled_s = now_s
+            self._samples.append((now_s, self._counts()))
+
+    def endpoint(self) -> dict[str, Any]:
+        """The whole document: an `EndpointStatus`."""
+        controller = self._controller
+        state, reports = controller.state, controller.reports.values()
+        models = [self._model(name, model) for name, model in state.models.items()]
+        replicas = [
+            ReplicaStatus(
+                report.replica,
+                report.pid,
+                report.generation,
+                report.ready,
+                "; ".join(f"{name}: {model.failure.reason}" for name, model in report.models.items() if model.failure),
+            )
+            for report in reports
+        ]
+        status = EndpointStatus(
+            endpoint=controller.name,
+            time=time.time(),
+            started_at=state.started_at,
+            window_s=WINDOW_S,
+            generation=state.generation,
+            ready=bool(replicas) and all(replica.ready for replica in replicas),
+            replicas=replicas,
+            models=models,
+            events=[describe_event(event) for event in state.events[-NUM_EVENTS:]],
+        )
+        return _builtins(status)
+
+    def model(self, name: str) -> dict[str, Any]:
+        """One model's part of it; of one that was deleted, what is left: its name."""
+        model = self._controller.state.models.get(name)
+        if model is None:
+            return _builtins(ModelStatus(name, state="UNAVAILABLE", reason="deleted"))
+        return _builtins(self._model(name, model))
+
+    def _counts(self) -> dict[str, ModelSnapshot]:
+        found: dict[str, list[ModelSnapshot]] = {}
+        for report in self._controller.reports.values():
+            for name, model in report.models.items():
+                if model.counts is not None:
+                    found.setdefault(name, []).append(model.counts)
+        return {name: merge(snapshots) for name, snapshots in found.items()}
+
+    def _model(self, name: str, model: ModelState) -> ModelStatus:
+        controller = self._controller
+        reports = [report.models[name] for report in controller.reports.values() if name in report.models]
+        rollout, deployment = model.rollout, model.deployment
+        options = ModelOptions.parse(deployment.options)
+        counts = self._counts().get(name)
+        answering = max((report.version for report in reports), default=0)
+        phase: str = rollout.phase
+        state = STATES.get(rollout.phase, "READY") if not rollout.stable else "READY"
+        if deployment.is_live:
+            phase, state = "live", "READY" if answering else "UNAVAILABLE"
+        before_s, before = self._before(name)
+        return ModelStatus(
+            name=name,
+            state=state,
+            reason=controller.trouble.get(name, "") or _reason(rollout),
+            phase=phase,
+            source=f"{name}@{deployment.version}" if deployment.version else ("a run" if deployment.is_live else name),
+            versions=[
+                _version(version, rollout, answering, counts, before, before_s)
+                for version in sorted({version for report in reports for version in report.staged})
+            ],
+            queued_rows=sum(report.queued_rows for report in reports),
+            max_queued_rows=options.max_queue_size * len(reports),
+            batch_rows=_batch_rows(counts, before),
+            max_batch_rows=options.max_batch_size,
+            deadline_s=options.deadline_s,
+            refused=sum(counts["refused"].get(status, 0) for status in ("429", "504")) if counts else 0,
+            latency=_latency(reports),
+        )
+
+    def _before(self, name: str) -> tuple[float, ModelSnapshot | None]:
+        """The oldest counts in the window, and how many seconds ago they were; none of a model that is newer."""
+        if not self._samples:
+            return 0.0, None
+        sampled_s, counts = self._samples[0]
+        return time.monotonic() - sampled_s, counts.get(name)
+
+
+def describe_event(event: Event) -> RolloutEvent:
+    return RolloutEvent(event.time, event.kind, event.model, event.version, event.reason, event.by)
+
+
+def _reason(rollout: Rollout) -> str:
+    if rollout.refused:
+        return f"version {rollout.refused} is not served: {rollout.reason}"
+    return rollout.reason
+
+
+def _version(
+    version: int,
+    rollout: Rollout,
+    answering: int,
+    counts: ModelSnapshot | None,
+    before: ModelSnapshot | None,
+    before_s: float,
+) -> VersionStatus:
+    is_open = rollout.phase is Phase.CANARY
+    track, share = "", 0.0
+    if version == (rollout.stable or answering):
+        track, share = "stable", 1.0 - (rollout.percent / 100.0 if is_open else 0.0)
+    elif is_open and version == rollout.candidate:
+        is_shadow = rollout.shadow_percent > 0.0 and rollout.percent == 0.0
+        track, share = "shadow" if is_shadow else "candidate", rollout.percent / 100.0
+    now = counts["versions"].get(str(version)) if counts else None
+    if now is None:
+        return VersionStatus(version, track, share)
+    earlier = before["versions"].get(str(version)) if before else None
+    recent = since(earlier["request_s"], now["request_s"]) if earlier else now["request_s"]
+    num_recent = sum(now["statuses"].values()) - (sum(earlier["statuses"].values()) if earlier else 0)
+    return VersionStatus(
+        version,
+        track,
+        share,
+        requests=sum(now["statuses"].values()),
+        errors=_errors(now),
+        requests_per_s=num_recent / before_s if before_s > 0.0 else 0.0,
+        p50_s=quantile(recent, 0.5),
+        p99_s=quantile(recent, 0.99),
+        compared=now["compared"],
+        disagreed=now["disagreed"],
+    )
+
+
+def _errors(counts: VersionSnapshot) -> int:
+    return sum(count for status, count in counts["statuses"].items() if int(status) >= 500)
+
+
+def _batch_rows(now: ModelSnapshot | None, before: ModelSnapshot | None) -> float | None:
+    if now is None:
+        return None
+    histogram: HistogramSnapshot = (
+        now["batch_rows"] if before is None else since(before["batch_rows"], now["batch_rows"])
+    )
+    batches = sum(histogram["counts"])
+    return histogram["sum"] / batches if batches else None
+
+
+def _latency(reports: Sequence[ModelReport]) -> list[tuple[int, float]]:
+    """The slowest replica's, at each number of rows: what can be relied on."""
+    slowest: dict[int, float] = {}
+    for report in reports:
+        for rows, seconds in report.latency:
+            slowest[rows] = max(slowest.get(rows, 0.0), seconds)
+    return sorted(slowest.items())
+
+
+def _builtins(status: msgspec.Struct) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(status)
+    return found

@@ -1,0 +1,222 @@
+"""An endpoint without Ray: real replicas and a real controller on one event loop, with faults by name.
+
+    async with ReplicaSet(models) as endpoint:      # registry models in the test's $SHOAL_HOME
+        await endpoint.start(3)
+        endpoint.controller_away = True             # every call to it fails, as while Ray starts it again
+        endpoint.restart_controller()               # forgets everything but its state file
+        await endpoint.kill("r1")                   # without a word, as SIGKILL
+
+Every model is `torch.nn.Linear` with zero weights and its version as bias: each number of an answer is its version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.errors import ConnectionLost
+from shoal.home import home
+from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.serve.administration import Administration
+from shoal.serve.controller import EndpointController
+from shoal.serve.controller_state import Deployment, StateFile
+from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.replica import EndpointReplica
+from shoal.serve.report import ReplicaReport
+from shoal.serve.rollout import EndpointPlan
+from shoal.serve.sources import LiveModel, RegisteredModel, ServedModel
+from shoal.serve.status import StatusBook
+from shoal.weights import WeightSnapshot
+
+DEADLINE_S = 10.0
+LINEAR = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 3, "out_features": 2})
+SIGNATURE = Signature(
+    inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 3])],
+    outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 2])],
+)
+
+
+def constant(version: int) -> WeightSnapshot:
+    """Every output is the version."""
+    return WeightSnapshot.of(version, {"weight": np.zeros((2, 3), np.float32), "bias": np.full(2, version, np.float32)})
+
+
+def register(name: str = "linear", *, aliases: Sequence[str] = (), signature: Signature = SIGNATURE) -> ModelVersion:
+    """The next version of a model whose answers are its version."""
+    registry = Registry()
+    version = len(registry.list(name)) + 1 if registry.has(name) else 1
+    return registry.register(name, constant(version), model=LINEAR, signature=signature, aliases=aliases)
+
+
+async def until(condition: Callable[[], object], what: str = "") -> None:
+    """Wait for a state, with a deadline."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+class Asked:
+    """One answer over HTTP."""
+
+    def __init__(self, status: int, headers: Mapping[bytes, bytes], body: Any) -> None:
+        self.status, self.headers, self.body = status, headers, body
+
+    @property
+    def version(self) -> int:
+        return int(self.headers.get(b"shoal-model-version", b"0"))
+
+
+async def ask(
+    replica: EndpointReplica, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
+) -> Asked:
+    """A request to a replica's application."""
+    sent: list[Any] = []
+    payload = b"" if body is None else json.dumps(body).encode()
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": payload}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    pairs = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    await replica.app({"type": "http", "method": method, "path": path, "headers": pairs}, receive, send)
+    content = b"".join(message.get("body", b"") for message in sent[1:])
+    return Asked(sent[0]["status"], dict(sent[0]["headers"]), json.loads(content) if content else None)
+
+
+async def infer(
+    replica: EndpointReplica, model: str = "linear", *, rows: int = 1, version: int | None = None, **headers: str
+) -> Asked:
+    """Ask for an inference; an answer must be all of the version it names. `shoal_track="candidate"` is a header."""
+    tensor = {"name": "x", "shape": [rows, 3], "datatype": "FP32", "data": [0.0] * 3 * rows}
+    path = f"/v2/models/{model}" + (f"/versions/{version}" if version is not None else "") + "/infer"
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    answer = await ask(replica, "POST", path, {"inputs": [tensor]}, named)
+    if answer.status == 200:
+        assert set(answer.body["outputs"][0]["data"]) == {float(answer.version)}, answer.body
+        assert answer.body["model_version"] == str(answer.version)
+    return answer
+
+
+class ReplicaSet:
+    """See the module's docstring. `models`: as for `deploy`."""
+
+    def __init__(self, *models: ServedModel, lease_s: float = 0.5, stage_timeout_s: float = 5.0, **spec: Any) -> None:
+        self.spec = EndpointSpec.parse({"name": "endpoint", **spec})
+        self.models = models
+        self.lease_s, self.stage_timeout_s = lease_s, stage_timeout_s
+        self.replicas: dict[str, EndpointReplica] = {}
+        self.controller_away = False
+        self.dead: set[str] = set()
+        self._state: Path = home() / "endpoints" / "endpoint.json"
+        self.restart_controller()
+
+    async def __aenter__(self) -> ReplicaSet:
+        self._ticking = asyncio.create_task(self._tick())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._ticking.cancel()
+        for replica in self.replicas.values():
+            await replica.close()
+
+    def restart_controller(self) -> None:
+        """Another one in its place, which knows what is in the state file."""
+        deployments = []
+        for model in self.models:
+            options = (model.options or self.spec.options(model.name)).model_dump(mode="json")
+            registry = model.source.registry if isinstance(model.source, RegisteredModel) else ""
+            deployments.append(Deployment(model.name, registry, model.version, options))
+        self.controller = EndpointController(
+            "endpoint",
+            deployments,
+            deployment_id="test",
+            state_file=StateFile(self._state),
+            lease_s=self.lease_s,
+            stage_timeout_s=self.stage_timeout_s,
+        )
+        self.administration = Administration(
+            self.controller, str(Registry().root), {"": self.spec.model.model_dump(mode="json")}
+        )
+        self.status = StatusBook(self.controller)
+
+    async def start(self, num_replicas: int = 1) -> list[EndpointReplica]:
+        """Add replicas, and wait until they are ready as Serve would."""
+        added = [self.add() for _ in range(num_replicas)]
+        await asyncio.gather(*[replica.start(DEADLINE_S) for replica in added])
+        return added
+
+    def add(self, name: str = "") -> EndpointReplica:
+        """A replica that is not yet waited for."""
+        name = name or f"r{len(self.replicas) + 1}"
+        live = {model.name: model.source for model in self.models if isinstance(model.source, LiveModel)}
+        replica = self.replicas[name] = EndpointReplica(name, self.spec, live, LocalController(self, name))
+        return replica
+
+    async def kill(self, name: str) -> None:
+        """The controller hears nothing of it any more."""
+        self.dead.add(name)
+        await self.replicas.pop(name).close()
+
+    def versions(self, model: str = "linear") -> list[int]:
+        """The stable version of every replica."""
+        return [replica.host.model(model).version for replica in self.replicas.values()]
+
+    def kinds(self) -> list[str]:
+        """Of every event."""
+        return [event.kind for event in self.controller.state.events]
+
+    def phase(self, model: str = "linear") -> str:
+        return str(self.controller.state.models[model].rollout.phase)
+
+    async def administer(self, **change: Any) -> dict[str, Any]:
+        return self.status.model(await self.administration.administer(change, "tester"))
+
+    async def _tick(self) -> None:
+        while True:
+            self.controller.tick()
+            self.status.sample()
+            await asyncio.sleep(0.02)
+
+
+class LocalController:
+    """A replica's end of the controller."""
+
+    def __init__(self, replicas: ReplicaSet, replica: str) -> None:
+        self._set, self._replica = replicas, replica
+
+    def _controller(self) -> EndpointController:
+        if self._set.controller_away or self._replica in self._set.dead:
+            raise ConnectionLost("the controller is away")
+        return self._set.controller
+
+    async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
+        return await self._controller().follow(replica, known_generation, min(timeout_s, 0.1))
+
+    async def report(self, report: ReplicaReport) -> list[ReplicaReport]:
+        return self._controller().report(report)
+
+    async def leave(self, replica: str) -> None:
+        self._controller().leave(replica)
+
+    async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
+        self._controller()
+        return self._set.status.model(await self._set.administration.administer(change, by))
+
+    async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
+        self._controller()
+        await self._set.administration.load(name, parameters, by)
+
+    async def unload(self, name: str, by: str) -> None:
+        self._controller()
+        await self._set.administration.unload(name, by)
+
+    async def status(self) -> dict[str, Any]:
+        self._controller()
+        return self._set.status.endpoint()

@@ -1,0 +1,52 @@
+"""Whole replicas in one process: spec, models, batcher, plan and application together; no Ray, no socket."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, infer, register, until
+from shoal.errors import ShoalError
+from shoal.serve.sources import LiveModel, ServedModel, registered
+from shoal.weights import WeightStore
+
+
+def test_a_replica_follows_weights_while_it_answers() -> None:
+    async def body() -> None:
+        store = WeightStore()
+        async with ReplicaSet(ServedModel("linear", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
+            [replica] = await endpoint.start()
+            assert (await infer(replica)).status == 503
+            for version in (1, 2, 5):
+                store.publish(constant(version))
+                await until(lambda expected=version: endpoint.versions() == [expected])
+                for answer in await asyncio.gather(*[infer(replica, rows=rows) for rows in (1, 3, 2)]):
+                    assert (answer.status, answer.version) == (200, version)
+            stats = replica.stats()
+            assert (stats["version"], stats["requests"], stats["statuses"]) == (5, 10, {"200": 9, "503": 1})
+            counts = stats["models"]["linear"]["batcher"]
+            assert (counts["answered"], counts["failed"], counts["rows"]) == (9, 0, 18)
+            replica.check_health()
+            await replica.close()
+            await replica.close()
+            with pytest.raises(ShoalError, match="died"):
+                replica.check_health()
+            assert (await infer(replica)).status == 503
+            store.close()
+
+    asyncio.run(body())
+
+
+def test_a_registered_model_is_there_when_the_replica_is() -> None:
+    register(aliases=("champion",))
+
+    async def body() -> None:
+        async with ReplicaSet(registered("linear@champion")) as endpoint:
+            replicas = await endpoint.start(2)
+            for replica in replicas:
+                assert replica.host.ready
+                assert (await infer(replica)).version == 1
+            assert endpoint.kinds() == ["deploy"]
+
+    asyncio.run(body())
