@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self, TypeAlias, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -60,14 +61,26 @@ class Spec(BaseModel):
         return type(self).parse(values)
 
 
+@dataclass(frozen=True)
+class _Entries:
+    """What owns the entries of a `dict[str, Spec]`: any name, and a Spec under each."""
+
+    spec: type[BaseModel]
+
+
+_Owner: TypeAlias = type[BaseModel] | _Entries | None  # None: a plain mapping, of which nothing is known
+
+
 def _set(values: dict[str, Any], spec: type[BaseModel], path: str, value: object) -> None:
     *parents, leaf = path.split(".")
     node: Any = values
-    owner: type[BaseModel] | None = spec
+    owner: _Owner = spec
     for name in parents:
         _require_field(owner, name, path, value)
-        owner = _spec_type(owner, name) if owner is not None else None
-        if owner is not None and not isinstance(node[name], dict):  # None, or a word that stands for a whole spec
+        if isinstance(owner, _Entries):
+            node.setdefault(name, {})
+        owner = _owner_within(owner, name)
+        if isinstance(owner, type) and not isinstance(node[name], dict):  # None, or a word that stands for a whole spec
             node[name] = _expanded(owner, node[name], path)
         node = node[name]
         if not isinstance(node, dict):
@@ -90,17 +103,23 @@ def _expanded(owner: type[BaseModel], value: object, path: str) -> dict[str, Any
         raise _config_error(owner, error) from None
 
 
-def _require_field(owner: type[BaseModel] | None, name: str, path: str, value: object) -> None:
-    if owner is not None and name not in owner.model_fields:
+def _require_field(owner: _Owner, name: str, path: str, value: object) -> None:
+    if isinstance(owner, type) and name not in owner.model_fields:
         raise ConfigError(path, value, "no such field", _suggest(name, owner))
 
 
-def _spec_type(owner: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The Spec class of a field, also through `X | None`; None for a plain mapping."""
+def _owner_within(owner: _Owner, name: str) -> _Owner:
+    """What owns the fields below the field `name`, also through `X | None`."""
+    if isinstance(owner, _Entries):
+        return owner.spec
+    if owner is None:
+        return None
     annotation = owner.model_fields[name].annotation
-    for candidate in (annotation, *get_args(annotation)):
+    inner = get_args(annotation)
+    is_mapping = get_origin(annotation) is dict
+    for candidate in (annotation, *inner):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
+            return _Entries(candidate) if is_mapping else candidate
     return None
 
 
@@ -116,9 +135,10 @@ def _config_error(spec: type[BaseModel], error: ValidationError) -> ConfigError:
     field = ".".join(str(part) for part in first["loc"]) or spec.__name__
     remedy = ""
     if first["type"] == "extra_forbidden":
-        owner: type[BaseModel] | None = spec
+        owner: _Owner = spec
         for part in first["loc"][:-1]:
-            owner = _spec_type(owner, str(part)) if owner and str(part) in owner.model_fields else None
-        remedy = _suggest(str(first["loc"][-1]), owner) if owner else ""
+            is_known = isinstance(owner, _Entries) or (owner is not None and part in owner.model_fields)
+            owner = _owner_within(owner, str(part)) if is_known else None
+        remedy = _suggest(str(first["loc"][-1]), owner) if isinstance(owner, type) else ""
         return ConfigError(field, first["input"], "no such field", remedy)
     return ConfigError(field, first["input"], first["msg"], remedy)
