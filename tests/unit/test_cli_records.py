@@ -113,6 +113,8 @@ def test_a_run_that_ended_before_its_time_can_be_gone_on_with(home: Path) -> Non
     ("typed_words", "command"),
     [
         (Typed("x", (), 0), "shoal run x"),
+        (Typed("x", ("endpoint.keys=[{name: a, key: hush}]",), 0), "shoal run x 'endpoint.keys=***'"),
+        (Typed("x", ("endpoint={keys: [{key: hush}]}",), 0), "shoal run x 'endpoint=***'"),
         (Typed("x", ("a=b c", "endpoint.token=hush"), 4), "shoal run x --actors 4 'a=b c' 'endpoint.token=***'"),
         (Typed("j/x.py", ("a=1",), 0, "local"), "shoal run j/x.py --address local a=1"),
     ],

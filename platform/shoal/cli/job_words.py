@@ -16,7 +16,9 @@ from shoal.home import access_token, home
 from shoal.runs.origin import COMMAND_VARIABLE
 
 # What Ray and Serve say in a job's log about themselves.
-_RAYS_OWN = re.compile(r" job_manager\.py:|^Running entrypoint for job|^INFO .* serve \d+ -- |\(raylet\)")
+_RAYS_OWN = re.compile(
+    r" job_manager\.py:|^Running entrypoint for job|^INFO .* serve \d+ -- |\(raylet\)|core_worker\.cc:"
+)
 _TYPED = "error: "  # how the line of a ShoalError begins: see cluster.driver
 _NUM_LAST_WORDS = 15
 

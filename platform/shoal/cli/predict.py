@@ -165,6 +165,6 @@ def _told(value: Any) -> str:
     shown = " ".join(_told(each) for each in flat[:FEW_VALUES])
     if flat.size > FEW_VALUES:
         shown += f" ... ({flat.size} values)"
-    if flat.dtype.kind == "f" and value.ndim == 1 and flat.size >= 2 and np.isfinite(flat).all():
+    if flat.dtype.kind == "f" and value.ndim == 1 and flat.size > 2 and np.isfinite(flat).all():
         shown += f"  (largest: {int(flat.argmax())})"
     return shown

@@ -20,11 +20,12 @@ from shoal.cli.job_words import (
     job_environment,
     new_run_id,
 )
+from shoal.cli.serve_display import shares
 from shoal.client import Client
-from shoal.client.find import INFERENCE, FoundEndpoint, find_endpoint, token_for
+from shoal.client.find import INFERENCE, FoundEndpoint, find_endpoint, list_endpoints, token_for
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.handle import ClusterHandle
-from shoal.cluster.jobs import Job, submit
+from shoal.cluster.jobs import Job, list_jobs, submit
 from shoal.errors import ClusterError, ConfigError, RunError
 from shoal.flows.serving_spec import check, spec_from_words
 from shoal.runs import Endpoint
@@ -39,6 +40,7 @@ MODULE = "shoal.flows.serving"
 @click.option("--name", help="The endpoint's name.  [default: that of its first model]")
 @click.option("--port", type=click.IntRange(0, 65535), help="Where it listens.  [default: a free port]")
 @click.option("--replicas", type=click.IntRange(min=1), help="Processes that each hold every model.  [default: 1]")
+@click.option("--into", metavar="ENDPOINT", help="Serve the models by an endpoint that is up, beside what it serves.")
 @click.option("--live", metavar="RUN", help="Serve the weights of a run as they are published, instead of a model.")
 @click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
 @click.option("--timeout-s", default=120.0, show_default=True, help="How long it may take until it answers.")
@@ -47,6 +49,7 @@ def deploy(
     name: str | None,
     port: int | None,
     replicas: int | None,
+    into: str | None,
     live: str | None,
     address: str | None,
     timeout_s: float,
@@ -62,13 +65,18 @@ def deploy(
       shoal serve deploy fashion@champion
       shoal serve deploy fashion tabular@2 --name shop --replicas 2 endpoint.model.deadline_s=0.1
       shoal serve deploy fashion endpoint.models.fashion.precision=bf16
+      shoal serve deploy lenet@3 --into shop
       shoal serve deploy shop.yaml
       shoal serve deploy --live latest
     """
+    if into is not None:
+        _deploy_into(into, words)
+        return
     options = {"endpoint.name": name, "endpoint.port": port, "endpoint.num_replicas": replicas, "live": live}
     fields = _fields(words) + [f"{field}={value}" for field, value in options.items() if value is not None]
     check(spec_from_words(fields).override(fields))  # here, where its words can still be mended
     cluster = _cluster(address)
+    _require_no_endpoint(cluster)
     run_id = new_run_id()
     end_as_by_ctrl_c()
     job = submit(
@@ -126,6 +134,27 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
             f"endpoint {found.name} was not deployed by `shoal serve deploy` but by {run.job!r}: {remedy}"
         ) from None
     click.echo(f"endpoint {found.name} is gone")
+
+
+def _deploy_into(endpoint: str, words: Sequence[str]) -> None:
+    """Every word a model, which the endpoint then serves at once; of one that it serves already, this version."""
+    if not words or any("=" in word for word in words):
+        remedy = "name models; fields are those of an endpoint that is deployed anew"
+        raise ConfigError("into", endpoint, "takes models and nothing else", remedy)
+    found = find_endpoint(endpoint)
+    with Client(found.url, token=token_for(found.url)) as client:
+        for model in words:
+            served = client.rollout("deploy", model)
+            click.echo(f"{served.name}: {shares(served)}")
+
+
+def _require_no_endpoint(cluster: ClusterHandle) -> None:
+    """A cluster has one endpoint. Raises ClusterError before a job finds that out."""
+    jobs = {info.submission_id for info in list_jobs(cluster) if not info.status.is_over}
+    for there in list_endpoints():
+        if there.run_id in jobs:
+            remedy = f"`shoal serve deploy MODEL --into {there.name}` adds to it, `shoal serve delete` ends it"
+            raise ClusterError(f"this cluster has an endpoint, {there.name}, and cannot have two: {remedy}")
 
 
 def _fields(words: Sequence[str]) -> list[str]:

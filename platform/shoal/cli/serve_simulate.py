@@ -78,6 +78,8 @@ def simulate_verb(
     Console(highlight=False).print(_table(loads, count, deadline_s))
     plural = "replicas" if count > 1 else "replica"
     click.echo(f"{count} {plural} can answer {capacity_per_s:,.0f} requests/s, in batches of up to {most}")
+    if (largest := max(rows for rows, _ in points)) < most:
+        click.echo(f"forwards were measured up to {largest} rows: what larger batches take is a guess")
 
 
 def _points(latency: str) -> list[tuple[int, float]]:

@@ -99,7 +99,8 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
     )
     with shoal.runs.create(job, spec.to_yaml(), expected_run_id()) as recorder:
         files, begun_s = input_files(spec.input), time.monotonic()
-        print(f"run {recorder.id}: {version.ref} answers {len(files)} files of {spec.input}", flush=True)
+        kind = "file" if len(files) == 1 else "files"
+        print(f"run {recorder.id}: {version.ref} answers the rows of {spec.input} ({len(files)} {kind})", flush=True)
         rows = predict_files(work, files, Path(spec.output).resolve(), spec.workers)
         seconds = time.monotonic() - begun_s
         recorder.event("predicted", model=version.name, version=version.version, rows=rows, seconds=seconds)

@@ -67,8 +67,8 @@ def _record_changes(endpoint: Endpoint, recorder: RunRecorder) -> None:
     pause = threading.Event()
     while not pause.wait(WATCH_S):
         for event in endpoint.take_events():
-            details = {"model": event.model, "version": event.version, "previous": event.previous}
-            recorder.event(event.kind, **details, by=event.by, reason=event.reason)
+            details = {"version": event.version, "previous": event.previous, "by": event.by, "reason": event.reason}
+            recorder.event(event.kind, model=event.model, **{name: value for name, value in details.items() if value})
 
 
 if __name__ == "__main__":

@@ -16,8 +16,10 @@ from pathlib import Path
 GIT_TIMEOUT_S = 5.0
 COMMAND_VARIABLE = "SHOAL_COMMAND"  # set for the job by whoever started it for the user
 
-# endpoint.token=..., and endpoint={token: ...}
-_SECRET = re.compile(r"(?P<name>(?:[\w.]*\.|-*)token)=|(?P<parent>[\w.]+)=\s*\{.*\btoken\b", re.IGNORECASE | re.DOTALL)
+# endpoint.token=..., endpoint.keys=..., and endpoint={token: ...}
+_SECRET = re.compile(
+    r"(?P<name>(?:[\w.]*\.|-*)(?:token|keys))=|(?P<parent>[\w.]+)=\s*\{.*\b(?:token|keys)\b", re.IGNORECASE | re.DOTALL
+)
 
 
 def git_revision(folder: Path) -> tuple[str | None, bool]:

@@ -65,7 +65,7 @@ def predict_files(job: BatchJob, files: Sequence[Path], output: Path, workers: i
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.execution_options.preserve_order = True
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # which remarks on the bars that are off
     count = workers or max(1, int(ray.cluster_resources().get("CPU", 1)) - 1)
     paths = [str(file) for file in files]
     incoming = output.with_name(f".incoming-{output.name}")

@@ -1,0 +1,244 @@
+"""`shoal serve` against an endpoint of this process: what it sends, what it shows, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+import shoal.runs
+from serving.fake_host import FakeHost, FakeModel
+from serving.served_here import TOKEN, served
+from shoal.cli import cli, serve_display
+from shoal.client.status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
+from shoal.errors import ShoalError
+
+NOW_S = 1_700_000_000.0
+FASHION = ModelStatus(
+    "fashion",
+    source="fashion@champion",
+    versions=[
+        VersionStatus(4, "candidate", 0.1, 1340, 2, 134.2, 0.0013, 0.0051, 900, 4),
+        VersionStatus(3, "stable", 0.9, 123_456, 0, 1204.3, 0.0012, 0.0048),
+    ],
+    queued_rows=12,
+    max_queued_rows=2048,
+    batch_rows=11.2,
+    max_batch_rows=32,
+    refused=7,
+    latency=[(1, 0.0205), (32, 0.036)],
+)
+LOADING = ModelStatus("syntax", state="LOADING", reason="warming up")
+STATUS = EndpointStatus(
+    "shop",
+    time=NOW_S,
+    started_at=NOW_S - 754,
+    generation=7,
+    replicas=[ReplicaStatus("r-1", 11, 7), ReplicaStatus("r-2", 12, 6, True, "version 4 does not fit")],
+    models=[FASHION, LOADING],
+    events=[RolloutEvent(NOW_S - 9, "canary", "fashion", 4, "10 %", "administrator")],
+)
+
+
+class Host(FakeHost):
+    """Says what an endpoint says of itself, and answers a change as its controller does."""
+
+    async def status(self) -> dict[str, Any]:
+        return dict(msgspec.to_builtins(STATUS))
+
+    async def administer(self, change: Mapping[str, Any], *caller: object) -> dict[str, Any]:
+        await super().administer(change, *caller)
+        return dict(msgspec.to_builtins(FASHION))
+
+
+@pytest.fixture(scope="module")
+def host() -> Host:
+    return Host(FakeModel("fashion"))
+
+
+@pytest.fixture(scope="module")
+def url(host: Host) -> Iterator[str]:
+    with served(host) as (found, _):
+        yield found
+
+
+@pytest.fixture
+def recorded(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The endpoint in the run record, as `shop`, and the token."""
+    monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
+    with shoal.runs.create("serve", "", "the-run") as recorder:
+        recorder.endpoint("shop", "inference", url, "ready")
+        recorder.endpoint("gateway", "gateway", "tcp://127.0.0.1:1", "ready")
+        yield url
+
+
+def shoal_program(*words: str) -> Result:
+    return CliRunner().invoke(cli, list(words))
+
+
+def lines(*words: str) -> list[str]:
+    result = shoal_program(*words)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output.strip().splitlines()
+
+
+def complaint(*words: str) -> str:
+    result = shoal_program(*words)
+    assert isinstance(result.exception, ShoalError), (result.output, result.exception)
+    return str(result.exception)
+
+
+def test_status_without_a_terminal_is_a_line_for_each_version(recorded: str) -> None:
+    found = lines("serve", "status", "--once")
+    assert found[0].startswith("fashion@4 candidate: share 10%, requests/s 134, p50 1.3 ms, p99 5.1 ms, errors 0.15%")
+    assert "differ 0.44%, batch 11.2/32, queue 12/2048, refused 7" in found[0]
+    assert found[1].startswith("fashion@3 stable: share 90%, requests/s 1,204")
+    assert found[2:] == ["syntax: loading warming up", "replica r-2: ready, at generation 6: version 4 does not fit"]
+
+
+@pytest.mark.parametrize("words", [["shop"], ["URL"]])
+def test_an_endpoint_is_found_by_name_and_by_address(recorded: str, words: list[str]) -> None:
+    document = json.loads(
+        "\n".join(lines("serve", "status", *(recorded if w == "URL" else w for w in words), "--json"))
+    )
+    assert msgspec.convert(document, EndpointStatus) == STATUS
+
+
+def test_looking_goes_on_until_ctrl_c(recorded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([None, None])
+
+    def sleep(seconds: float) -> None:
+        if next(looks, "over") == "over":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("shoal.cli.serve.time.sleep", sleep)
+    found = lines("serve", "status")
+    assert sum("fashion@3" in line for line in found) == 3
+
+
+def drawn(status: EndpointStatus, width: int, note: str = "") -> str:
+    console = Console(width=width, file=io.StringIO())
+    console.print(serve_display.render(status, "http://127.0.0.1:8000", note))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_picture_has_everything_and_fits(width: int) -> None:
+    text = drawn(STATUS, width, note="asked 9 s ago")
+    for word in (
+        *("shop", "ready", "12 min 34 s", "3 stable", "4 candidate", "90%", "1,204", "5.1 ms", "0.15%", "0.44%"),
+        *("queue 12/2048", "refused 7", "20.5 ms", "36 ms", "fashion@champion", "syntax", "warming up"),
+        *("2 of 2 ready", "r-2", "version 4 does not fit", "canary", "fashion@4", "asked 9 s ago"),
+    ):
+        assert word in text, word
+    assert "…" not in text
+    assert max(len(line) for line in text.splitlines()) == width
+
+
+def test_an_endpoint_that_says_little_is_shown_too() -> None:
+    status = EndpointStatus("shop", models=[ModelStatus("m", versions=[VersionStatus(1)])])
+    assert serve_display.plain_lines(status)[0].startswith("m@1 loaded: share 0%, requests/s 0.0, p50 -, p99 -")
+    assert "1 loaded" in drawn(status, 80)
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        (["canary", "fashion@4"], {"action": "canary", "version": "4", "percent": 10.0}),
+        (
+            ["canary", "fashion@candidate", "--percent", "0"],
+            {"action": "canary", "version": "candidate", "percent": 0.0},
+        ),
+        (["promote", "fashion"], {"action": "promote"}),
+        (["promote", "fashion@4"], {"action": "promote", "version": "4"}),
+        (["rollback", "fashion"], {"action": "rollback"}),
+        (["rollback", "fashion", "--reason", "shoes"], {"action": "rollback", "reason": "shoes"}),
+        (["shadow", "fashion@4", "--percent", "20"], {"action": "shadow", "version": "4", "percent": 20.0}),
+        (["delete", "--model", "fashion"], {"action": "delete"}),
+    ],
+)
+def test_changes_are_sent_as_they_were_asked_for(
+    recorded: str, host: Host, words: list[str], change: dict[str, Any]
+) -> None:
+    said = lines("serve", *words)
+    assert host.changes[-1] == {"model": "fashion", **change}
+    if words[0] != "delete":
+        assert said == ["fashion: 90% by 3 (stable), 10% by 4 (candidate)"]
+
+
+def test_a_model_is_added_to_an_endpoint_that_is_up(recorded: str, host: Host) -> None:
+    lines("serve", "deploy", "fashion", "--into", "shop")
+    assert host.changes[-1] == {"model": "fashion", "action": "deploy"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["canary", "fashion"], "does not say which version. for example fashion@2"),
+        (["rollback", "fashion@3"], "names a version, where the whole model is meant. write fashion"),
+        (["canary", "nobody@3"], "there is no model 'nobody'"),
+        (["canary", "Fashion@3"], "is not a name"),
+        (["status", "nothing"], "there is no endpoint 'nothing': there is shop (http://127.0.0.1:"),
+        (["status", "ftp://x"], "is not the address of an endpoint"),
+        (["deploy"], "there is nothing to serve"),
+        (["deploy", "nobody"], "there is no model 'nobody'"),
+        (["deploy", "nobody", "--into", "shop", "a=b"], "takes models and nothing else"),
+        (["deploy", "a.yaml", "b.yaml"], "is a second file"),
+        (["deploy", "a.yaml"], "cannot be read"),
+        (["deploy", "m", "endpoint.token=x"], "set $SHOAL_TOKEN"),
+        (["deploy", "m@1", "m@2"], "m is there twice"),
+        (["delete", "URL"], "is an address, and endpoints are ended by name"),
+        (["delete"], "no cluster is up"),
+        (["simulate"], "one of a model and --latency is needed"),
+        (["simulate", "nobody"], "is not served by shop. models: fashion, syntax"),
+        (["simulate", "syntax"], "has no measured forward yet"),
+        (["simulate", "--latency", "1=2"], "is not ROWS:SECONDS"),
+    ],
+)
+def test_what_cannot_be_is_said_with_a_remedy(recorded: str, words: list[str], message: str) -> None:
+    assert message in complaint("serve", *(recorded if word == "URL" else word for word in words))
+
+
+def test_without_an_endpoint_it_says_how_to_have_one() -> None:
+    assert "no endpoint is up: `shoal serve deploy MODEL` starts one" in complaint("serve", "status")
+    with shoal.runs.create("serve", "") as recorder:
+        recorder.endpoint("gone", "inference", "http://127.0.0.1:1", "closed")
+        assert "no endpoint is up" in complaint("serve", "status")
+
+
+def test_of_several_endpoints_one_must_be_named(recorded: str) -> None:
+    with shoal.runs.create("serve", "") as recorder:
+        recorder.endpoint("other", "inference", "http://127.0.0.1:1", "ready")
+        assert "several endpoints are up: say --endpoint NAME" in complaint("serve", "promote", "fashion")
+        assert lines("serve", "promote", "fashion", "--endpoint", "shop")
+
+
+def test_the_token_goes_to_no_other_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.client.find import token_for
+
+    monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
+    assert token_for("http://127.0.0.1:8000") == token_for("http://[::1]:1") == token_for("http://localhost:2") == TOKEN
+    assert token_for("http://example.com:8000") == token_for("http://10.0.0.7") == ""
+
+
+def test_a_load_is_simulated_from_what_was_measured(recorded: str) -> None:
+    words = ["--rate", "200", "--rate", "1000", "--requests", "2000", "--json"]
+    live = json.loads("\n".join(lines("serve", "simulate", "fashion", *words)))
+    given = ["--latency", "1:0.0205,32:0.036", "--max-batch", "32", "--replicas", "2"]
+    assert json.loads("\n".join(lines("serve", "simulate", *given, *words))) == live
+    assert live["capacity_per_s"] == pytest.approx(2 * 32 / 0.036)
+    low, high = live["loads"]
+    assert 0.0205 < low["p50_s"] < high["p50_s"]
+    assert (low["refused"], high["refused"]) == (0, 0)
+    table = lines("serve", "simulate", *given, "--deadline", "0.1", "--requests", "500")
+    assert "within 0.1 s" in table[0]
+    assert len(table) == 1 + 6 + 1
+    assert table[-1].startswith("2 replicas can answer 1,778 requests/s")
+    assert "guess" in lines("serve", "simulate", "--latency", "1:0.001", "--requests", "100")[-1]
