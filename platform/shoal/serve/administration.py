@@ -32,7 +32,7 @@ class Administration:
         self._controller, self._registry, self._options = controller, registry, options
 
     async def administer(self, values: Mapping[str, Any], by: str) -> str:
-        """Make a change, and return the model's name when it has come to be. Raises InferenceError."""
+        """Make a change, and return the model's name when every replica has followed. Raises InferenceError."""
         change = parse_change(values)
         match change.action:
             case "deploy":
@@ -47,6 +47,7 @@ class Administration:
                 await self._delete(change, by)
             case "metric":
                 self._take_metric(change)
+        await self._controller.wait_until(self._controller.is_followed, change.timeout_s)
         return change.model
 
     async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:

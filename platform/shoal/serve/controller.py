@@ -270,6 +270,10 @@ class EndpointController:
         assert rollout.phase is self.state.models[name].rollout.phase, rollout
         self._set(name, rollout)
 
+    def is_followed(self) -> bool:
+        """Whether every replica has heard of the last change."""
+        return all(report.generation >= self._plan.generation for report in self.reports.values())
+
     async def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Whether the condition came true in time, before the controller was closed."""
         with suppress(TimeoutError):

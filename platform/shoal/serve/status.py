@@ -108,6 +108,7 @@ class StatusBook:
             versions=[
                 _version(version, rollout, answering, counts, before, before_s)
                 for version in sorted({version for report in reports for version in report.staged})
+                if deployment.is_live or version in (rollout.stable, rollout.candidate)  # others are on their way out
             ],
             queued_rows=sum(report.queued_rows for report in reports),
             max_queued_rows=options.max_queue_size * len(reports),

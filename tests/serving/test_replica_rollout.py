@@ -1,0 +1,337 @@
+"""Rollouts over real replicas with real models: who answers, what happens when something fails, and what is said."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.replica_set import SIGNATURE, Asked, ReplicaSet, ask, infer, register, until
+from shoal.errors import InferenceError, ShoalError
+from shoal.registry import Registry, Signature, TensorSignature
+from shoal.serve.options import GuardOptions, ModelOptions
+from shoal.serve.sources import registered
+
+TWICE = Signature(inputs=SIGNATURE.inputs, outputs=[TensorSignature(name="z", datatype="FP32", shape=[-1, 2])])
+
+
+def rollout(*versions: int, ref: str = "linear@1", replicas: int = 3, **options: Any) -> Callable[..., None]:
+    """A test body that gets a running endpoint of `ref`; `versions` are registered before, the first as champion."""
+
+    def decorate(body: Callable[[ReplicaSet], Awaitable[None]]) -> Callable[..., None]:
+        def test() -> None:
+            for version in versions:
+                register(aliases=("champion",) if version == versions[0] else ())
+
+            async def run() -> None:
+                async with ReplicaSet(registered(ref), model=options) as endpoint:
+                    await endpoint.start(replicas)
+                    await body(endpoint)
+
+            asyncio.run(run())
+
+        test.__name__, test.__doc__ = body.__name__, body.__doc__
+        return test
+
+    return decorate
+
+
+async def everywhere(endpoint: ReplicaSet, num: int = 40, **headers: str) -> Counter[int]:
+    """Versions that answer `num` requests of each replica."""
+    found: Counter[int] = Counter()
+    for replica in endpoint.replicas.values():
+        for answer in await asyncio.gather(*[infer(replica, **headers) for _ in range(num)]):
+            assert answer.status == 200, answer.body
+            found[answer.version] += 1
+    return found
+
+
+def spoil(version: int) -> Path:
+    """Damage the weights of a version; what to write back to restore them."""
+    path = Registry().get(f"linear@{version}").folder / "weights.safetensors"
+    os.rename(path, path.with_suffix(".kept"))
+    return path
+
+
+@rollout(1, 2)
+async def test_a_new_version_flips_everywhere(endpoint: ReplicaSet) -> None:
+    status = await endpoint.administer(action="deploy", model="linear", version=2, reason="better")
+    assert endpoint.versions() == [2, 2, 2]
+    assert [version["version"] for version in status["versions"]] == [2]
+    event = endpoint.controller.state.events[-1]
+    assert (event.kind, event.previous, event.version, event.by, event.reason) == ("deploy", 1, 2, "tester", "better")
+
+
+@rollout(1, 2)
+async def test_a_version_that_one_replica_cannot_stage_is_taken_by_none(endpoint: ReplicaSet) -> None:
+    path = spoil(2)
+    with pytest.raises(InferenceError, match=r"version 2 of 'linear' was not taken.*weights") as caught:
+        await endpoint.administer(action="deploy", model="linear", version=2)
+    assert caught.value.status == 409
+    assert await everywhere(endpoint) == {1: 120}
+    assert endpoint.kinds()[-1] == "abandon"
+    assert "cannot be read" in endpoint.status.endpoint()["models"][0]["reason"]
+    os.rename(path.with_suffix(".kept"), path)
+    await endpoint.administer(action="deploy", model="linear", version=2)  # what failed once may be tried again
+    assert endpoint.versions() == [2, 2, 2]
+
+
+@rollout(1, 2, replicas=2)
+async def test_a_canary_gets_its_share_and_promotion_all(endpoint: ReplicaSet) -> None:
+    await endpoint.administer(action="canary", model="linear", version=2, percent=25)
+    counts = await everywhere(endpoint, 100)
+    assert counts[1] + counts[2] == 200
+    assert 46 <= counts[2] <= 54
+    assert await everywhere(endpoint, shoal_track="candidate") == {2: 80}
+    assert await everywhere(endpoint, shoal_track="stable") == {1: 80}
+    await endpoint.administer(action="canary", model="linear", version=2, percent=0)
+    assert await everywhere(endpoint) == {1: 80}
+    await endpoint.administer(action="promote", model="linear")
+    assert await everywhere(endpoint) == {2: 80}
+    assert await everywhere(endpoint, shoal_track="candidate") == {2: 80}  # there is no other side any more
+    assert endpoint.kinds() == ["deploy", "canary", "canary", "promote"]
+
+
+@rollout(1, 2)
+async def test_a_key_stays_on_its_side_in_every_replica_and_when_the_share_grows(endpoint: ReplicaSet) -> None:
+    keys = [f"user-{number}" for number in range(100)]
+
+    async def sides() -> dict[str, int]:
+        found: dict[str, int] = {}
+        for key in keys:
+            versions = {(await infer(each, shoal_sticky=key)).version for each in endpoint.replicas.values()}
+            assert len(versions) == 1
+            found[key] = versions.pop()
+        return found
+
+    await endpoint.administer(action="canary", model="linear", version=2, percent=20)
+    few = await sides()
+    await endpoint.administer(action="canary", model="linear", version=2, percent=60)
+    many = await sides()
+    assert {key for key in keys if few[key] == 2} < {key for key in keys if many[key] == 2}
+    assert 8 <= sum(version == 2 for version in few.values()) <= 35
+
+
+@rollout(1, 2)
+async def test_a_version_is_asked_for_by_number_while_it_is_there(endpoint: ReplicaSet) -> None:
+    [replica, *_] = endpoint.replicas.values()
+    absent = await infer(replica, version=2)
+    assert (absent.status, absent.body["error"].count("1")) == (404, 1)
+    await endpoint.administer(action="canary", model="linear", version=2, percent=0)
+    assert [(await infer(replica, version=version)).version for version in (1, 2)] == [1, 2]
+    await endpoint.administer(action="rollback", model="linear")
+    assert (await infer(replica, version=2)).status == 404
+
+
+@rollout(1, 2, replicas=1)
+async def test_what_was_admitted_for_a_candidate_is_answered_when_it_goes(endpoint: ReplicaSet) -> None:
+    [replica] = endpoint.replicas.values()
+    await endpoint.administer(action="canary", model="linear", version=2, percent=50)
+    asked = [asyncio.create_task(infer(replica, shoal_track="candidate")) for _ in range(20)]
+    by_number = [asyncio.create_task(infer(replica, version=2)) for _ in range(20)]
+    await asyncio.sleep(0)  # all are admitted, none is answered
+    await endpoint.administer(action="rollback", model="linear", reason="no good")
+    assert {answer.status for answer in await asyncio.gather(*asked, *by_number)} == {200}
+    assert {(await each).version for each in by_number} == {2}
+    assert await everywhere(endpoint) == {1: 40}
+
+
+@rollout(1, 2, ref="linear@champion")
+async def test_promotion_and_rollback_move_the_alias_and_are_moved_by_it(endpoint: ReplicaSet) -> None:
+    registry = Registry()
+    await endpoint.administer(action="canary", model="linear", version=2, percent=10)
+    assert registry.get("linear@champion").version == 1
+    await endpoint.administer(action="promote", model="linear")
+    assert registry.get("linear@champion").version == 2
+    await endpoint.administer(action="rollback", model="linear")
+    assert (registry.get("linear@champion").version, endpoint.versions()) == (1, [1, 1, 1])
+    registry.promote("linear@2", "champion")
+    await until(lambda: endpoint.versions() == [2, 2, 2])
+    await until(lambda: endpoint.phase() == "steady")
+    assert endpoint.kinds() == ["deploy", "canary", "promote", "rollback", "follow"]
+
+
+@rollout(1, 2, ref="linear@champion")
+async def test_an_alias_that_moves_to_a_bad_version_changes_nothing_and_says_why(endpoint: ReplicaSet) -> None:
+    spoil(2)
+    Registry().promote("linear@2", "champion")
+    await until(lambda: "abandon" in endpoint.kinds())
+    kinds = endpoint.kinds()
+    assert await everywhere(endpoint) == {1: 120}
+    endpoint.controller.tick()
+    assert endpoint.kinds() == kinds  # not tried again and again
+    Registry().rollback("linear", "champion")
+    await until(lambda: endpoint.phase() == "steady")
+    assert endpoint.versions() == [1, 1, 1]
+
+
+@rollout(1, 2, ref="linear@champion")
+async def test_a_registry_that_is_gone_stops_nothing(endpoint: ReplicaSet) -> None:
+    Registry().root.rename(Registry().root.with_name("elsewhere"))
+    endpoint.controller.tick()
+    assert await everywhere(endpoint) == {1: 120}
+    assert "there is no model" in endpoint.status.endpoint()["models"][0]["reason"]
+    with pytest.raises(InferenceError, match="no model"):
+        await endpoint.administer(action="deploy", model="linear", version=2)
+
+
+@rollout(1, 2, replicas=2)
+async def test_shadowed_answers_are_compared_and_reach_no_client(endpoint: ReplicaSet) -> None:
+    await endpoint.administer(action="shadow", model="linear", version=2, percent=50)
+    assert await everywhere(endpoint, 100) == {1: 200}
+
+    def shadowed() -> Any:
+        return next(each for each in endpoint.status.model("linear")["versions"] if each["version"] == 2)
+
+    await until(lambda: shadowed()["compared"] >= 95)
+    assert shadowed()["track"] == "shadow"
+    assert shadowed()["disagreed"] == shadowed()["compared"] <= 105
+    assert endpoint.phase() == "canary"  # recorded only
+
+
+@rollout(1, 2, guard=GuardOptions(max_disagreement=0.1, min_requests=20))
+async def test_a_candidate_that_disagrees_too_often_is_rolled_back(endpoint: ReplicaSet) -> None:
+    await endpoint.administer(action="shadow", model="linear", version=2, percent=100)
+    await everywhere(endpoint, 20)
+    await until(lambda: endpoint.phase() == "steady")
+    event = endpoint.controller.state.events[-1]
+    assert (event.kind, event.by) == ("rollback", "guard")
+    assert "shadowed answers differ" in event.reason
+    assert endpoint.versions() == [1, 1, 1]
+
+
+@rollout(1, 2, guard=GuardOptions(metric="accuracy", min_value=0.9))
+async def test_a_users_metric_rolls_back(endpoint: ReplicaSet) -> None:
+    await endpoint.administer(action="canary", model="linear", version=2, percent=10)
+    await endpoint.administer(action="metric", model="linear", metric="accuracy", value=0.95)
+    assert endpoint.phase() == "canary"
+    await endpoint.administer(action="metric", model="linear", metric="accuracy", value=0.5)
+    await until(lambda: endpoint.phase() == "steady")
+    assert "accuracy = 0.5 is below min_value = 0.9" in endpoint.controller.state.events[-1].reason
+
+
+@rollout(1, 2)
+async def test_a_replica_that_comes_late_has_all_that_answers_before_it_is_ready(endpoint: ReplicaSet) -> None:
+    await endpoint.administer(action="canary", model="linear", version=2, percent=100)
+    [late] = await endpoint.start()
+    assert (late.host.ready, (await infer(late)).version) == (True, 2)
+    assert (await infer(late, shoal_track="stable")).version == 1
+
+
+@rollout(1, 2)
+async def test_a_replica_that_cannot_stage_what_answers_does_not_become_ready(endpoint: ReplicaSet) -> None:
+    spoil(1)
+    with pytest.raises(ShoalError, match=r"linear.*cannot be served.*cannot be read"):
+        await endpoint.add("late").start()
+    assert await everywhere_but("late", endpoint) == {1}
+
+
+async def everywhere_but(name: str, endpoint: ReplicaSet) -> set[int]:
+    return {(await infer(replica)).version for each, replica in endpoint.replicas.items() if each != name}
+
+
+@rollout(1, 2)
+async def test_a_replica_that_dies_while_others_wait_for_it_holds_nobody_up(endpoint: ReplicaSet) -> None:
+    victim = endpoint.replicas["r3"]
+    victim.host.apply = lambda plan: None  # type: ignore[method-assign]  # it hears the plan and never acts
+    victim._follower._apply = victim.host.apply
+    deploying = asyncio.create_task(endpoint.administer(action="deploy", model="linear", version=2))
+    await until(lambda: endpoint.phase() == "staging")
+    await until(
+        lambda: [replica.host.model("linear").versions for replica in endpoint.replicas.values()][:2] == [[1, 2]] * 2
+    )
+    assert endpoint.versions() == [1, 1, 1]  # all or none
+    await endpoint.kill("r3")
+    await deploying
+    assert endpoint.versions() == [2, 2]
+    assert "replica_lost" in endpoint.kinds()
+
+
+@rollout(1, 2)
+async def test_replicas_serve_without_their_controller_and_go_on_with_another(endpoint: ReplicaSet) -> None:
+    await endpoint.administer(action="canary", model="linear", version=2, percent=100)
+    endpoint.controller_away = True
+    assert await everywhere(endpoint) == {2: 120}
+    [replica, *_] = endpoint.replicas.values()
+    refused = await ask(replica, "GET", "/shoal/v1/status")
+    assert (refused.status, refused.headers[b"retry-after"]) == (503, b"1")
+    endpoint.restart_controller()
+    endpoint.controller_away = False
+    assert endpoint.phase() == "canary"
+    await endpoint.administer(action="promote", model="linear")
+    assert endpoint.versions() == [2, 2, 2]
+    assert endpoint.kinds() == ["deploy", "canary", "promote"]
+
+
+@rollout(1)
+async def test_models_are_loaded_and_unloaded_on_every_replica(endpoint: ReplicaSet) -> None:
+    register("other")
+    [replica, *_] = endpoint.replicas.values()
+    loaded = await ask(replica, "POST", "/v2/repository/models/other/load", {})
+    assert (loaded.status, loaded.body) == (200, {})
+    for each in endpoint.replicas.values():
+        assert (await infer(each, "other")).version == 1
+    index = (await ask(replica, "POST", "/v2/repository/index", {})).body
+    assert [(entry["name"], entry["state"]) for entry in index] == [("linear", "READY"), ("other", "READY")]
+    assert (await ask(replica, "POST", "/v2/repository/models/other/unload", {})).status == 200
+    for each in endpoint.replicas.values():
+        assert (await infer(each, "other")).status == 404
+        assert (await infer(each)).version == 1
+    assert (await ask(replica, "POST", "/v2/repository/models/nobody/load", {})).status == 404
+    assert (await ask(replica, "POST", "/v2/repository/models/nobody/unload", {})).status == 404
+    assert endpoint.kinds() == ["deploy", "load", "delete"]
+
+
+@rollout(1)
+async def test_a_version_with_other_tensors_is_not_taken(endpoint: ReplicaSet) -> None:
+    register(signature=TWICE)
+    with pytest.raises(InferenceError, match="other tensors"):
+        await endpoint.administer(action="deploy", model="linear", version=2)
+    assert endpoint.versions() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("status", "word", "change"),
+    [
+        (400, "action", {"action": "destroy", "model": "linear"}),
+        (400, "percent", {"action": "canary", "model": "linear", "version": 2, "percent": 101}),
+        (400, "percent", {"action": "canary", "model": "linear", "version": 2}),
+        (400, "name", {"action": "deploy", "model": "../etc"}),
+        (400, "say it once", {"action": "deploy", "model": "linear@1", "version": 2}),
+        (400, "metric", {"action": "metric", "model": "linear"}),
+        (404, "there is no model 'x'", {"action": "canary", "model": "x", "version": 2, "percent": 1}),
+        (404, "has no '9'", {"action": "canary", "model": "linear", "version": 9, "percent": 1}),
+        (409, "stable one already", {"action": "canary", "model": "linear", "version": 1, "percent": 1}),
+        (409, "no open candidate", {"action": "promote", "model": "linear"}),
+        (409, "no open candidate", {"action": "metric", "model": "linear", "metric": "m", "value": 1}),
+        (409, "never another version", {"action": "rollback", "model": "linear"}),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_words(status: int, word: str, change: dict[str, Any]) -> None:
+    @rollout(1, 2, replicas=1)
+    async def body(endpoint: ReplicaSet) -> None:
+        with pytest.raises(InferenceError, match=word) as caught:
+            await endpoint.administer(**change)
+        assert caught.value.status == status
+        assert endpoint.kinds() == ["deploy"]
+
+    body()
+
+
+def test_each_model_is_served_as_it_says() -> None:
+    register("linear")
+    register("other")
+    models = registered("linear@1"), registered("other@1", ModelOptions(max_batch_size=2))
+
+    async def body() -> None:
+        async with ReplicaSet(*models) as endpoint:
+            [replica] = await endpoint.start()
+            answers: list[Asked] = [await infer(replica, name, rows=3) for name in ("linear", "other")]
+            assert [answer.status for answer in answers] == [200, 422]
+
+    asyncio.run(body())
