@@ -1,9 +1,9 @@
 """The predictor's promises: one version per answer, a flip nothing sees half of, bad weights that change nothing."""
 
 import dataclasses
-import threading
-import time
+import re
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,13 +13,9 @@ from torch import nn
 from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
 from shoal.serve.call import Arrays
-from shoal.serve.follower import WeightFollower
 from shoal.serve.options import ModelOptions
 from shoal.serve.predictor import LoadedModel, Predictor
-from shoal.serve.versions import Versions
-from shoal.weights import WeightSnapshot, WeightStore
-
-DEADLINE_S = 5.0
+from shoal.weights import WeightSnapshot
 
 
 class Affine(nn.Module):
@@ -51,11 +47,6 @@ class Pair(Affine):
         return x + 1, x.sum(dim=1)
 
 
-class Shrinking(Affine):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)[:1]
-
-
 ROW = [-1, 2]
 
 
@@ -66,9 +57,12 @@ def signature(**outputs: list[int]) -> Signature:
     )
 
 
-def predictor(module: type[nn.Module] = Affine, **outputs: list[int]) -> Predictor:
+def predictor(
+    module: type[nn.Module] = Affine, outputs: dict[str, list[int]] | None = None, **options: object
+) -> Predictor:
     factory = ModelFactory(factory=f"{__name__}:{module.__name__}")
-    return Predictor(factory, signature(**(outputs or {"y": ROW})), ModelOptions())
+    words = {"max_batch_size": 8, **options}
+    return Predictor(factory, signature(**(outputs or {"y": ROW})), ModelOptions.parse(words))
 
 
 def constant_tensors(value: float, size: int = 2) -> dict[str, np.ndarray]:
@@ -110,20 +104,163 @@ def test_a_batch_is_answered_like_its_requests_one_by_one() -> None:
 
 
 def test_predict_is_preferred_and_only_the_signature_leaves() -> None:
-    subject = predictor(TwoHeads, y=ROW, sum=[-1]).load(weights(1))
+    subject = predictor(TwoHeads, {"y": ROW, "sum": [-1]}).load(weights(1))
     assert ask(subject) == {"y": [[4.0, 4.0]], "sum": [2.0]}
 
 
 def test_a_tuple_is_named_by_the_signature() -> None:
-    subject = predictor(Pair, plus=ROW, total=[-1]).load(weights(1))
+    subject = predictor(Pair, {"plus": ROW, "total": [-1]}).load(weights(1))
     assert ask(subject) == {"plus": [[2.0, 2.0]], "total": [2.0]}
 
 
-def test_a_missing_output_or_row_is_an_error_of_the_model() -> None:
-    with pytest.raises(InferenceError, match="no output 'more'"):
-        ask(predictor(Affine, y=ROW, more=ROW).load(weights(1)))
-    with pytest.raises(InferenceError, match=r"'y': expected \[2, 2\], the model gave \[1, 2\]"):
-        predictor(Shrinking).load(weights(1)).predict_batch([ONES, ONES])
+class Wrong(nn.Module):
+    """Does what the first value of a batch says."""
+
+    def forward(self, x: torch.Tensor) -> object:
+        match int(x[0, 0]):
+            case 1:
+                return {"z": x}
+            case 2:
+                return x[:1]
+            case 3:
+                return x.sum(1)
+            case 4:
+                return x.double()
+            case 5:
+                return torch.cat([x, x], dim=1)
+            case 6:
+                return x / torch.tensor([0.0, 1.0])
+            case 7:
+                raise RuntimeError("this row")
+        return x
+
+
+def rows(*first: int) -> dict[str, np.ndarray]:
+    return {"x": np.array([[value, value] for value in first], np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("fault", "complaint"),
+    [
+        (1, "output 'y' is missing: the model gave 'z'"),
+        (2, "output 'y': expected FP32 [2, 2], got FP32 [1, 2]"),
+        (3, "output 'y': expected FP32 [2, 2], got FP32 [2]"),
+        (4, "output 'y': expected FP32 [2, 2], got FP64 [2, 2]"),
+        (5, "output 'y': expected FP32 [2, 2], got FP32 [2, 4]"),
+        (6, "output 'y' is not finite: 2 of its 4 values are NaN or infinite"),
+    ],
+)
+def test_an_output_that_does_not_fit_is_an_error_of_the_model_that_names_it(fault: int, complaint: str) -> None:
+    model = predictor(Wrong).load(WeightSnapshot.of(1, {}))
+    with pytest.raises(InferenceError, match=re.escape(complaint)) as caught:
+        model.predict_batch([rows(fault), rows(0)])
+    assert caught.value.status == 500
+    assert model.predict_batch([rows(0)])[0]["y"].tolist() == [[0.0, 0.0]]
+
+
+def test_values_that_are_not_finite_pass_where_they_are_wanted() -> None:
+    model = predictor(Wrong, finite=False).load(WeightSnapshot.of(1, {}))
+    assert model.predict_batch([rows(6)])[0]["y"].tolist() == [[np.inf, 6.0]]
+
+
+def test_what_a_model_raises_is_raised_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="this row"):
+        predictor(Wrong).load(WeightSnapshot.of(1, {})).predict_batch([rows(7), rows(0)])
+
+
+def test_a_version_that_cannot_answer_an_example_is_refused_unless_told_otherwise() -> None:
+    def nan(tensors: dict[str, np.ndarray]) -> None:
+        tensors["bias"][0] = np.nan
+
+    with pytest.raises(WeightsError, match="version 9 cannot answer an example: output 'y' is not finite"):
+        predictor().load(changed(nan))
+    with pytest.raises(WeightsError, match=r"expected FP32 \[1, 2\], got FP32 \[1\]\. `warm_up: false` serves it"):
+        predictor(Pair, {"y": ROW, "total": ROW}).load(weights(1))
+    assert predictor(warm_up=False).load(changed(nan)).version == 9
+
+
+class Counting(Affine):
+    """Remembers the sizes of its batches."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(x))
+        return super().forward(x)
+
+
+def test_the_first_version_is_warmed_up_at_every_size_and_the_next_ones_prove_themselves() -> None:
+    subject = predictor(Counting, max_batch_size=6)
+    Counting.sizes.clear()
+    subject.load(weights(1))
+    assert Counting.sizes == [1, 2, 4, 6]
+    subject.load(weights(2))
+    assert Counting.sizes == [1, 2, 4, 6, 1]
+
+
+def test_no_rows_are_answered_without_the_model() -> None:
+    model = predictor(TwoHeads, {"y": ROW, "sum": [-1]}).load(weights(1))
+    none = {"x": np.empty((0, 2), np.float32)}
+    (empty,) = model.predict_batch([none])
+    assert [(array.shape, array.dtype) for array in empty.values()] == [((0, 2), np.float32), ((0,), np.float32)]
+    answers = model.predict_batch([none, ONES, none])
+    assert [answer["y"].tolist() for answer in answers] == [[], [[4.0, 4.0]], []]
+    assert model.predict_batch([none, none])[1]["sum"].shape == (0,)
+
+
+class OneBuffer(nn.Module):
+    """Writes every batch into the same memory, and gives views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.zeros(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept[: len(x)] = x
+        return self.kept[: len(x)]
+
+
+class KeptOutput(OneBuffer):
+    """Gives the very tensor that it keeps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mul(x, 1, out=self.kept.resize_(x.shape))
+
+
+@pytest.mark.parametrize("module", [OneBuffer, KeptOutput])
+def test_an_answer_is_never_overwritten_by_a_later_batch(module: type[nn.Module]) -> None:
+    model = predictor(module).load(WeightSnapshot.of(1, {}))
+    (first,) = model.predict_batch([rows(3, 4)])
+    model.predict_batch([rows(5, 6)])
+    assert first["y"].tolist() == [[3.0, 3.0], [4.0, 4.0]]
+
+
+class InPlace(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1)
+
+
+def test_an_input_that_may_not_be_written_to_is_not() -> None:
+    model = predictor(InPlace).load(WeightSnapshot.of(1, {}))
+    body = rows(3)["x"].tobytes()
+    request = {"x": np.frombuffer(body, np.float32).reshape(1, 2)}
+    assert [model.predict_batch([request])[0]["y"].tolist() for _ in range(2)] == [[[4.0, 4.0]]] * 2
+
+
+def test_inputs_go_in_the_signatures_order_whatever_the_requests() -> None:
+    spec = Signature(
+        inputs=[TensorSignature(name=name, datatype="FP32", shape=[-1]) for name in ("left", "right")],
+        outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1])],
+    )
+    model = Predictor(ModelFactory(factory=f"{__name__}:Minus"), spec, ModelOptions()).load(WeightSnapshot.of(1, {}))
+    request = {"right": np.ones(1, np.float32), "left": np.full(1, 3, np.float32)}
+    assert [answer["y"].tolist() for answer in model.predict_batch([request, request])] == [[2.0], [2.0]]
+    assert model.predict_batch([request])[0]["y"].tolist() == [2.0]
+
+
+class Minus(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a - b
 
 
 def damaged(snapshot: WeightSnapshot) -> WeightSnapshot:
@@ -157,127 +294,6 @@ def test_weights_that_do_not_fit_are_refused(snapshot: WeightSnapshot, complaint
     assert ask(subject.load(weights(1))) == {"y": [[4.0, 4.0]]}
 
 
-def versions(*served: int) -> Versions:
-    subject = Versions(predictor())
-    for version in served:
-        subject.stage(weights(version))
-        assert subject.flip() == version
-    return subject
-
-
-def test_before_any_weights_a_model_is_unavailable() -> None:
-    with pytest.raises(InferenceError, match="no weights") as caught:
-        versions().predict_batch([ONES])
-    assert (caught.value.status, versions().version) == (503, 0)
-
-
-def test_staged_weights_answer_only_after_the_flip() -> None:
-    subject = versions(1)
-    subject.stage(weights(2))
-    with pytest.raises(WeightsError):
-        subject.stage(damaged(weights(3)))
-    assert subject.predict_batch([ONES])[0].version == 1
-    assert [subject.flip(), subject.flip()] == [2, 2]  # the second time nothing is staged: nothing changes
-    assert subject.predict_batch([ONES])[0].version == 2
-
-
-def test_no_answer_is_a_mixture_of_versions() -> None:
-    """While versions are flipped as fast as they load, every answer is exactly what its version alone would give."""
-    subject = versions(1)
-    done = threading.Event()
-    mixtures: list[str] = []
-    seen: list[set[int]] = [set(), set()]
-
-    def predict_all_along(seen: set[int]) -> None:
-        while not done.is_set():
-            for answer in subject.predict_batch([ONES] * 4):
-                seen.add(answer.version)
-                if answer.outputs["y"].tolist() != [[4.0 * answer.version] * 2]:
-                    mixtures.append(f"{answer.version}: {answer.outputs['y']}")
-
-    threads = [threading.Thread(target=predict_all_along, args=[each]) for each in seen]
-    for thread in threads:
-        thread.start()
-    deadline, version = time.monotonic() + DEADLINE_S, 1
-    while min(map(len, seen)) < 15 and time.monotonic() < deadline:
-        version += 1
-        subject.stage(weights(version))
-        subject.flip()
-    done.set()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert mixtures == []
-    assert min(map(len, seen)) >= 15
-
-
 def test_a_factory_that_gives_no_module_is_refused() -> None:
     with pytest.raises(ConfigError, match="not a torch"):
         Predictor(ModelFactory(factory="builtins:dict"), signature(y=ROW), ModelOptions())
-
-
-def wait_for_version(subject: Versions, version: int) -> None:
-    wait_until(lambda: subject.version == version)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def test_the_follower_serves_what_is_published_and_skips_what_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
-    store, subject = WeightStore(), versions()
-    follower = WeightFollower(store, subject, poll_s=0.05)
-    store.publish(weights(1))
-    wait_for_version(subject, 1)
-    store.publish(damaged(weights(2)))
-    wait_until(lambda: follower.rejected == 2)
-    assert (follower.rejected, subject.version, follower.alive) == (2, 1, True)
-    assert "version 1 goes on serving" in caplog.text
-    store.publish(weights(3))
-    wait_for_version(subject, 3)
-    follower.close()
-    follower.close()
-    assert not follower.alive
-
-
-class Scripted:
-    """A source that says what it is told to, and counts its questions. Versions may go back, as an alias does."""
-
-    def __init__(self) -> None:
-        self.now: WeightSnapshot | Exception | None = None
-        self.asked = 0
-
-    def latest(self) -> WeightSnapshot | None:
-        return self.wait_newer(0, 0.0)
-
-    def wait_newer(self, than: int, timeout_s: float) -> WeightSnapshot | None:
-        self.asked += 1
-        if isinstance(self.now, Exception):
-            raise self.now
-        if self.now is None or self.now.version == than:
-            time.sleep(timeout_s)
-            return None
-        return self.now
-
-
-def test_the_follower_goes_back_with_an_alias_after_a_bad_version_and_then_rests() -> None:
-    source, subject = Scripted(), versions()
-    follower = WeightFollower(source, subject, poll_s=0.02)
-    source.now = weights(3)
-    wait_for_version(subject, 3)
-    source.now = damaged(weights(4))
-    wait_until(lambda: follower.rejected == 4)
-    source.now = weights(2)
-    wait_for_version(subject, 2)
-    asked = source.asked
-    wait_until(lambda: source.asked >= asked + 3)  # each of these waited for poll_s: no busy loop
-    assert subject.version == 2
-    source.now = WeightsError("the file is damaged")
-    asked = source.asked
-    wait_until(lambda: source.asked >= asked + 3)
-    assert follower.alive
-    source.now = weights(5)
-    wait_for_version(subject, 5)
-    follower.close()

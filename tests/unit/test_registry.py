@@ -281,7 +281,7 @@ def test_a_closed_source_wakes_its_waiter(registry: Registry) -> None:
 @pytest.mark.parametrize(
     ("factory", "kwargs", "says"),
     [
-        ("collections.Counter", {}, "module:Class"),
+        ("collections.Counter", {}, "module:name"),
         ("no_such_module:Net", {}, "no_such_module"),
         ("collections:Countre", {}, "Countre"),
         ("sys:path", {}, "not a class"),

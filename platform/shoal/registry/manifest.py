@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 import time
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
@@ -56,42 +56,68 @@ class Signature(Spec):
     outputs: list[TensorSignature]
 
 
-class ModelFactory(Spec):
-    """How to build the module that the weights are loaded into: `module:Class`, called with `kwargs`."""
+Format = Literal["module", "torch_export", "onnx"]
+# What a version's payload is called, beside its manifest.
+PAYLOAD_FILES: dict[Format, str] = {
+    "module": "weights.safetensors",
+    "torch_export": "model.pt2",
+    "onnx": "model.onnx",
+}
 
-    factory: str
+
+class ModelFactory(Spec):
+    """How to make a model of the payload that is registered with it.
+
+    format:  `module` builds `factory`, of the form module:Class, with `kwargs`, and loads weights into it; a program
+             of torch.export and an ONNX file hold both, and need no factory
+    """
+
+    factory: str = ""
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    format: Format = "module"
+
+    @model_validator(mode="after")
+    def _modules_alone_have_a_factory(self) -> ModelFactory:
+        if self.format != "module" and (self.factory or self.kwargs):
+            raise ValueError(f"a model of format {self.format} is all in its file: leave factory and kwargs out")
+        return self
 
     def build(self) -> object:
         """Import the factory and call it. Raises ConfigError naming what is wrong."""
-        field, remedy = "model.factory", "write it as module:Class, and make the module importable here"
-        module_name, separator, path = self.factory.partition(":")
-        if not (module_name and separator and path):
-            raise ConfigError(field, self.factory, "is not of the form module:Class", remedy)
-        try:
-            found: Any = importlib.import_module(module_name)
-        except ImportError as error:
-            raise ConfigError(field, self.factory, f"cannot be imported ({error})", remedy) from error
-        for part in path.split("."):
-            if not hasattr(found, part):
-                raise ConfigError(field, self.factory, f"{module_name!r} has no {path!r}", remedy)
-            found = getattr(found, part)
-        if not callable(found):
-            raise ConfigError(field, self.factory, "is not a class or function", remedy)
+        found = find_callable("model.factory", self.factory)
         try:
             return found(**self.kwargs)
         except (TypeError, ValueError) as error:
             raise ConfigError("model.kwargs", self.kwargs, f"{self.factory} refused them ({error})") from error
 
 
+def find_callable(field: str, reference: str) -> Any:
+    """The class or function that `module:name` refers to. Raises ConfigError for `field`, naming what is wrong."""
+    remedy = "write it as module:name, and make the module importable here"
+    module_name, separator, path = reference.partition(":")
+    if not (module_name and separator and path):
+        raise ConfigError(field, reference, "is not of the form module:name", remedy)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(field, reference, f"cannot be imported ({error})", remedy) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(field, reference, f"{module_name!r} has no {path!r}", remedy)
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(field, reference, "is not a class or function", remedy)
+    return found
+
+
 class Manifest(Spec):
-    """Everything about one version but its weights.
+    """Everything about one version but its payload.
 
     version:         of the model, in the registry, from 1
     created_at:      seconds since the epoch at which it was registered
     run_id:          the run that made it; None when no run did
     weights_version: the version that the weights had within that run
-    sha256:          hex digest of weights.safetensors
+    sha256:          hex digest of the payload: of weights.safetensors, or of the file that is the model
     data:            fingerprints of the datasets that it was made with, by their part: train, validation, test
     """
 

@@ -2,6 +2,8 @@
 
     NAME/VERSION/manifest.json, weights.safetensors      NAME/aliases.json      (in $SHOAL_HOME/registry)
 
+A model that is a file of its own (torch.export, ONNX) has model.pt2 or model.onnx in the place of the weights.
+
 Called by jobs and pillars that register what they trained, by endpoints, and by the CLI. Any number of processes may
 read and write at once: a version appears whole or not at all, and is never changed. Never runs or builds a model.
 """
@@ -22,7 +24,7 @@ from shoal.errors import ConfigError, RegistryError, WeightsError
 from shoal.home import home
 from shoal.registry.aliases import Aliases, Move
 from shoal.registry.files import locked, replace_synced, sync_folder, write_synced
-from shoal.registry.manifest import Manifest, ModelFactory, Signature
+from shoal.registry.manifest import PAYLOAD_FILES, Manifest, ModelFactory, Signature
 from shoal.weights import WeightSnapshot
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
@@ -45,17 +47,20 @@ class ModelVersion:
         return f"{self.name}@{self.version}"
 
     def snapshot(self) -> WeightSnapshot:
-        """The weights, as version `self.version`. Raises WeightsError when they are missing or damaged."""
-        path = self.folder / "weights.safetensors"
+        """The payload, as version `self.version`: the weights, or the file that is the model.
+
+        Raises WeightsError when it is missing or damaged.
+        """
+        path = self.folder / PAYLOAD_FILES[self.manifest.model.format]
         remedy = f"restore {path} from a copy, or register the model again"
         try:
             payload = path.read_bytes()
         except OSError as error:
-            raise WeightsError(f"the weights of {self.ref} cannot be read ({error}): {remedy}") from error
+            raise WeightsError(f"{path.name} of {self.ref} cannot be read ({error}): {remedy}") from error
         if hashlib.sha256(payload).hexdigest() != self.manifest.sha256:
             expected = self.manifest.size_bytes
             raise WeightsError(
-                f"the weights of {self.ref} are damaged: the checksum does not match"
+                f"{path.name} of {self.ref} is damaged: the checksum does not match"
                 f" ({len(payload)} bytes, {expected} expected): {remedy}"
             )
         return WeightSnapshot(self.version, payload, self.manifest.sha256, self.manifest.created_at)
@@ -83,7 +88,7 @@ class Registry:
         data: Mapping[str, str] | None = None,
         aliases: Sequence[str] = ("champion",),
     ) -> ModelVersion:
-        """Add the next version of `name`, and let `aliases` mean it.
+        """Add the next version of `name`, and let `aliases` mean it. The snapshot's payload is of the model's format.
 
         Raises ConfigError for a name or alias that does not fit, WeightsError for a damaged snapshot, RegistryError
         when it cannot be written. What is interrupted leaves nothing to see.
@@ -91,7 +96,8 @@ class Registry:
         _require_name("name", name)
         for alias in aliases:
             _require_alias(alias)
-        snapshot.tensors()  # refuses damage now, and not when the model is served
+        if model.format == "module":
+            snapshot.tensors()  # refuses damage now, and not when the model is served
         folder = self.root / name
         try:
             folder.mkdir(exist_ok=True)
@@ -230,7 +236,7 @@ def _write_version(folder: Path, manifest: Manifest, payload: bytes) -> None:
     incoming = folder / _INCOMING
     shutil.rmtree(incoming, ignore_errors=True)
     incoming.mkdir()
-    write_synced(incoming / "weights.safetensors", payload)
+    write_synced(incoming / PAYLOAD_FILES[manifest.model.format], payload)
     write_synced(incoming / "manifest.json", manifest.model_dump_json(indent=2).encode())
     sync_folder(incoming)
     incoming.rename(folder / str(manifest.version))

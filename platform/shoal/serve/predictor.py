@@ -1,27 +1,34 @@
 """Any registered model as a function of batches: load a version, ask it, get exactly what its signature promises.
 
-Owns what one model costs and promises: the template that versions are loaded into, and the checks of what it gives.
+Owns what one model costs and promises: the template that versions are loaded into, and all that surrounds a forward.
 Called by the table of versions (`load`), by the batcher's threads (`enter_thread`, `predict_batch`) and by batch
-prediction; never reads a source, a socket or a clock. A loaded version never changes and shares nothing that a later
-one overwrites, so a batch is computed by one version or not at all.
+prediction; never reads a source or a socket. A loaded version never changes and shares nothing that a later one
+overwrites, so a batch is computed by one version or not at all.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 
-from shoal.errors import InferenceError
-from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
+from shoal.errors import WeightsError
+from shoal.registry.manifest import ModelFactory, Signature
 from shoal.serve.call import Arrays
-from shoal.serve.formats import Forward
-from shoal.serve.formats.module import ModuleTemplate
+from shoal.serve.device import devices, fastest, timed
+from shoal.serve.formats import Forward, Setting, Template, has_cuda, open_template
+from shoal.serve.hooks import Hook, find_hook
 from shoal.serve.options import ModelOptions
+from shoal.serve.outputs import NotFiniteOutput, OutputCheck
+from shoal.serve.ragged import Joiner
+from shoal.serve.warm_up import batch_sizes, example, is_guessed
 from shoal.weights import WeightSnapshot
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,68 +41,124 @@ class ModelPackage:
 
 
 class Predictor:
-    """The template of one model. Raises ConfigError when it cannot be built, or not with these options."""
+    """The template of one model, for any number of versions and threads.
+
+    Raises ConfigError when the model cannot be built, or not with these options.
+    """
 
     def __init__(
         self, factory: ModelFactory, signature: Signature, options: ModelOptions, torch_threads: int = 1
     ) -> None:
         self.signature, self.options, self.torch_threads = signature, options, torch_threads
-        self._template = ModuleTemplate(factory, signature)
-        self._variable = [spec.name for spec in signature.inputs if -1 in spec.shape[1:]]
+        self._joiner = Joiner(signature, options.pad_value if options.ragged == "pad" else None)
+        self._check = OutputCheck(signature, finite=options.finite)
+        self._preprocess = find_hook("preprocess", options.preprocess)
+        self._postprocess = find_hook("postprocess", options.postprocess)
+        self._templates = {
+            device: open_template(factory, Setting(signature, options, device, torch_threads))
+            for device in devices(options, has_cuda(factory.format))
+        }
+        self._first = threading.Lock()  # held while the first version chooses a device
+        self._is_warm = False
+        self._has_example = options.warm_up
 
     def enter_thread(self) -> None:
         """Fix the number of torch threads; they are counted per calling thread, so call this in the forward's."""
         torch.set_num_threads(self.torch_threads)
 
-    def load(self, snapshot: WeightSnapshot) -> LoadedModel:
-        """A version, warm. Raises WeightsError when it does not fit, and then nothing has changed."""
-        return LoadedModel(snapshot.version, self._template.load(snapshot), self.signature, self.options)
-
     def bucket(self, inputs: Arrays) -> Hashable:
-        """What requests must have in common to share a batch: their shapes where those may differ."""
-        if not self._variable:
-            return None
-        return tuple(inputs[name].shape[1:] for name in self._variable)
+        """What requests must have in common to share a batch: their shapes, where those differ and are not padded."""
+        return self._joiner.bucket(inputs)
+
+    def load(self, snapshot: WeightSnapshot) -> LoadedModel:
+        """A version that has answered an example; the first one at every power of two of the batch.
+
+        Raises WeightsError when it does not fit the model, or when its answer does not fit the signature; and then
+        nothing has changed. Sets the calling thread's number of torch threads, for which a compiled graph is made.
+        """
+        self.enter_thread()
+        with self._first:
+            if len(self._templates) > 1:
+                self._templates = self._fastest(snapshot)
+        (template,) = self._templates.values()
+        model = self._loaded(template, snapshot)
+        self._warm_up(model)
+        return model
+
+    def _loaded(self, template: Template, snapshot: WeightSnapshot) -> LoadedModel:
+        forward = template.load(snapshot)
+        return LoadedModel(snapshot.version, forward, self._joiner, self._check, self._preprocess, self._postprocess)
+
+    def _warm_up(self, model: LoadedModel) -> None:
+        """Ask for one row of every version, and for every size of the first: later ones find kernels and graphs."""
+        if not self._has_example:
+            return
+        try:
+            for size in [1] if self._is_warm else batch_sizes(self.options.max_batch_size):
+                model.predict_batch([example(self.signature, size)])
+        except Exception as error:  # whatever a model raises for an example is why it cannot serve
+            if not self._is_warm and is_guessed(self.signature, self.options.preprocess):
+                self._has_example = False
+                logger.warning("not warmed up, since it does not take an example made up of its signature: %s", error)
+                return
+            what = error if isinstance(error, NotFiniteOutput) else f"{type(error).__name__}: {error}"
+            remedy = "`warm_up: false` serves it all the same"
+            raise WeightsError(f"version {model.version} cannot answer an example: {what}. {remedy}") from error
+        self._is_warm = True
+
+    def _fastest(self, snapshot: WeightSnapshot) -> dict[str, Template]:
+        """The template of the device that is faster for these weights."""
+        sizes = sorted({1, self.options.max_batch_size})
+        inputs = {size: [example(self.signature, size)] for size in sizes}
+        times = {}
+        for device, template in self._templates.items():
+            model = self._loaded(template, snapshot)
+            try:
+                times[device] = timed(lambda size, model=model: model.predict_batch(inputs[size]), sizes)  # type: ignore[misc]
+            except Exception as error:  # noqa: BLE001 - whatever it raises: it cannot be measured here
+                logger.warning("%s cannot be measured, for want of an example that the model takes: %s", device, error)
+        chosen, why = fastest(times) if len(times) == len(self._templates) else ("cuda", "not measured: cuda")
+        logger.info("device: %s", why)
+        return {chosen: self._templates[chosen]}
 
 
 class LoadedModel:
     """One version of a model, ready to answer. Immutable; any number of threads may ask it."""
 
-    def __init__(self, version: int, forward: Forward, signature: Signature, options: ModelOptions) -> None:
+    def __init__(
+        self,
+        version: int,
+        forward: Forward,
+        joiner: Joiner,
+        check: OutputCheck,
+        preprocess: Hook | None,
+        postprocess: Hook | None,
+    ) -> None:
         self.version = version
-        self._forward, self._finite = forward, options.finite
-        self._input_names = [spec.name for spec in signature.inputs]
-        self._outputs = signature.outputs
+        self._forward, self._joiner, self._check = forward, joiner, check
+        self._preprocess, self._postprocess = preprocess, postprocess
+        self._first_input, self._input_names = joiner.names[0], joiner.names
 
     def predict_batch(self, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
-        """The answers to several requests, computed as one batch along the first dimension.
+        """The answers to several requests of one bucket, computed as one batch along the first dimension.
 
-        Raises InferenceError (500) naming the output that does not fit the signature, or what the model raised.
+        Raises InferenceError (500) naming the output that does not fit the signature, what a hook says (422, 500), or
+        what the model raised.
         """
-        first = requests[0]
         if len(requests) == 1:
-            inputs = {name: first[name] for name in self._input_names}
-            return [self._checked(self._forward(inputs), len(first[self._input_names[0]]))]
-        inputs = {name: np.concatenate([request[name] for request in requests]) for name in self._input_names}
-        bounds = [0, *accumulate([len(request[self._input_names[0]]) for request in requests])]
-        outputs = self._checked(self._forward(inputs), bounds[-1])
-        return [{name: rows[start:end] for name, rows in outputs.items()} for start, end in pairwise(bounds)]
+            (request,) = requests
+            inputs = {name: request[name] for name in self._input_names}
+            return [self._predict(inputs, len(request[self._first_input]))]
+        joined = self._joiner.join(requests)
+        outputs = self._predict(joined.inputs, joined.bounds[-1])
+        return self._joiner.split(outputs, joined, requests)
 
-    def _checked(self, found: Arrays, num_rows: int) -> dict[str, np.ndarray]:
-        outputs = {}
-        for spec in self._outputs:
-            if spec.name not in found:
-                raise InferenceError(500, f"the model gave no output {spec.name!r}")
-            outputs[spec.name] = array = found[spec.name]
-            if not _fits(array, spec, num_rows):
-                expected = [num_rows, *spec.shape[1:]]
-                raise InferenceError(500, f"output {spec.name!r}: expected {expected}, the model gave {[*array.shape]}")
-            if self._finite and array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise InferenceError(500, f"output {spec.name!r} is not finite")
-        return outputs
-
-
-def _fits(array: np.ndarray, spec: TensorSignature, num_rows: int) -> bool:
-    return len(array) == num_rows and len(array.shape) == len(spec.shape) and all(
-        want in (-1, have) for have, want in zip(array.shape[1:], spec.shape[1:], strict=True)
-    )  # fmt: skip
+    def _predict(self, inputs: Arrays, num_rows: int) -> dict[str, np.ndarray]:
+        if num_rows == 0:
+            return self._check.empty()
+        if self._preprocess is not None:
+            inputs = self._preprocess(inputs)
+        outputs = self._forward(inputs)
+        if self._postprocess is not None:
+            outputs = self._postprocess(outputs)
+        return self._check.checked(outputs, num_rows)

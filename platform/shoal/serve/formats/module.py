@@ -1,8 +1,13 @@
 """An nn.Module from the registry's factory, and the versions of its weights.
 
-Each version gets a module object of its own whose parameters and buffers are the snapshot's: they are assigned, never
-copied into, so a batch that runs on an older version is not disturbed, and a live version costs a fraction of a
-millisecond.
+Each version is the snapshot's own tensors: they are assigned, never copied into, so a batch that runs on an older
+version is not disturbed, and a live version costs a fraction of a millisecond.
+
+| run      | what a version is                    | why                                                             |
+|----------|--------------------------------------|-----------------------------------------------------------------|
+| eagerly  | a copy of the module that holds them | the cheapest call                                               |
+| compiled | an argument of one compiled function | torch.compile ties a graph to the module object, not to tensors |
+| graphed  | see `cuda_graphs`                    | a CUDA graph is tied to addresses                               |
 """
 
 from __future__ import annotations
@@ -11,14 +16,19 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError, WeightsError
-from shoal.registry.manifest import ModelFactory, Signature
-from shoal.serve.formats.template import Arrays, Forward
+from shoal.registry.manifest import ModelFactory
+from shoal.serve.formats.compiled import CompiledModule
+from shoal.serve.formats.cuda_graphs import GraphedModule
+from shoal.serve.formats.template import Forward, Setting
+from shoal.serve.formats.torch_forward import torch_forward
+from shoal.serve.precision import Precision
 from shoal.weights import WeightSnapshot
+
+State = Mapping[str, Tensor]
 
 
 class ModuleTemplate:
@@ -28,59 +38,46 @@ class ModuleTemplate:
     has not is called as `forward(*inputs)` in the signature's order, and gives a tensor, a tuple or a dict.
     """
 
-    def __init__(self, factory: ModelFactory, signature: Signature) -> None:
+    def __init__(self, factory: ModelFactory, setting: Setting) -> None:
         module = factory.build()
         if not isinstance(module, nn.Module):
             raise ConfigError("model.factory", factory.factory, f"gave {type(module).__name__}, not a torch nn.Module")
-        self._module = module.eval().requires_grad_(False)
-        self._expected = dict(module.state_dict())
-        self._by_name = callable(getattr(module, "predict", None))
-        self._output_names = [spec.name for spec in signature.outputs]
+        module.eval().requires_grad_(False)
+        self._expected = {name: (tensor.shape, tensor.dtype) for name, tensor in module.state_dict().items()}
+        self._setting, self._by_name = setting, callable(getattr(module, "predict", None))
+        self._precision = Precision(setting.options.precision, module)
+        self._module = module.to(setting.device)
+        self._bind: Callable[[State], Callable[..., Any]] = self._eager
+        if setting.options.compile:
+            self._bind = CompiledModule(module, setting, by_name=self._by_name).bind
+        elif setting.options.cuda_graphs:
+            self._bind = GraphedModule(module, self._called).bind
 
     def load(self, snapshot: WeightSnapshot) -> Forward:
-        state = {name: torch.from_numpy(_writable(array)) for name, array in snapshot.tensors().items()}
-        check_state(snapshot.version, state, self._expected)
+        state = {name: torch.from_numpy(array.copy()) for name, array in snapshot.tensors().items()}
+        self._check(snapshot.version, state)
+        state = self._precision.convert(state)
+        state = {name: tensor.to(self._setting.device) for name, tensor in state.items()}
+        return torch_forward(self._bind(state), self._setting, by_name=self._by_name)
+
+    def _eager(self, state: State) -> Callable[..., Any]:
         shared = {id(tensor): tensor for tensor in self._module.state_dict(keep_vars=True).values()}
         module = copy.deepcopy(self._module, shared)
         module.load_state_dict(state, assign=True)
-        return self._forward(module.eval().requires_grad_(False))
+        return self._called(module.requires_grad_(False))
 
-    def _forward(self, module: nn.Module) -> Forward:
-        call: Callable[..., Any] = module.predict if self._by_name else module  # type: ignore[assignment]
-        by_name, names = self._by_name, self._output_names
-        inference_mode = torch.inference_mode
+    def _called(self, module: nn.Module) -> Callable[..., Any]:
+        return module.predict if self._by_name else module  # type: ignore[return-value]
 
-        def forward(inputs: Arrays) -> Arrays:
-            tensors = {name: torch.from_numpy(_writable(array)) for name, array in inputs.items()}
-            with inference_mode():
-                result = call(**tensors) if by_name else call(*tensors.values())
-            return {name: value.numpy() for name, value in named(result, names).items()}
-
-        return forward
-
-
-def named(result: Any, names: list[str]) -> Mapping[str, Tensor]:
-    """A model's result by output name: a dict as it is, a tensor or a tuple in the signature's order."""
-    if isinstance(result, Mapping):
-        return {name: result[name] for name in names if name in result}
-    return dict(zip(names, (result,) if isinstance(result, Tensor) else result, strict=False))
-
-
-def check_state(version: int, state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raises WeightsError for the first tensor that is missing, unknown, or of another shape or dtype."""
-    for name in expected.keys() - state.keys():
-        raise WeightsError(f"weights version {version}: {name!r} is missing")
-    for name, tensor in state.items():
-        if name not in expected:
-            raise WeightsError(f"weights version {version}: the model has no {name!r}")
-        want = expected[name]
-        if tensor.shape != want.shape or tensor.dtype != want.dtype:
-            raise WeightsError(
-                f"weights version {version}: {name!r} is {tensor.dtype} {list(tensor.shape)}, "
-                f"the model has {want.dtype} {list(want.shape)}"
-            )
-
-
-def _writable(array: np.ndarray) -> np.ndarray:
-    """torch has no tensors that cannot be written to."""
-    return array if array.flags.writeable else array.copy()
+    def _check(self, version: int, state: State) -> None:
+        for name in self._expected.keys() - state.keys():
+            raise WeightsError(f"weights version {version}: {name!r} is missing")
+        for name, tensor in state.items():
+            if name not in self._expected:
+                raise WeightsError(f"weights version {version}: the model has no {name!r}")
+            shape, dtype = self._expected[name]
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise WeightsError(
+                    f"weights version {version}: {name!r} is {tensor.dtype} {list(tensor.shape)}, "
+                    f"the model has {dtype} {list(shape)}"
+                )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from shoal.registry.manifest import Signature, TensorSignature
+from shoal.serve.options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 Arrays = Mapping[str, np.ndarray]
-Forward = Callable[[Arrays], Arrays]  # one whole batch in, the model's outputs by name, in memory of their own
+Forward = Callable[[Arrays], Arrays]  # one whole batch in, in the model's order; outputs by name, in their own memory
 
 
 class Template(Protocol):
@@ -19,3 +22,25 @@ class Template(Protocol):
     def load(self, snapshot: WeightSnapshot) -> Forward:
         """The forward of one version; earlier ones go on as they are. Raises WeightsError when it does not fit."""
         ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a template runs: the model's signature and options, the device that was chosen, the threads of a forward."""
+
+    signature: Signature
+    options: ModelOptions
+    device: str  # cpu or cuda
+    torch_threads: int
+
+    @property
+    def bf16_inputs(self) -> frozenset[str]:
+        """Those that arrive as the bits of bfloat16; a preprocessing gives arrays that NumPy knows."""
+        if self.options.preprocess:
+            return frozenset()
+        return frozenset(spec.name for spec in self.signature.inputs if spec.datatype == "BF16")
+
+    @property
+    def outputs(self) -> tuple[TensorSignature, ...] | None:
+        """What the model itself gives; None when that is for a postprocessing alone to know."""
+        return None if self.options.postprocess else tuple(self.signature.outputs)

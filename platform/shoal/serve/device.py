@@ -1,0 +1,54 @@
+"""Where a model runs: what was asked for, or what is faster here.
+
+Called by the predictor when it loads its first version. The choice is a pure function of measured times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+from shoal.errors import ConfigError
+from shoal.serve.options import ModelOptions
+
+NUM_TIMINGS = 5
+
+
+def devices(options: ModelOptions, has_cuda: bool) -> list[str]:
+    """Where the model could run, the CPU first. Raises ConfigError for options that no device here has."""
+    cuda = "cuda_graphs" if options.cuda_graphs else "device" if options.device == "cuda" else ""
+    cpu = "device" if options.device == "cpu" else "precision" if options.precision == "int8" else ""
+    if cuda and cpu:
+        problem = f"{cuda} = {getattr(options, cuda)!r} needs a GPU, and this the CPU"
+        raise ConfigError(cpu, getattr(options, cpu), problem, "choose one of them")
+    if cuda and not has_cuda:
+        remedy = "say device: auto, and no cuda_graphs"
+        raise ConfigError(cuda, getattr(options, cuda), "there is no CUDA device here for this model", remedy)
+    if cuda:
+        return ["cuda"]
+    return ["cpu", "cuda"] if has_cuda and not cpu else ["cpu"]
+
+
+def timed(forward: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float]:
+    """Seconds of a forward over so many rows: the median of NUM_TIMINGS, after one that does not count."""
+    times = {}
+    for size in sizes:
+        forward(size)
+        taken = []
+        for _ in range(NUM_TIMINGS):
+            start = time.perf_counter()
+            forward(size)
+            taken.append(time.perf_counter() - start)
+        times[size] = median(taken)
+    return times
+
+
+def fastest(times: Mapping[str, Mapping[int, float]]) -> tuple[str, str]:
+    """The device whose times over all sizes add up to least, and a line that says why."""
+    best = min(times, key=lambda device: sum(times[device].values()))
+    measured = [
+        f"{device} {', '.join(f'{seconds * 1e3:.3g} ms for {size}' for size, seconds in by_size.items())}"
+        for device, by_size in times.items()
+    ]
+    return best, f"{best} is the fastest: {'; '.join(measured)} rows"

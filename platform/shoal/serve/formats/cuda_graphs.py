@@ -1,0 +1,106 @@
+"""A module as CUDA graphs, one per batch size: the whole forward is launched at once, without its kernels' overhead.
+
+Called by `module`. A graph replays fixed addresses, so a version is copied into the parameters of a slot, which has
+module, graphs and buffers of its own. A slot is written to again only when nothing refers to its version any more, a
+running batch included: no batch sees a mixture, and live versions do not capture again.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NUM_CAPTURE_WARM_UPS = 3  # libraries allocate and choose their kernels in the first calls
+
+
+class GraphedModule:
+    """The slots of one module. `called` says how a module is called: by itself, or by its `predict`."""
+
+    def __init__(self, module: nn.Module, called: Callable[[nn.Module], Callable[..., Any]]) -> None:
+        self._module, self._called = module, called
+        self._free: list[_Slot] = []
+
+    def bind(self, state: Mapping[str, Tensor]) -> Callable[..., Any]:
+        """The module with the weights of one version."""
+        try:
+            slot = self._free.pop()
+        except IndexError:
+            module = copy.deepcopy(self._module)
+            slot = _Slot(module, self._called(module))
+        slot.assign(state)
+        version = _Version(slot)
+        weakref.finalize(version, self._free.append, slot)
+        return version
+
+
+class _Version:
+    """The claim of one version to a slot: when it is gone, so is the version."""
+
+    def __init__(self, slot: _Slot) -> None:
+        self._slot = slot
+
+    def __call__(self, *args: Tensor, **inputs: Tensor) -> Any:
+        return self._slot.run(args, inputs)
+
+
+class _Slot:
+    """Parameters, and the graphs that read them."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        self._module, self._call = module, call
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._lock = threading.Lock()  # the buffers are for one batch at a time
+
+    def assign(self, state: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in self._module.state_dict().items():
+                tensor.copy_(state[name])
+        torch.cuda.synchronize()
+
+    def run(self, args: tuple[Tensor, ...], inputs: Mapping[str, Tensor]) -> Any:
+        """The outputs, cut to the batch's rows, in memory of their own."""
+        tensors = args or tuple(inputs.values())
+        num_rows = len(tensors[0])
+        size = 1 << (num_rows - 1).bit_length()
+        key = (size, *((tensor.shape[1:], tensor.dtype) for tensor in tensors))
+        with self._lock:
+            graph = self._graphs.get(key)
+            if graph is None:
+                buffers = [torch.zeros(size, *each.shape[1:], dtype=each.dtype, device=each.device) for each in tensors]
+                graph = self._graphs[key] = _Graph(self._call, buffers, list(inputs))
+            return graph.replay(tensors, num_rows)
+
+
+class _Graph:
+    """The forward of one batch size. `names` are the inputs' when it is called by name."""
+
+    def __init__(self, call: Callable[..., Any], buffers: list[Tensor], names: list[str]) -> None:
+        self._buffers = buffers
+        self._graph = torch.cuda.CUDAGraph()
+        named = dict(zip(names, buffers, strict=True)) if names else {}
+        args = () if names else tuple(buffers)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(NUM_CAPTURE_WARM_UPS):
+                call(*args, **named)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self._graph):
+            self._outputs = call(*args, **named)
+
+    def replay(self, tensors: tuple[Tensor, ...], num_rows: int) -> Any:
+        for buffer, tensor in zip(self._buffers, tensors, strict=True):
+            buffer[:num_rows].copy_(tensor)
+        self._graph.replay()
+        outputs = self._outputs
+        if isinstance(outputs, Mapping):
+            return {name: output[:num_rows].cpu() for name, output in outputs.items()}
+        if isinstance(outputs, tuple | list):
+            return [output[:num_rows].cpu() for output in outputs]
+        return outputs[:num_rows].cpu()

@@ -1,0 +1,155 @@
+"""torch.export programs and ONNX files: their signature is read from them, and they answer as their module does."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+
+from shoal.errors import ConfigError, WeightsError
+from shoal.registry import ModelFactory, Registry, RegistrySource, Signature
+from shoal.registry.manifest import Format
+from shoal.serve.formats import exported
+from shoal.serve.formats import onnx as onnx_format
+from shoal.serve.options import ModelOptions
+from shoal.serve.predictor import Predictor
+from shoal.weights import WeightSnapshot
+
+BATCH = torch.export.Dim("batch", min=1, max=1024)
+X = np.random.default_rng(0).random((5, 3), np.float32)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.linear(left + right)
+        return y, y.argmax(-1)
+
+
+def exported_payload(module: nn.Module, dynamic: bool = True) -> bytes:
+    example = tuple(torch.rand(4, 3) for _ in range(2))
+    shapes = {"left": {0: BATCH}, "right": {0: BATCH}} if dynamic else None
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(module.eval(), example, dynamic_shapes=shapes), file)
+    return file.getvalue()
+
+
+def onnx_payload(scale: float = 2.0, batch: int | str = "batch") -> bytes:
+    """y = scale * x."""
+    graph = helper.make_graph(
+        [helper.make_node("Mul", ["x", "scale"], ["y"])],
+        "scaled",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, 3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [batch, 3])],
+        [numpy_helper.from_array(np.array([scale], np.float32), "scale")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.checker.check_model(model)
+    return bytes(model.SerializeToString())
+
+
+def predictor(kind: Format, signature: Signature, **options: object) -> Predictor:
+    return Predictor(ModelFactory(format=kind), signature, ModelOptions.parse({"max_batch_size": 8, **options}))
+
+
+def test_an_exported_program_says_what_it_takes_and_answers_as_its_module() -> None:
+    module = TwoInputs()
+    payload = exported_payload(module)
+    signature = exported.signature_of(payload, "file")
+    assert [(each.name, each.datatype, each.shape) for each in signature.inputs] == [
+        ("left", "FP32", [-1, 3]),
+        ("right", "FP32", [-1, 3]),
+    ]
+    assert [(each.name, each.datatype, each.shape) for each in signature.outputs] == [
+        ("output_0", "FP32", [-1, 2]),
+        ("output_1", "INT64", [-1]),
+    ]
+    model = predictor("torch_export", signature).load(WeightSnapshot.from_payload(7, payload))
+    requests = [{"right": X[:2], "left": X[:2] * 2}, {"right": X[2:], "left": X[2:] * 2}]
+    answers = model.predict_batch(requests)
+    y, label = module(torch.from_numpy(X) * 2, torch.from_numpy(X))
+    np.testing.assert_allclose(np.concatenate([each["output_0"] for each in answers]), y.detach(), rtol=1e-5)
+    np.testing.assert_array_equal(np.concatenate([each["output_1"] for each in answers]), label)
+    assert model.version == 7
+
+
+def test_versions_of_a_program_live_side_by_side() -> None:
+    first, second = TwoInputs(), TwoInputs()
+    signature = exported.signature_of(exported_payload(first), "file")
+    subject = predictor("torch_export", signature)
+    models = [
+        subject.load(WeightSnapshot.from_payload(version, exported_payload(module)))
+        for version, module in ((1, first), (2, second))
+    ]
+    for model, module in zip(models, (first, second), strict=True):
+        expected = module(torch.from_numpy(X), torch.from_numpy(X))[0].detach()
+        np.testing.assert_allclose(model.predict_batch([{"left": X, "right": X}])[0]["output_0"], expected, rtol=1e-5)
+
+
+def test_an_onnx_file_says_what_it_takes_and_answers() -> None:
+    signature = onnx_format.signature_of(onnx_payload(), "file")
+    assert [(each.name, each.datatype, each.shape) for each in (*signature.inputs, *signature.outputs)] == [
+        ("x", "FP32", [-1, 3]),
+        ("y", "FP32", [-1, 3]),
+    ]
+    subject = predictor("onnx", signature)
+    two, three = (subject.load(WeightSnapshot.from_payload(n, onnx_payload(float(n)))) for n in (2, 3))
+    answers = two.predict_batch([{"x": X[:1]}, {"x": X[1:]}])
+    np.testing.assert_array_equal(np.concatenate([each["y"] for each in answers]), X * 2)
+    np.testing.assert_array_equal(three.predict_batch([{"x": X}])[0]["y"], X * 3)
+
+
+@pytest.mark.parametrize("kind", ["torch_export", "onnx"])
+def test_a_file_that_is_none_of_its_format_is_refused(kind: Format, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    signature = onnx_format.signature_of(onnx_payload(), "file")
+    with pytest.raises(WeightsError, match=r"version 3 is not an? "):
+        predictor(kind, signature).load(WeightSnapshot.from_payload(3, b"nonsense"))
+
+
+def test_a_fixed_batch_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"'left', the batch, is fixed: \[4, 3\]\. export with dynamic_shapes"):
+        exported.signature_of(exported_payload(TwoInputs(), dynamic=False), "model.pt2")
+    with pytest.raises(ConfigError, match=r"'x', the batch, is fixed: \[4, 3\]\. export it with a dynamic"):
+        onnx_format.signature_of(onnx_payload(batch=4), "model.onnx")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "complaint"),
+    [
+        ("onnx", {"compile": True}, "compile = True: is not for models of format onnx"),
+        ("onnx", {"precision": "bf16"}, "precision = 'bf16': is not for models of format onnx"),
+        ("torch_export", {"precision": "int8"}, "precision = 'int8': is not for models of format torch_export"),
+    ],
+)
+def test_an_option_that_a_format_lacks_is_refused(kind: Format, options: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        predictor(kind, onnx_format.signature_of(onnx_payload(), "file"), **options)
+
+
+def test_a_program_goes_through_the_registry_and_follows_its_alias(shoal_home: Path) -> None:
+    registry = Registry()
+    signature = onnx_format.signature_of(onnx_payload(), "file")
+    for version in (1, 2):
+        snapshot = WeightSnapshot.from_payload(1, onnx_payload(float(version)))
+        registry.register("scaled", snapshot, model=ModelFactory(format="onnx"), signature=signature)
+    found = registry.get("scaled@champion")
+    assert sorted(path.name for path in found.folder.iterdir()) == ["manifest.json", "model.onnx"]
+    source = RegistrySource(registry, "scaled@champion")
+    subject = predictor(found.manifest.model.format, found.manifest.signature)
+    newest = source.latest()
+    assert newest is not None
+    assert subject.load(newest).predict_batch([{"x": X[:1]}])[0]["y"].tolist() == (X[:1] * 2).tolist()
+    (found.folder / "model.onnx").write_bytes(b"damaged")
+    with pytest.raises(WeightsError, match=r"model\.onnx of scaled@2 is damaged"):
+        registry.get("scaled@2").snapshot()
