@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,17 +70,25 @@ def from_arrays(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str,
     """`.npy` files, each for the only input or as `x=FILE`; a `.npz` has the inputs by name."""
     found: dict[str, ArrayLike] = {}
     for word in words:
+        if word.endswith(".npz"):
+            found |= _loaded(word)
+            continue
         spec, file = _aimed("npy", word, inputs, is_file=True)
-        try:
-            loaded = np.load(file, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise DataError("npy", file, f"cannot be read: {error}", "write it with numpy.save") from None
-        if isinstance(loaded, np.ndarray):
-            found[spec.name] = loaded[None] if loaded.ndim == len(spec.shape) - 1 else loaded
-        else:
-            with loaded:
-                found |= {name: loaded[name] for name in loaded.files}
+        array = np.asarray(_loaded(file)[""])
+        found[spec.name] = array[None] if array.ndim == len(spec.shape) - 1 else array
     return found
+
+
+def _loaded(file: str) -> dict[str, ArrayLike]:
+    """The arrays of a file by name; a single one has none."""
+    try:
+        loaded = np.load(file, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return {"": loaded}
+        with loaded:
+            return {name: loaded[name] for name in loaded.files}
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise DataError("npy", file, f"cannot be read: {error}", "write it with numpy.save or numpy.savez") from None
 
 
 def from_images(paths: Sequence[Path], white: float | None, inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:

@@ -1,0 +1,190 @@
+"""`shoal predict` against an endpoint of this process: every kind of input, what is printed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from click.testing import CliRunner, Result
+from PIL import Image
+
+import shoal.runs
+from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.served_here import TOKEN, served
+from shoal.cli import cli
+from shoal.errors import InferenceError, ShoalError
+
+GREY = np.arange(16, dtype=np.uint8).reshape(4, 4) * 16
+
+
+@pytest.fixture(scope="module")
+def host() -> FakeHost:
+    return FakeHost(
+        FakeModel("m", tensors(x=("FP32", [-1, 3])), versions=(6, 7)),
+        FakeModel("two", tensors(a=("FP32", [-1, 2]), b=("INT64", [-1]))),
+        FakeModel("picture", tensors(image=("FP32", [-1, 1, 4, 4]))),
+        FakeModel("colours", tensors(image=("UINT8", [-1, 4, 4, 3]))),
+        FakeModel("words", tensors(text=("BYTES", [-1]))),
+        FakeModel("flags", tensors(on=("BOOL", [-1, 2]))),
+        FakeModel("long", tensors(x=("FP32", [-1, 20]))),
+    )
+
+
+@pytest.fixture(scope="module")
+def url(host: FakeHost) -> Iterator[str]:
+    with served(host) as (found, _):
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _recorded(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
+    monkeypatch.chdir(tmp_path)
+    with shoal.runs.create("serve", "") as recorder:
+        recorder.endpoint("shop", "inference", url, "ready")
+        yield
+
+
+def predict(*words: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(cli, ["predict", *words], input=stdin)
+
+
+def rows(*words: str, stdin: str | None = None) -> list[dict[str, object]]:
+    result = predict(*words, "--output", "json", stdin=stdin)
+    assert result.exit_code == 0, (result.output, result.exception)
+    found: list[dict[str, object]] = json.loads(result.stdout)
+    return found
+
+
+def complaint(*words: str) -> str:
+    result = predict(*words)
+    assert isinstance(result.exception, ShoalError), (result.output, result.exception)
+    return str(result.exception)
+
+
+def test_words_are_rows_of_the_only_input() -> None:
+    assert rows("m", "--input", "1,2,3") == [{"x": [1, 2, 3], "version": 7}]
+    assert rows("m", "--input", "x=1,2,3,4,5,6")[1] == {"x": [4, 5, 6], "version": 7}
+    assert rows("m", "--input", "[[1, 2, 3], [4, 5, 6]]")[1]["x"] == [4, 5, 6]
+
+
+def test_words_of_other_kinds() -> None:
+    assert rows("two", "--input", "a=1,2", "--input", "b=3") == [{"a": [1, 2], "b": 3, "version": 7}]
+    assert rows("words", "--input", "shoe,hat") == [{"text": "shoe", "version": 7}, {"text": "hat", "version": 7}]
+    assert rows("flags", "--input", "true,0")[0]["on"] == [True, False]
+
+
+def test_json_is_rows_or_inputs_or_a_request_of_the_protocol(tmp_path: Path) -> None:
+    request = {"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}
+    for content in ([[1, 2, 3]], [1, 2, 3], {"x": [[1, 2, 3]]}, {"x": [1, 2, 3]}, request):
+        (tmp_path / "in.json").write_text(json.dumps(content))
+        assert rows("m", "--json", "in.json") == [{"x": [1, 2, 3], "version": 7}], content
+    assert rows("m", "--json", "-", stdin="[[1, 2, 3]]")[0]["x"] == [1, 2, 3]
+
+
+def test_tables_in_csv_and_parquet(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("id,a,b,c\nq,1,2,3\nr,4,5,6\n")
+    assert [row["x"] for row in rows("m", "--csv", "in.csv", "--columns", "c,b,a")] == [[3, 2, 1], [6, 5, 4]]
+    (tmp_path / "in.tsv").write_text("a\tb\tc\n1\t2\t3\n")
+    assert rows("m", "--csv", "in.tsv")[0]["x"] == [1, 2, 3]
+    pyarrow.parquet.write_table(pa.table({"a": [[1, 2]], "b": [7]}), tmp_path / "in.parquet")
+    assert rows("two", "--parquet", "in.parquet") == [{"a": [1, 2], "b": 7, "version": 7}]
+
+
+def test_more_rows_than_a_request_takes_are_asked_in_turn(tmp_path: Path, host: FakeHost) -> None:
+    (tmp_path / "in.csv").write_text("a,b,c\n" + "".join(f"{row},0,0\n" for row in range(10)))
+    before = len(host.models_by_name["m"].calls)
+    found = rows("m", "--csv", "in.csv", "--rows-per-request", "4")
+    assert [row["x"] for row in found] == [[row, 0, 0] for row in range(10)]
+    assert [call.num_rows for call in host.models_by_name["m"].calls[before:]] == [4, 4, 2]
+
+
+def test_pictures_in_the_models_size_and_channels(tmp_path: Path) -> None:
+    Image.fromarray(GREY).save(tmp_path / "grey.png")
+    Image.fromarray(np.stack([GREY] * 3, axis=2).repeat(2, 0).repeat(2, 1)).save(tmp_path / "large.png")
+    (found,) = rows("picture", "--image", "grey.png")
+    np.testing.assert_allclose(found["image"], GREY[None] / 255, atol=1e-6)
+    (found,) = rows("picture", "--image", "grey.png", "--white", "255")
+    np.testing.assert_array_equal(found["image"], GREY[None])
+    both = rows("colours", "--image", "grey.png", "--image", "large.png")
+    np.testing.assert_array_equal(both[0]["image"], np.stack([GREY] * 3, axis=2))
+    assert np.shape(both[1]["image"]) == (4, 4, 3)
+
+
+def test_arrays_alone_by_name_and_together(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(6.0).reshape(2, 3))
+    np.save(tmp_path / "one.npy", np.arange(3.0))
+    np.savez(tmp_path / "two.npz", a=np.ones((1, 2)), b=np.array([5]))
+    assert [row["x"] for row in rows("m", "--npy", "x.npy")] == [[0, 1, 2], [3, 4, 5]]
+    assert rows("m", "--npy", "x=one.npy")[0]["x"] == [0, 1, 2]
+    assert rows("two", "--npy", "two.npz") == [{"a": [1, 1], "b": 5, "version": 7}]
+
+
+def test_versions_tracks_and_keys_are_passed_on(host: FakeHost) -> None:
+    assert rows("m@6", "--input", "1,2,3")[0]["version"] == 6
+    rows("m", "--input", "1,2,3", "--sticky", "me", "--track", "candidate", "--deadline-s", "5")
+    call = host.models_by_name["m"].calls[-1]
+    assert (call.sticky, call.track, call.deadline_s is not None) == ("me", "candidate", True)
+    assert "a known key is required" in complaint("m", "--input", "1,2,3", "--key", "wrong")
+
+
+def test_what_is_not_finite_is_null(host: FakeHost) -> None:
+    assert rows("m", "--input", "1,nan,3")[0]["x"] == [1, None, 3]
+
+
+def test_a_table_for_people_and_who_answered() -> None:
+    result = predict("m", "--input", "1,2.5,3")
+    assert result.stdout.splitlines()[1].split() == ["0", "1", "2.5", "3", "(largest:", "2)"]
+    assert result.stderr.startswith("m version 7, ")
+    assert "... (20 values)" in predict("long", "--input", ",".join("1" * 20)).stdout
+    assert "shoe" in predict("words", "--input", "shoe").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["m"], "is not one kind of input. give one of --input, --json, --csv, --image, --npy"),
+        (["m", "--input", "1", "--json", "-"], "inputs = '--input --json': is not one kind of input"),
+        (["m@champion", "--input", "1"], "an endpoint knows versions by their number. write m@3, or m"),
+        (["m", "--input", "1,b,3"], "input = '1,b,3': is not a list of FP32. for example x=1,0,1"),
+        (["m", "--input", "y=1,2,3"], "the model has no input 'y'. inputs: x: FP32 [any, 3]"),
+        (["m", "--input", "[[1, 2], [3]]"], "has rows of different lengths"),
+        (["m", "--input", "[1, 2"], "is not JSON"),
+        (
+            ["two", "--input", "1,2"],
+            "does not say for which input. write a=...; inputs: a: FP32 [any, 2], b: INT64 [any]",
+        ),
+        (["two", "--input", "a=1,2,3,4", "--input", "b=1"], "inputs have different numbers of rows"),
+        (["two", "--input", "a=1,2"], "input 'b' is missing"),
+        (["m", "--input", "1,2"], "input 'x': expected FP32 [-1, 3]"),
+        (["m", "--json", "nothing.json"], "nothing.json': cannot be read"),
+        (["m", "--csv", "nothing.csv"], "nothing.csv': cannot be read"),
+        (["m", "--npy", "nothing.npy"], "nothing.npy': cannot be read"),
+        (["picture", "--image", "nothing.png"], "is no picture"),
+        (["m", "--image", "nothing.png"], "which is no picture. use --npy"),
+        (["nobody", "--input", "1"], "there is no model 'nobody'"),
+        (["m@77", "--input", "1,2,3"], "has no version '77'"),
+        (["m", "--input", "1,2,3", "--track", "left"], "expected stable or candidate"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_a_remedy(words: list[str], message: str) -> None:
+    assert message in complaint(*words)
+
+
+def test_a_file_that_is_no_array_is_not_unpickled(tmp_path: Path) -> None:
+    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    assert "cannot be read" in complaint("m", "--npy", "objects.npy")
+
+
+def test_an_endpoint_that_is_full_is_tried_again_and_then_says_so(host: FakeHost) -> None:
+    model = host.models_by_name["m"]
+    model.error = InferenceError(429, "the queue is full", retry_after_s=5.0)
+    try:
+        assert complaint("m", "--input", "1,2,3", "--deadline-s", "0.3") == "the queue is full"
+    finally:
+        model.error = None
