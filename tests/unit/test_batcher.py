@@ -2,80 +2,16 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+import time
+from collections.abc import Callable, Hashable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gated_forward import GatedForward, Request, answer, opened, run, until
 from shoal.errors import Closed, ConfigError, InferenceError
-from shoal.serve.batcher import Batcher, BatchQueue, QueueFull
-
-DEADLINE_S = 5.0
-T = TypeVar("T")
-
-
-@dataclass
-class Request:
-    number: int
-    num_rows: int = 1
-    poisonous: bool = False
-
-
-@dataclass
-class GatedForward:
-    """Computes only when let: `release()` lets one batch pass, `open()` all. Records what it was given."""
-
-    max_rows_seen: int = 0
-    batches: list[list[int]] = field(default_factory=list)
-    entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    is_open: bool = False
-
-    def __call__(self, group: Hashable, requests: Sequence[Request]) -> list[int]:
-        self.batches.append([request.number for request in requests])
-        self.max_rows_seen = max(self.max_rows_seen, sum(request.num_rows for request in requests))
-        self.entered.release()
-        if not self.is_open:
-            assert self.gate.acquire(timeout=DEADLINE_S)
-        if any(request.poisonous for request in requests):
-            raise ValueError(f"poison among {[request.number for request in requests]}")
-        return [request.number * 10 for request in requests]
-
-    def release(self) -> None:
-        self.gate.release()
-
-    def open(self) -> None:
-        self.is_open = True
-        self.gate.release(10_000)
-
-    async def wait_entered(self) -> None:
-        assert await asyncio.to_thread(self.entered.acquire, timeout=DEADLINE_S)
-
-
-def opened() -> GatedForward:
-    forward = GatedForward()
-    forward.open()
-    return forward
-
-
-def run(body: Callable[[], Awaitable[T]]) -> T:
-    async def bounded() -> T:
-        return await asyncio.wait_for(body(), 4 * DEADLINE_S)
-
-    return asyncio.run(bounded())
-
-
-async def answer(queue: BatchQueue[Any, Any], request: object, num_rows: int = 1, **words: Any) -> Any:
-    return (await queue.submit(request, num_rows, **words)).answer
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0)
+from shoal.serve.batcher import Batcher, QueueFull, TooLate
 
 
 def test_one_request_is_answered_off_the_event_loop() -> None:
@@ -263,9 +199,11 @@ def test_a_request_that_no_batch_can_hold_is_refused(num_rows: int) -> None:
 @pytest.mark.parametrize(("batch", "rows", "field_name"), [(0, 8, "max_batch_rows"), (8, 4, "max_queue_rows")])
 def test_limits_that_do_not_fit_are_refused(batch: int, rows: int, field_name: str) -> None:
     async def body() -> None:
+        batcher = Batcher()
         with pytest.raises(ConfigError) as caught:
-            Batcher().add_queue("model", opened(), max_batch_rows=batch, max_queue_rows=rows)
+            batcher.add_queue("model", opened(), max_batch_rows=batch, max_queue_rows=rows)
         assert caught.value.field == field_name
+        batcher.close()
 
     run(body)
 
@@ -273,6 +211,7 @@ def test_limits_that_do_not_fit_are_refused(batch: int, rows: int, field_name: s
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), st.integers(1, 4), st.booleans()),
+        st.tuples(st.just("hurry"), st.integers(1, 4), st.booleans()),
         st.tuples(st.just("cancel"), st.integers(0, 60), st.just(False)),
         st.tuples(st.just("release"), st.just(0), st.just(False)),
         st.tuples(st.just("turn"), st.just(0), st.just(False)),
@@ -284,7 +223,7 @@ steps = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(steps=steps, close_early=st.booleans())
 def test_every_request_ends_exactly_once(steps: list[tuple[str, int, bool]], close_early: bool) -> None:
-    """In = answered + failed + cancelled, whatever is submitted, cancelled, poisoned and closed in whichever order."""
+    """In = answered + failed + cancelled + expired, whatever is submitted, cancelled, poisoned and closed, and when."""
 
     async def body() -> None:
         forward = GatedForward()
@@ -292,9 +231,16 @@ def test_every_request_ends_exactly_once(steps: list[tuple[str, int, bool]], clo
         queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=12)
         tasks: list[asyncio.Task[int]] = []
         for kind, number, poisonous in steps:
-            if kind == "submit":
+            if kind in ("submit", "hurry"):
                 request = Request(len(tasks), number, poisonous)
-                tasks.append(asyncio.create_task(answer(queue, request, number)))
+                deadline_s = time.monotonic() + 0.001 if kind == "hurry" else None
+                tasks.append(
+                    asyncio.create_task(
+                        answer(
+                            queue, request, number, group=number % 2, tenant="xy"[number // 3], deadline_s=deadline_s
+                        )
+                    )
+                )
             elif kind == "cancel" and tasks:
                 tasks[number % len(tasks)].cancel()
             elif kind == "release":
@@ -306,12 +252,12 @@ def test_every_request_ends_exactly_once(steps: list[tuple[str, int, bool]], clo
             batcher.close()
         forward.open()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        refused = sum(isinstance(result, QueueFull) for result in results)
-        unborn = sum(isinstance(r, asyncio.CancelledError) for r in results) - queue.counts().cancelled
-        late = len(tasks) - refused - unborn - queue.counts().submitted  # submitted after close()
-        assert late == 0
         counts = queue.counts()
-        assert counts.submitted == counts.answered + counts.failed + counts.cancelled
+        unborn = sum(isinstance(result, asyncio.CancelledError) for result in results) - counts.cancelled
+        assert len(tasks) == counts.submitted + counts.refused_full + counts.refused_late + unborn
+        assert counts.refused_full == sum(isinstance(result, QueueFull) for result in results)
+        assert counts.refused_late + counts.expired == sum(isinstance(result, TooLate) for result in results)
+        assert counts.submitted == counts.answered + counts.failed + counts.cancelled + counts.expired
         assert counts.answered == sum(isinstance(result, int) for result in results)
         assert all(result == number * 10 for number, result in enumerate(results) if isinstance(result, int))
         assert counts.queued_rows == 0

@@ -30,9 +30,9 @@ class LatencyModel:
 
     def __init__(self) -> None:
         self._classes: dict[int, _SizeClass] = {}
-        # The classes that were seen, ascending: their typical rows and their seconds, which never fall.
+        # The classes that were seen, ascending: their rows, and their seconds, which never fall.
         self._keys: list[int] = []
-        self._rows: list[float] = []
+        self._rows: list[int] = []
         self._seconds: list[float] = []
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -43,10 +43,10 @@ class LatencyModel:
         if known is None:
             known = self._classes[key] = _SizeClass()
             self._keys.insert(place, key)
-            self._rows.insert(place, 0.0)
+            self._rows.insert(place, rows)
             self._seconds.insert(place, 0.0)
         known.add(rows, seconds)
-        self._rows[place] = known.mean_rows
+        self._rows[place] = known.most_rows
         self._seconds[place] = estimate = known.high_seconds
         for below in range(place - 1, -1, -1):
             if self._seconds[below] <= estimate:
@@ -83,31 +83,29 @@ class LatencyModel:
 
     def measured(self) -> list[tuple[int, float]]:
         """(rows, seconds) of every class that was seen, ascending: what a simulation or a page shows."""
-        return [(round(rows), seconds) for rows, seconds in zip(self._rows, self._seconds, strict=True)]
+        return list(zip(self._rows, self._seconds, strict=True))
 
 
 class _SizeClass:
     """The last times of batches of about one size."""
 
-    __slots__ = ("_recent", "_row_sum", "_sorted")
+    __slots__ = ("_recent", "_sorted")
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, float]] = deque()
         self._sorted: list[float] = []
-        self._row_sum = 0
 
     def add(self, rows: int, seconds: float) -> None:
         self._recent.append((rows, seconds))
-        self._row_sum += rows
         insort(self._sorted, seconds)
         if len(self._recent) > WINDOW:
-            old_rows, old_seconds = self._recent.popleft()
-            self._row_sum -= old_rows
-            del self._sorted[bisect_left(self._sorted, old_seconds)]
+            _, oldest = self._recent.popleft()
+            del self._sorted[bisect_left(self._sorted, oldest)]
 
     @property
-    def mean_rows(self) -> float:
-        return self._row_sum / len(self._recent)
+    def most_rows(self) -> int:
+        """Where the class stands: a high quantile of its times belongs to its larger batches."""
+        return max([rows for rows, _ in self._recent])
 
     @property
     def high_seconds(self) -> float:

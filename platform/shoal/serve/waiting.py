@@ -51,7 +51,8 @@ class _Tenant(Generic[WaitingT]):
 class WaitingLine(Generic[WaitingT]):
     """Adds, withdraws and takes. Tenants are served equal rows while they have any waiting.
 
-    A tenant that comes back starts where those who stayed are: what it did not use is gone.
+    A tenant that comes back starts where those who stayed are (`_lead` has forgotten it, unless it is ahead of them):
+    what it did not use is gone.
     """
 
     def __init__(self, max_batch_rows: int, latency: LatencyModel) -> None:
@@ -70,8 +71,6 @@ class WaitingLine(Generic[WaitingT]):
         tenant = self._tenants.get(waiting.tenant)
         if tenant is None:
             tenant = self._tenants[waiting.tenant] = _Tenant(self._served)
-        elif not tenant.rows and tenant.served < self._served:
-            tenant.served = self._served
         lane = tenant.lanes.get(waiting.group)
         if lane is None:
             lane = tenant.lanes[waiting.group] = []

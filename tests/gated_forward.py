@@ -1,0 +1,73 @@
+"""A forward that computes only when it is let, and what tests of the batcher need around it."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from shoal.serve.batcher import BatchQueue
+
+DEADLINE_S = 5.0
+T = TypeVar("T")
+
+
+@dataclass
+class Request:
+    number: int
+    num_rows: int = 1
+    poisonous: bool = False
+
+
+@dataclass
+class GatedForward:
+    """Computes only when let: `release()` lets one batch pass, `open()` all. Records what it was given."""
+
+    max_rows_seen: int = 0
+    batches: list[list[int]] = field(default_factory=list)
+    entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    is_open: bool = False
+
+    def __call__(self, group: Hashable, requests: Sequence[Request]) -> list[int]:
+        self.batches.append([request.number for request in requests])
+        self.max_rows_seen = max(self.max_rows_seen, sum(request.num_rows for request in requests))
+        self.entered.release()
+        if not self.is_open:
+            assert self.gate.acquire(timeout=DEADLINE_S)
+        if any(request.poisonous for request in requests):
+            raise ValueError(f"poison among {[request.number for request in requests]}")
+        return [request.number * 10 for request in requests]
+
+    def release(self) -> None:
+        self.gate.release()
+
+    def open(self) -> None:
+        self.is_open = True
+        self.gate.release(10_000)
+
+    async def wait_entered(self) -> None:
+        assert await asyncio.to_thread(self.entered.acquire, timeout=DEADLINE_S)
+
+
+def opened() -> GatedForward:
+    forward = GatedForward()
+    forward.open()
+    return forward
+
+
+def run(body: Callable[[], Awaitable[T]]) -> T:
+    async def bounded() -> T:
+        return await asyncio.wait_for(body(), 4 * DEADLINE_S)
+
+    return asyncio.run(bounded())
+
+
+async def answer(queue: BatchQueue[Any, Any], request: object, num_rows: int = 1, **words: Any) -> Any:
+    return (await queue.submit(request, num_rows, **words)).answer
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0)

@@ -1,0 +1,181 @@
+"""Deadlines in the running batcher: who is refused, who expires where, and that nobody is computed for nothing."""
+
+import asyncio
+import time
+from collections.abc import Hashable, Sequence
+
+import pytest
+
+from gated_forward import GatedForward, Request, answer, opened, run, until
+from shoal.errors import InferenceError
+from shoal.serve.batcher import Batcher, BatchReport, TooLate
+from shoal.serve.expiry import TICK_S, Expiry
+
+SOON_S = 0.02
+
+
+def soon() -> float:
+    return time.monotonic() + SOON_S
+
+
+def test_a_request_that_expires_in_the_queue_is_told_so_and_never_computed() -> None:
+    """Though the forward hangs, and nobody else comes."""
+
+    async def body() -> None:
+        forward = GatedForward()
+        batcher = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=2)
+        in_hand = asyncio.create_task(answer(queue, Request(0)))
+        await forward.wait_entered()
+        with pytest.raises(TooLate, match="in the queue") as caught:
+            await answer(queue, Request(1, 2), 2, deadline_s=soon())
+        assert caught.value.status == 504
+        assert queue.queued_rows == 0
+        forward.open()
+        assert await in_hand == 0
+        assert await answer(queue, Request(2)) == 20
+        assert forward.batches == [[0], [2]]
+        counts = queue.counts()
+        assert (counts.submitted, counts.answered, counts.expired) == (3, 2, 1)
+        batcher.close()
+
+    run(body)
+
+
+def test_a_request_that_expires_while_it_is_computed_is_told_at_its_deadline() -> None:
+    async def body() -> None:
+        forward = GatedForward()
+        batcher = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=2)
+        with pytest.raises(TooLate, match="while it was computed"):
+            await answer(queue, Request(0), deadline_s=soon())
+        forward.open()
+        assert await answer(queue, Request(1)) == 10
+        counts = queue.counts()
+        assert (counts.submitted, counts.answered, counts.expired) == (2, 1, 1)
+        batcher.close()
+
+    run(body)
+
+
+def test_a_request_that_cannot_make_it_is_refused_at_once() -> None:
+    async def body() -> None:
+        forward = GatedForward()
+        batcher = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=2)
+        queue.latency.observe(2, 60.0)
+        in_hand = asyncio.create_task(answer(queue, Request(0)))
+        await forward.wait_entered()
+        with pytest.raises(TooLate, match="the deadline is"):
+            await answer(queue, Request(1), deadline_s=time.monotonic() + 30)
+        counts = queue.counts()
+        assert (counts.submitted, counts.refused_late, counts.expired) == (1, 1, 0)
+        forward.open()
+        assert await in_hand == 0
+        batcher.close()
+
+    run(body)
+
+
+def test_one_that_is_given_up_in_the_queue_is_told() -> None:
+    """When its batch is put together, the model says that it is too late."""
+
+    async def body() -> None:
+        forward = GatedForward()
+        batcher = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=4)
+        in_hand = asyncio.create_task(answer(queue, Request(0)))
+        await forward.wait_entered()
+        doomed = asyncio.create_task(answer(queue, Request(1), deadline_s=time.monotonic() + 30))
+        patient = asyncio.create_task(answer(queue, Request(2)))
+        await until(lambda: queue.queued_rows == 2)
+        for _ in range(3):
+            queue.latency.observe(1, 60.0)
+        forward.release()
+        with pytest.raises(TooLate, match="cannot be met"):
+            await doomed
+        forward.open()
+        assert await asyncio.gather(in_hand, patient) == [0, 20]
+        assert forward.batches == [[0], [2]]
+        assert queue.counts().expired == 1
+        batcher.close()
+
+    run(body)
+
+
+def test_an_answer_before_the_deadline_is_all_that_a_request_hears() -> None:
+    async def body() -> None:
+        batcher = Batcher()
+        queue = batcher.add_queue("model", opened(), max_batch_rows=2, max_queue_rows=2)
+        for number in range(3):
+            assert await answer(queue, Request(number), deadline_s=time.monotonic() + 4 * TICK_S) == number * 10
+        await asyncio.sleep(6 * TICK_S)  # lets the deadlines pass: nothing may happen then
+        counts = queue.counts()
+        assert (counts.answered, counts.expired) == (3, 0)
+        batcher.close()
+
+    run(body)
+
+
+def test_the_clock_of_the_batcher_is_what_times_are_told_by() -> None:
+    async def body() -> None:
+        now = [100.0]
+        reports: list[BatchReport] = []
+
+        def forward(group: Hashable, requests: Sequence[int]) -> list[int]:
+            now[0] += 0.5
+            return list(requests)
+
+        batcher: Batcher[int, int] = Batcher(clock=lambda: now[0])
+        queue = batcher.add_queue("m", forward, max_batch_rows=4, max_queue_rows=8, on_batch=reports.append)
+        batched = await queue.submit(7, 3, group="g")
+        assert batched == (7, 0.0, 0.5, 3)
+        await until(lambda: queue.latency.seconds(3) == 0.5)
+        assert reports == [BatchReport("m", "g", 3, 1, 0, 100.0, 0.5, (0.0,))]
+        with pytest.raises(TooLate, match="had passed"):
+            await queue.submit(7, deadline_s=100.0)
+        batcher.close()
+
+    run(body)
+
+
+def test_expiry_is_never_early_tells_each_once_and_nobody_after_close() -> None:
+    async def body() -> None:
+        told: list[tuple[str, float]] = []
+        expiry: Expiry[str] = Expiry(
+            asyncio.get_running_loop(), time.monotonic, lambda item: told.append((item, time.monotonic()))
+        )
+        start_s = time.monotonic()
+        deadlines = {name: start_s + SOON_S * (1 + number / 3) for number, name in enumerate("abcd")}
+        ticks = {name: expiry.add(name, deadline_s) for name, deadline_s in deadlines.items()}
+        expiry.discard("b", ticks["b"])
+        expiry.discard("b", ticks["b"])
+        await until(lambda: len(told) == 3)
+        assert [name for name, _ in told] == ["a", "c", "d"]
+        assert all(now_s >= deadlines[name] for name, now_s in told)
+        expiry.add("e", time.monotonic())
+        expiry.close()
+        expiry.close()
+        await asyncio.sleep(3 * TICK_S)
+        assert len(told) == 3
+
+    run(body)
+
+
+def test_a_model_without_weights_fails_a_batch_once_and_as_a_whole() -> None:
+    calls: list[int] = []
+
+    def forward(group: Hashable, requests: Sequence[Request]) -> list[int]:
+        calls.append(len(requests))
+        raise InferenceError(503, "no weights")
+
+    async def body() -> None:
+        batcher = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=8, max_queue_rows=8)
+        results = await asyncio.gather(*[answer(queue, Request(number)) for number in range(8)], return_exceptions=True)
+        assert {str(result) for result in results} == {"no weights"}
+        assert calls == [8]
+        assert queue.counts().failed == 8
+        batcher.close()
+
+    run(body)
