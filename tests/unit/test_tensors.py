@@ -153,7 +153,7 @@ def test_bytes_of_another_size_are_422(datatype: str) -> None:
 
 
 def test_a_byte_that_is_no_bool_is_422() -> None:
-    with pytest.raises(InferenceError, match="'t'.*0 and 1 for BOOL, got 2"):
+    with pytest.raises(InferenceError, match=r"'t'.*0 and 1 for BOOL, got 2"):
         from_binary("t", "BOOL", (2,), b"\1\2")
 
 
