@@ -18,6 +18,7 @@ from shoal.cluster.serve_environment import free_port
 from shoal.errors import ClusterError, ConfigError, ConnectionLost
 from shoal.home import home
 from shoal.registry import Registry
+from shoal.serve import direct_http
 from shoal.serve.controller_state import Deployment, Event
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.ray_controller import ControllerSetting, RayController
@@ -43,6 +44,8 @@ class ReplicaWorker(GrpcMethods):
         self._replica = EndpointReplica(name, spec, live, controller)
         await self._replica.start()
         self.servicer = self._replica.servicer()
+        if not spec.is_autoscaled:  # what Serve does not see it cannot scale by
+            direct_http.install(self._replica.app)
 
     def __serve_build_asgi_app__(self) -> RestApp:
         return self._replica.app

@@ -1,0 +1,151 @@
+"""The way of a request from a replica's socket to the application, past what Serve and uvicorn do for every request.
+
+Serve's replica takes HTTP with uvicorn, and does a good deal for each request: two identifiers, a context, metrics, a
+slot. None of it is needed in front of an application that counts, refuses and answers by itself, and it costs more than
+the inference of a small model: of 140 µs of the replica's processor time for a request, 85 (measured; docs/log.md). So
+`install` gives uvicorn a protocol class that hands requests to the application directly, with their answer in one
+write. What is Serve's own, below `/-/`, goes to Serve, as before: health, and with it draining.
+
+Called by the Ray shell before Serve starts the replica's HTTP server. uvicorn keeps what it is good at: parsing, body,
+pipelined requests, keep-alive and shutdown. Serve no longer sees these requests: its count of ongoing requests stays at
+zero, so an endpoint that scales by it must not install this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import uvicorn.config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+logger = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Application = Callable[
+    [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
+]
+SERVES_OWN = b"/-/"
+STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in http.HTTPStatus}
+
+_application: list[Application] = []  # of this process; uvicorn makes its protocols by class, without arguments of ours
+
+
+def install(application: Application) -> None:
+    """Every HTTP server that uvicorn starts in this process from now on gives requests to `application`."""
+    _application[:] = [application]
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:DirectProtocol"
+
+
+class DirectProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def on_headers_complete(self) -> None:
+        url = self.url
+        if url.startswith(SERVES_OWN) or self.expect_100_continue or self.parser.should_upgrade():
+            super().on_headers_complete()
+            return
+        path, _, query = url.partition(b"?")
+        if b"%" in path or not path.startswith(b"/"):
+            super().on_headers_complete()  # it takes such a path apart; the application is asked by way of Serve
+            return
+        scope = self.scope
+        scope["method"] = self.parser.get_method().decode("ascii")
+        scope["path"], scope["raw_path"], scope["query_string"] = path.decode("ascii"), path, query
+        earlier = self.cycle
+        keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
+        # It stands where uvicorn's own stands, which reads and sets the same attributes of it.
+        headers = self.server_state.default_headers
+        cycle: Any = DirectCycle(scope, self.transport, self.flow, keep_alive, headers, self.on_response_complete)
+        self.cycle = cycle
+        if earlier is None or earlier.response_complete:
+            self._start_asgi_task(cycle, _application[0])  # type: ignore[arg-type]
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, _application[0]))  # type: ignore[arg-type]
+
+
+class DirectCycle:
+    """One request and its answer: what ASGI calls `receive` and `send`. The application gives a content-length."""
+
+    __slots__ = (
+        "_finished", "_flow", "_has_given_all", "_head", "_headers", "_transport", "body", "disconnected", "keep_alive",
+        "message_event", "more_body", "response_complete", "scope",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        scope: Any,
+        transport: asyncio.Transport,
+        flow: FlowControl,
+        keep_alive: bool,
+        headers: list[tuple[bytes, bytes]],
+        finished: Callable[[], None],
+    ) -> None:
+        self.scope, self._transport, self._flow = scope, transport, flow
+        self._headers, self._finished = headers, finished
+        self.keep_alive, self.disconnected, self.response_complete = keep_alive, False, False
+        self.body, self.more_body = bytearray(), True
+        self._has_given_all = False
+        self.message_event = asyncio.Event()
+        self._head: list[bytes] = []
+
+    async def run_asgi(self, application: Application) -> None:
+        """The application answers; whatever it raises is its own fault, and ends the connection."""
+        try:
+            await application(self.scope, self.receive, self.send)
+        except Exception:
+            logger.exception("the application failed")
+        if not self.response_complete:  # or it said nothing, or half of it
+            self._transport.close()
+
+    async def receive(self) -> Message:
+        lacks_body = self.more_body and not self.body
+        if (lacks_body or self._has_given_all) and not self.disconnected and not self.response_complete:
+            self._flow.resume_reading()
+            self.message_event.clear()
+            await self.message_event.wait()  # for more of the body, or for the client's departure
+        if self.disconnected or self.response_complete:
+            return {"type": "http.disconnect"}
+        body, self.body = bytes(self.body), bytearray()
+        self._has_given_all = not self.more_body
+        return {"type": "http.request", "body": body, "more_body": self.more_body}
+
+    async def send(self, message: Message) -> None:
+        if self._flow.write_paused and not self.disconnected:
+            await self._flow.drain()
+        if self.disconnected:
+            return
+        if message["type"] == "http.response.start":
+            self._begin(message)
+            return
+        content = message.get("body", b"")
+        if self.scope["method"] == "HEAD":
+            content = b""
+        if self._head:
+            if len(content) < HIGH_WATER_LIMIT:
+                self._head.append(content)
+                content = b""
+            self._transport.write(b"".join(self._head))
+            self._head = []
+        if content:
+            self._transport.write(content)
+        if not message.get("more_body", False):
+            self.response_complete = True
+            self.message_event.set()
+            if not self.keep_alive:
+                self._transport.close()
+            self._finished()
+
+    def _begin(self, message: Message) -> None:
+        head = [STATUS_LINES[message["status"]]]
+        for name, value in (*self._headers, *message["headers"]):
+            head += (name, b": ", value, b"\r\n")
+            if name == b"connection" and value == b"close":
+                self.keep_alive = False
+        head.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+        self._head = head

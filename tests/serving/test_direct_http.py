@@ -1,0 +1,173 @@
+"""The way of a request past Serve, on a real uvicorn and real sockets; `served` stands for Serve's own application."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+import uvicorn.config
+
+from shoal.serve import direct_http
+from waiting import wait_for
+
+LARGE = 3_000_000
+
+
+class Echo:
+    """Answers what it got; `/slow` waits until `release` or until its client has gone."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+        self.num_slow = 0
+        self.departed = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        if scope["path"] == "/raise":
+            raise RuntimeError("on purpose")
+        if scope["path"] == "/slow":
+            self.num_slow += 1
+            await self._wait(receive)
+        told = {"path": scope["path"], "query": scope["query_string"].decode(), "method": scope["method"]}
+        answer = body if scope["path"] == "/same" else json.dumps({**told, "body": body.decode()[:100]}).encode()
+        headers = [(b"content-length", b"%d" % len(answer))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": answer})
+
+    async def _wait(self, receive: Any) -> None:
+        departure = asyncio.ensure_future(receive())
+        released = asyncio.ensure_future(self.release.wait())
+        await asyncio.wait([departure, released], return_when=asyncio.FIRST_COMPLETED)
+        self.departed = departure.done() and departure.result()["type"] == "http.disconnect"
+        departure.cancel()
+        released.cancel()
+
+
+async def served(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+    await send({"type": "http.response.body", "body": b"serve"})
+
+
+class Running:
+    """A server in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.echo = Echo()
+        direct_http.install(self.echo)
+        self.server = uvicorn.Server(uvicorn.Config(served, port=0, lifespan="off", log_level="critical"))
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+        wait_for(lambda: self.server.started)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+
+    def _run(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.loop.run_until_complete(self.server.serve())
+        self.loop.close()
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=10)
+
+    def line(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), 10)
+
+    def release(self) -> None:
+        self.loop.call_soon_threadsafe(self.echo.release.set)
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", uvicorn.config.HTTP_PROTOCOLS["auto"])
+    running = Running()
+    yield running
+    with contextlib.suppress(RuntimeError):  # its loop is closed already
+        running.release()
+    running.server.should_exit = True
+    running.thread.join(10)
+    assert not running.thread.is_alive()
+
+
+def test_requests_reach_the_application_on_one_connection(running: Running) -> None:
+    with running.client() as client:
+        for number in range(3):
+            answer = client.post("/v2/models/m/infer?a=1", content=f"{number}")
+            expected = {"path": "/v2/models/m/infer", "query": "a=1", "method": "POST", "body": str(number)}
+            assert answer.json() == expected
+            assert "date" in answer.headers
+
+
+def test_what_is_serves_own_goes_to_serve(running: Running) -> None:
+    with running.client() as client:
+        assert client.get("/-/healthz").text == "serve"
+        assert client.get("/v2").json()["method"] == "GET"
+        assert client.get("/-/healthz").text == "serve"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_large_body_comes_and_goes_whole(running: Running, chunked: bool) -> None:
+    body = bytes(range(256)) * (LARGE // 256)
+    with running.client() as client:
+        answer = client.post("/same", content=iter([body[:1000], body[1000:]]) if chunked else body)
+    assert answer.content == body
+
+
+def test_pipelined_requests_are_answered_in_order(running: Running) -> None:
+    request = "POST /same HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\n"
+    with running.line() as line:
+        line.sendall("".join(f"{request}{number}" for number in range(5)).encode() + b"GET /-/routes HTTP/1.1\r\n\r\n")
+        received = b""
+        while not received.endswith(b"serve"):
+            received += line.recv(65536)
+    assert [part.split(b"\r\n\r\n")[1] for part in received.split(b"HTTP/1.1 200 OK")[1:]] == [
+        b"0", b"1", b"2", b"3", b"4", b"serve",
+    ]  # fmt: skip
+
+
+def test_an_application_that_raises_ends_the_connection_and_no_other(running: Running) -> None:
+    with running.client() as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            client.post("/raise")
+        assert client.get("/v2").status_code == 200
+
+
+def test_head_gets_no_body_and_close_is_kept_to(running: Running) -> None:
+    with running.line() as line:
+        line.sendall(b"HEAD /v2 HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        received = b""
+        while data := line.recv(65536):
+            received += data
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    assert body == b""
+
+
+def test_a_client_that_goes_away_is_told_of(running: Running) -> None:
+    with running.line() as line:
+        line.sendall(b"POST /slow HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+        wait_for(lambda: running.echo.num_slow)
+    wait_for(lambda: running.echo.departed)
+
+
+def test_a_server_that_is_told_to_stop_answers_what_it_has(running: Running) -> None:
+    with running.line() as line:
+        line.sendall(b"POST /slow HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+        wait_for(lambda: running.echo.num_slow)
+        running.server.should_exit = True
+        wait_for(lambda: not running.server.servers[0].is_serving())
+        running.release()
+        received = b""
+        while data := line.recv(65536):
+            received += data
+    assert received.startswith(b"HTTP/1.1 200 OK")
+    assert b"connection: close" in received
