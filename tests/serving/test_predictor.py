@@ -198,8 +198,14 @@ def test_the_first_version_is_warmed_up_at_every_size_and_the_next_ones_prove_th
     assert Counting.sizes == [1, 2, 4, 6, 1]
 
 
+class NeedsRows(TwoHeads):
+    def predict(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        assert len(x)
+        return super().predict(x)
+
+
 def test_no_rows_are_answered_without_the_model() -> None:
-    model = predictor(TwoHeads, {"y": ROW, "sum": [-1]}).load(weights(1))
+    model = predictor(NeedsRows, {"y": ROW, "sum": [-1]}).load(weights(1))
     none = {"x": np.empty((0, 2), np.float32)}
     (empty,) = model.predict_batch([none])
     assert [(array.shape, array.dtype) for array in empty.values()] == [((0, 2), np.float32), ((0,), np.float32)]
