@@ -194,14 +194,13 @@ def test_metadata_becomes_the_terms_of_the_call() -> None:
                 "authorization": "Bearer k",
                 "shoal-sticky": "s",
                 "shoal-track": "candidate",
-                "traceparent": "t",
             }
             call = ask("ModelInfer", raw(model_version="1"), metadata=tuple(metadata.items()))
             answer = await call
             assert answer.model_version == "1"
             assert dict(await call.trailing_metadata()) == {"shoal-model-version": "1"}
             (seen,) = model.calls
-            assert (seen.tenant, seen.sticky, seen.track, seen.trace) == ("tenant", "s", "candidate", "t")
+            assert (seen.tenant, seen.sticky, seen.track, seen.trace) == ("tenant", "s", "candidate", None)
             assert (seen.version, seen.num_rows, seen.outputs) == (1, 2, None)
 
     run(test())

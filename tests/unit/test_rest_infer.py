@@ -71,7 +71,11 @@ def test_nested_data_is_the_same_as_flat_in_any_order() -> None:
 
 def test_a_model_is_given_what_was_asked_for() -> None:
     model = two_inputs()
-    headers = {"shoal-track": "candidate", "shoal-sticky": "user-1", "traceparent": "00-ab-cd-01"}
+    headers = {
+        "shoal-track": "candidate",
+        "shoal-sticky": "user-1",
+        "traceparent": "00-ab-cd-01",
+    }  # nothing is traced here
     reply = subject(model, token="t").infer(
         request(outputs=[{"name": "n"}]),
         "/v2/models/m/versions/7/infer",
@@ -84,7 +88,7 @@ def test_a_model_is_given_what_was_asked_for() -> None:
         "mask": ("bool", (2,)),
     }
     assert (call.num_rows, call.version, call.track, call.sticky) == (2, 7, "candidate", "user-1")
-    assert (call.tenant, call.outputs, call.trace) == ("administrator", {"n"}, "00-ab-cd-01")
+    assert (call.tenant, call.outputs, call.trace) == ("administrator", {"n"}, None)
 
 
 def test_without_wishes_there_are_none() -> None:

@@ -17,8 +17,6 @@ FOLDER = Path("/tmp/shoal-host")
 
 # Every host must agree on these; the first two are bound to loopback.
 PORTS = {
-    "RAY_SERVE_HAPROXY_STATS_PORT": "8404",
-    "RAY_SERVE_HAPROXY_METRICS_PORT": "9101",
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": "8500",
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": "9500",
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -15,6 +15,9 @@ import numpy as np
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.options import ModelOptions
+
+if TYPE_CHECKING:
+    from shoal.serve.tracing import RequestTrace
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -29,7 +32,7 @@ class InferCall(msgspec.Struct, frozen=True, gc=False):
     sticky:     calls with the same key get the same side of a canary; "" draws for each call
     track:      "stable" or "candidate", when the client asks for one side of a canary; "" leaves it to the rollout
     outputs:    names of the outputs that are wanted; None for all
-    trace:      the parent of this call's trace, opaque; None when it is not traced
+    trace:      the span of this call; None when it is not traced
     """
 
     inputs: Arrays
@@ -40,7 +43,7 @@ class InferCall(msgspec.Struct, frozen=True, gc=False):
     sticky: str = ""
     track: str = ""
     outputs: frozenset[str] | None = None
-    trace: object | None = None
+    trace: RequestTrace | None = None
 
 
 class Prediction(msgspec.Struct, frozen=True, gc=False):

@@ -8,6 +8,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from shoal.config import Spec
 from shoal.serve.options import ApiKey, ModelOptions
+from shoal.serve.tracing import Destination
 
 # A replica is well used when one full batch is computed while the next one gathers.
 BATCHES_PER_REPLICA = 2
@@ -29,7 +30,8 @@ class EndpointSpec(Spec):
     torch_threads:  threads of one forward; 1 is best for small models under load
     num_cpus:       what each replica reserves of the cluster
     drain_s:        how long a replica that is being stopped finishes what it has
-    trace:          send traces (OpenTelemetry) from the ingress to the forward
+    trace:          where traces (OpenTelemetry) of requests go, from the ingress to the forward; "" for none. See
+                    `shoal.serve.tracing`: otlp://HOST:PORT, file:FOLDER
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)
@@ -46,7 +48,7 @@ class EndpointSpec(Spec):
     torch_threads: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=1.0, ge=0)
     drain_s: float = Field(default=10.0, gt=0)
-    trace: bool = False
+    trace: str = ""
 
     @field_validator("host")
     @classmethod
@@ -69,6 +71,13 @@ class EndpointSpec(Spec):
             if not text.strip("*"):
                 raise ValueError("this is a token that was masked when it was printed; give the token itself")
         return token
+
+    @field_validator("trace")
+    @classmethod
+    def _destination(cls, trace: str) -> str:
+        if trace:
+            Destination.parse(trace)
+        return trace
 
     @model_validator(mode="after")
     def _scales_upwards(self) -> EndpointSpec:

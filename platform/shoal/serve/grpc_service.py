@@ -23,7 +23,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from google.protobuf import json_format
@@ -37,6 +37,9 @@ from shoal.serve.call import Caller, HostedModel, InferCall, ModelHost
 from shoal.serve.grpc_tensors import GrpcCodec
 from shoal.serve.model_config import EXTENSIONS, described, metadata, model_config
 from shoal.serve.terms import asked_deadline, asked_track, asked_version
+
+if TYPE_CHECKING:
+    from shoal.serve.tracing import RequestTrace, Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +69,8 @@ class Invocation:
 class InferenceServicer:
     """Answers each method of the service, or raises InferenceError or Closed."""
 
-    def __init__(self, host: ModelHost, access: Access) -> None:
-        self._host, self._access = host, access
+    def __init__(self, host: ModelHost, access: Access, tracer: Tracer | None = None) -> None:
+        self._host, self._access, self._tracer = host, access, tracer
         self._codecs: dict[str, tuple[Signature, GrpcCodec]] = {}
 
     async def server_live(self, request: pb.ServerLiveRequest, invocation: Invocation) -> pb.ServerLiveResponse:
@@ -150,6 +153,23 @@ class InferenceServicer:
     async def model_infer(self, request: pb.ModelInferRequest, invocation: Invocation) -> pb.ModelInferResponse:
         arrived_s = time.monotonic()
         caller = self._admit(invocation, request.model_name)
+        if self._tracer is None:
+            return await self._infer(request, invocation, caller, arrived_s, None)
+        parent = invocation.text("traceparent"), invocation.text("tracestate")
+        trace = self._tracer.request("inference.GRPCInferenceService/ModelInfer", request.model_name, *parent)
+        if trace is None:
+            return await self._infer(request, invocation, caller, arrived_s, None)
+        with trace:
+            return await self._infer(request, invocation, caller, arrived_s, trace)
+
+    async def _infer(
+        self,
+        request: pb.ModelInferRequest,
+        invocation: Invocation,
+        caller: Caller,
+        arrived_s: float,
+        trace: RequestTrace | None,
+    ) -> pb.ModelInferResponse:
         model = self._host.model(request.model_name)
         version = asked_version(model, request.model_version)
         codec = self._codec(model)
@@ -163,9 +183,11 @@ class InferenceServicer:
             sticky=_sticky(invocation),
             track=asked_track(invocation.text("shoal-track")),
             outputs=outputs,
-            trace=invocation.text("traceparent") or None,
+            trace=trace,
         )
         prediction = await model.infer(call)
+        if trace is not None:
+            trace.computed(prediction, num_rows)
         invocation.trailing.append(("shoal-model-version", str(prediction.version)))
         return codec.encode(request, prediction.version, prediction.outputs)
 

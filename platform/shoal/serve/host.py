@@ -11,7 +11,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.serve.batcher import Batcher
@@ -25,6 +25,9 @@ from shoal.serve.rollout import EndpointPlan, ModelPlan
 from shoal.serve.sources import LiveModel, RegisteredModel
 from shoal.serve.staging import Staged, Stager, StagingFailed
 from shoal.weights import WeightSnapshot
+
+if TYPE_CHECKING:
+    from shoal.serve.tracing import Tracer
 
 DRAIN_POLL_S = 0.02
 RETIRE, LIVE = 0, -1  # keys of the tasks that retire a model and build a live one, beside those that stage versions
@@ -44,6 +47,7 @@ class ReplicaHost:
     """Fulfils `ModelHost`.
 
     live:    the models that follow the weights of a run, by name
+    tracer:  of the batches of traced requests; None when nothing is traced
     changed: called when there is something to report
     """
 
@@ -54,8 +58,9 @@ class ReplicaHost:
         live: Mapping[str, LiveModel],
         batcher: Batcher[Arrays, Answer],
         controller: ControllerClient,
+        tracer: Tracer | None = None,
     ) -> None:
-        self._replica, self._spec, self._live = replica, spec, live
+        self._replica, self._spec, self._live, self._tracer = replica, spec, live, tracer
         self._batcher, self._controller = batcher, controller
         self.changed: Callable[[], None] = lambda: None
         self._plan: EndpointPlan | None = None
@@ -217,7 +222,7 @@ class ReplicaHost:
             return
         hosted = self._models.get(plan.name)
         if hosted is None:
-            hosted = self._models[plan.name] = Hosted(plan.name, staged.predictor, self._batcher)
+            hosted = self._models[plan.name] = Hosted(plan.name, staged.predictor, self._batcher, tracer=self._tracer)
         self._last[plan.name], hosted.predictor = staged, staged.predictor
         hosted.table.add(staged.loaded)
 
@@ -228,7 +233,7 @@ class ReplicaHost:
         except StagingFailed as error:
             self._failures[name] = Failure(0, plan.attempt, str(error))
             return
-        hosted = self._models[name] = Hosted(name, predictor, self._batcher, is_live=True)
+        hosted = self._models[name] = Hosted(name, predictor, self._batcher, is_live=True, tracer=self._tracer)
 
         def take(snapshot: WeightSnapshot) -> None:
             hosted.table.follow(predictor.load(snapshot))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -24,7 +25,11 @@ from shoal.serve.options import ModelOptions
 from shoal.serve.predictor import Predictor
 from shoal.serve.report import ModelReport
 from shoal.serve.shadow import Shadow
+from shoal.serve.tracing import TracedArrays
 from shoal.serve.versions import Track, VersionTable
+
+if TYPE_CHECKING:
+    from shoal.serve.tracing import Tracer
 
 Answer = tuple[dict[str, np.ndarray], int]  # outputs, and the version that made them
 
@@ -33,14 +38,20 @@ class Hosted:
     """Fulfils `HostedModel`. `table` is the host's to change; `predictor` is that of the newest version."""
 
     def __init__(
-        self, name: str, predictor: Predictor, batcher: Batcher[Arrays, Answer], *, is_live: bool = False
+        self,
+        name: str,
+        predictor: Predictor,
+        batcher: Batcher[Arrays, Answer],
+        *,
+        is_live: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
-        self.name, self.predictor, self.is_live = name, predictor, is_live
+        self.name, self.predictor, self.is_live, self._tracer = name, predictor, is_live, tracer
         self.signature: Signature = predictor.signature
         self.options: ModelOptions = predictor.options
         self.table = VersionTable(name)
         self._deadline_s = self.options.deadline_s
-        self._ran = threading.local()  # the version of the batch that this forward thread computes
+        self._ran = threading.local()  # the version and the requests of the batch that this forward thread computes
         self._forwards = ForwardTimes()
         self._queue = batcher.add_queue(
             name,
@@ -71,7 +82,11 @@ class Hosted:
             track = self.table.choose(call.version, call.track, call.sticky)
             group = (track, self.predictor.bucket(call.inputs))
             (outputs, version), queued_s, computed_s, batch_rows = await self._queue.submit(
-                call.inputs, call.num_rows, group=group, deadline_s=deadline_s, tenant=call.tenant
+                call.inputs if call.trace is None else TracedArrays(call.inputs, call.trace),
+                call.num_rows,
+                group=group,
+                deadline_s=deadline_s,
+                tenant=call.tenant,
             )
         except Closed:
             raise InferenceError(503, f"model {self.name!r} is closing; try again later", retry_after_s=1.0) from None
@@ -147,11 +162,15 @@ class Hosted:
         loaded = track.loaded
         assert loaded is not None  # a track has a version before it is given to a call, and never loses it
         version = self._ran.version = loaded.version
+        if self._tracer is not None:
+            self._ran.requests = requests
         return [(outputs, version) for outputs in loaded.predict_batch(requests)]
 
     def _batch_done(self, report: BatchReport) -> None:
         version = self._ran.version
         self.counts.batch(report, version)
+        if self._tracer is not None:
+            self._tracer.batch(self.name, version, report, self._ran.requests)
         if not report.failed:
             self._forwards.add(version, report.rows, report.computed_s)
 

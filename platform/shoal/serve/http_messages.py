@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,6 +16,9 @@ from shoal.open_inference.messages import Error
 from shoal.serve.audit import origin
 from shoal.serve.call import Caller
 from shoal.serve.paths import Target
+
+if TYPE_CHECKING:
+    from shoal.serve.tracing import RequestTrace
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -31,11 +34,12 @@ RETRY_AFTER_S = 1.0  # when whoever refuses with 429 or 503 does not know better
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
-    """What came, but for the body."""
+    """What came, but for the body. `trace`: its span, when it is traced."""
 
     target: Target
     headers: dict[bytes, bytes]
     caller: Caller
+    trace: RequestTrace | None = None
 
     @property
     def by(self) -> str:

@@ -27,6 +27,7 @@ from shoal.serve.prometheus import render
 from shoal.serve.report import ReplicaReport
 from shoal.serve.rest import RestApp
 from shoal.serve.sources import LiveModel
+from shoal.serve.tracing import Tracer
 
 if TYPE_CHECKING:
     from shoal.serve.grpc_service import InferenceServicer
@@ -62,8 +63,9 @@ class EndpointReplica:
         self._batcher: Batcher[Arrays, Answer] = Batcher(
             on_thread_start=lambda: torch.set_num_threads(spec.torch_threads)
         )
-        self.host = ReplicaHost(replica, spec, live, self._batcher, controller)
-        self.app = RestApp(self.host, self._access, limits=self._limits, metrics=self._scrape)
+        self._tracer = Tracer(spec.trace, spec.name, replica) if spec.trace else None
+        self.host = ReplicaHost(replica, spec, live, self._batcher, controller, self._tracer)
+        self.app = RestApp(self.host, self._access, limits=self._limits, metrics=self._scrape, tracer=self._tracer)
         self._follower = PlanFollower(replica, controller, self.host.apply, self._report)
         self.host.changed = self._follower.changed
 
@@ -83,7 +85,7 @@ class EndpointReplica:
         """The same models over gRPC."""
         from shoal.serve.grpc_service import InferenceServicer
 
-        return InferenceServicer(self.host, self._access)
+        return InferenceServicer(self.host, self._access, self._tracer)
 
     def check_health(self) -> None:
         """Raises ShoalError when a thread or task of this replica has died, so that it is replaced."""
@@ -111,6 +113,8 @@ class EndpointReplica:
         await self._follower.close()
         self.host.close()
         self._batcher.close(timeout_s=2.0)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     def _report(self) -> ReplicaReport:
         return replace(self.host.report(), callers=self._access.counts())

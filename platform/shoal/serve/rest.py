@@ -17,6 +17,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference.infer_codec import InferCodec
@@ -31,6 +34,9 @@ from shoal.serve.paths import ADMINISTRATORS, OPEN, Action, find
 from shoal.serve.rest_calls import RestCalls, described
 from shoal.serve.terms import asked_deadline, asked_track, asked_version
 
+if TYPE_CHECKING:
+    from shoal.serve.tracing import Tracer
+
 logger = logging.getLogger(__name__)
 
 MAX_STICKY_CHARS = 256
@@ -41,6 +47,7 @@ class RestApp:
     """Serves the models of `host` to whom `access` admits.
 
     metrics: what GET /metrics answers, in Prometheus' text format; without it there is no such path
+    tracer:  of inferences; without it none is traced
     """
 
     def __init__(
@@ -50,8 +57,9 @@ class RestApp:
         *,
         limits: Limits | None = None,
         metrics: Callable[[], bytes] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        self._host, self._access = host, access
+        self._host, self._access, self._tracer = host, access, tracer
         self._limits = Limits() if limits is None else limits
         self._calls = RestCalls(host, metrics)
         self._in_progress = RequestsInProgress(self._limits)
@@ -101,6 +109,8 @@ class RestApp:
             return refusal(error, allowed=target.method)
         request = Request(target, headers, caller)
         if action is Action.INFER:
+            if self._tracer is not None:
+                return await self._traced(self._tracer, receive, request)
             return await self._in_progress.run(receive, self._infer, request)
         # Not watched beyond the body: a load is not undone because the client that asked for it has gone.
         posted = target.method == "POST"
@@ -110,6 +120,14 @@ class RestApp:
 
     def _admit(self, headers: dict[bytes, bytes], model: str | None, *, administrator: bool = False) -> Caller:
         return self._access.admit(headers.get(b"authorization", b""), model, administrator=administrator)
+
+    async def _traced(self, tracer: Tracer, receive: Receive, request: Request) -> Answer:
+        parent = request.text(b"traceparent"), request.text(b"tracestate")
+        trace = tracer.request("POST /v2/models/{model}/infer", request.target.model or "", *parent)
+        if trace is None:
+            return await self._in_progress.run(receive, self._infer, request)
+        with trace:
+            return await self._in_progress.run(receive, self._infer, msgspec.structs.replace(request, trace=trace))
 
     async def _infer(self, progress: Progress, request: Request) -> Answer:
         arrived_s = time.monotonic()
@@ -133,11 +151,13 @@ class RestApp:
             sticky=sticky,
             track=track,
             outputs=wanted.outputs,
-            trace=request.text(b"traceparent") or None,
+            trace=request.trace,
         )
         if deadline_s is not None:
             progress.until(deadline_s)
         prediction = await model.infer(call)
+        if request.trace is not None:
+            request.trace.computed(prediction, wanted.num_rows)
         body, parts = codec.encode(wanted, prediction.version, prediction.outputs)
         headers = [(b"shoal-model-version", b"%d" % prediction.version)]
         if parts:

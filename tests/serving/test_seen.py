@@ -1,0 +1,113 @@
+"""What is seen of an endpoint from outside: a scrape, the traces, the audit log; whole replicas, no Ray, no socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, infer, register, until
+from shoal.serve.prometheus import CONTENT_TYPE
+from shoal.serve.replica import EndpointReplica
+from shoal.serve.sources import LiveModel, ServedModel, registered
+from shoal.weights import WeightStore
+
+CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+async def scrape(replica: EndpointReplica) -> dict[str, dict[str, float]]:
+    """name -> replica -> value, added up over the other labels."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await replica.app({"type": "http", "method": "GET", "path": "/metrics", "headers": []}, receive, send)
+    assert sent[0]["status"] == 200
+    assert (b"content-type", CONTENT_TYPE) in sent[0]["headers"]
+    values: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(sent[1]["body"].decode()):
+        for sample in family.samples:
+            of = values.setdefault(sample.name, {})
+            of[sample.labels["replica"]] = of.get(sample.labels["replica"], 0.0) + sample.value
+    return values
+
+
+def test_a_scrape_of_any_replica_sees_all_of_them() -> None:
+    register(aliases=("champion",))
+
+    async def body() -> None:
+        async with ReplicaSet(registered("linear@champion")) as endpoint:
+            first, second = await endpoint.start(2)
+            for replica, rows in ((first, 1), (second, 2), (second, 3)):
+                await infer(replica, rows=rows)
+            await infer(first, "no-such-model")
+
+            async def sees_both(replica: EndpointReplica) -> bool:
+                return (await scrape(replica))["nv_inference_count_total"] == {"r1": 1, "r2": 5}
+
+            for replica in (first, second):
+                async with asyncio.timeout(10.0):
+                    while not await sees_both(replica):
+                        await asyncio.sleep(0.01)
+            seen = await scrape(first)
+            assert seen["nv_inference_request_success_total"] == {"r1": 1, "r2": 2}
+            assert seen["shoal_batch_rows_sum"] == {"r1": 1, "r2": 5}
+            assert seen["shoal_serving_version"] == {"r1": 1, "r2": 1}
+            assert seen["shoal_replica_ready"] == {"r1": 1, "r2": 1}
+
+    asyncio.run(body())
+
+
+def test_a_traced_request_is_followed_from_the_ingress_to_the_forward(tmp_path: Path) -> None:
+    register(aliases=("champion",))
+
+    async def body() -> None:
+        async with ReplicaSet(registered("linear@champion"), trace=f"file:{tmp_path}/traces?ratio=0") as endpoint:
+            [replica] = await endpoint.start()
+            await infer(replica, rows=2, traceparent=CALLER)
+            await infer(replica)
+            await infer(replica, "no-such-model", traceparent=CALLER)
+            await replica.close()
+
+    asyncio.run(body())
+    [file] = (tmp_path / "traces").iterdir()
+    spans = [json.loads(line) for line in file.read_text().splitlines()]
+    requests = {
+        span["attributes"]["http.response.status_code"]: span
+        for span in spans
+        if span["parent_id"] == "0xb7ad6b7169203331"
+    }
+    assert set(requests) == {200, 404}
+    assert requests[200]["attributes"]["shoal.version"] == 1
+    answered = requests[200]["context"]["span_id"]
+    assert {span["name"] for span in spans if span["parent_id"] == answered} == {"queue", "compute"}
+    [batch] = [span for span in spans if span["name"] == "batch"]
+    assert [link["context"]["span_id"] for link in batch["links"]] == [answered]
+    assert [span["parent_id"] for span in spans if span["name"] == "forward"] == [batch["context"]["span_id"]]
+    inside = [span for span in spans if span["parent_id"] == answered]
+    assert all(requests[200]["start_time"] <= span["start_time"] <= span["end_time"] for span in inside)
+
+
+def test_a_live_model_has_one_series() -> None:
+    async def body() -> None:
+        store = WeightStore()
+        async with ReplicaSet(ServedModel("linear", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
+            [replica] = await endpoint.start()
+            for version in range(1, 6):
+                store.publish(constant(version))
+                await until(lambda expected=version: endpoint.versions() == [expected])
+                await infer(replica)
+                seen = await scrape(replica)
+                assert seen["nv_inference_count_total"] == {"r1": version}
+                assert seen["shoal_serving_version"] == {"r1": version}
+                assert seen["shoal_swaps_total"] == {"r1": version}
+            store.close()
+
+    asyncio.run(body())
