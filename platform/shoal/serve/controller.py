@@ -97,11 +97,17 @@ class EndpointController:
         self._commit()
         self.tick()
 
+    @property
+    def plan(self) -> EndpointPlan:
+        """The desired state as the replicas hear of it."""
+        return self._plan
+
     # -- replicas ---------------------------------------------------------------------------------------------------
 
     async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
         """The desired state, once it is another than `known_generation`; None after `timeout_s`."""
         self._hear(replica)
+        self._outrun(known_generation)
         if self._plan.generation == known_generation and not self._closed:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(timeout_s, MAX_POLL_S)):
@@ -113,9 +119,7 @@ class EndpointController:
         """What a replica has and has counted: its rollouts go on at once. The newest reports of the others."""
         self._hear(report.replica)
         self.reports[report.replica] = report
-        if report.generation > self.state.generation:  # the state file was lost: newer than what they know, again
-            self.state.generation = report.generation
-            self._commit()
+        self._outrun(report.generation)
         for book in self._books.values():
             book.heard(report)
         self._advance_all()
@@ -129,6 +133,15 @@ class EndpointController:
             self.state.replicas.remove(replica)
             self._commit()
             self._advance_all()
+
+    def _outrun(self, generation: int) -> None:
+        """The state file was lost, and a replica knows later plans than ours: ours are to be later again."""
+        if generation > self.state.generation:
+            self.state.generation = generation
+            for model in self.state.models.values():
+                if model.rollout.phase is Phase.FLIPPING:
+                    model.rollout = replace(model.rollout, generation=generation + 1)
+            self._commit()
 
     def _hear(self, replica: str) -> None:
         if replica not in self.reports:
