@@ -40,8 +40,7 @@ def from_json(name: str, datatype: str, shape: Sequence[int], data: msgspec.Raw,
         if len(memoryview(data)) > LARGE_BYTES and _element_count(datatype, data) > size:
             raise ValueError("there are more values than the shape has")
         try:
-            values = _decoder(datatype, 1)(data)
-            array = _flat(datatype, values)
+            array = _flat(datatype, _FLAT[datatype](data))
         except msgspec.ValidationError:
             if (depth := _depth(data)) == 1:
                 raise
@@ -132,3 +131,6 @@ def _decoder(datatype: str, depth: int) -> Any:
     for _ in range(depth):
         nested = list[nested]
     return msgspec.json.Decoder(nested).decode
+
+
+_FLAT = {datatype: _decoder(datatype, 1) for datatype in NUMPY}

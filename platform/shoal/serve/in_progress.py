@@ -31,16 +31,15 @@ class Disconnected(Exception):
 class Progress:
     """One request: reads its body, and is ended when there is no point in going on."""
 
-    __slots__ = (
-        *("_limits", "_reading", "_receive", "_received_bytes", "_task", "_watched", "ended", "since_s", "waits"),
-    )
+    # Defaults of the class, so that most requests set only what differs: it is made for every one of them.
+    ended: Exception | None = None
+    waits: tuple[asyncio.Task[None] | asyncio.TimerHandle, ...] = ()
+    _reading = True
+    _received_bytes = 0
+    _watched = False
 
     def __init__(self, task: asyncio.Task[Any], receive: Receive, limits: Limits, since_s: float) -> None:
         self._task, self._receive, self._limits, self.since_s = task, receive, limits, since_s
-        self._reading, self._received_bytes = True, 0
-        self.ended: Exception | None = None
-        self.waits: tuple[asyncio.Task[None] | asyncio.TimerHandle, ...] = ()
-        self._watched = False
 
     async def body(self, length_bytes: int | None) -> bytes:
         """The whole body, whose Content-Length is `length_bytes`.
@@ -50,19 +49,24 @@ class Progress:
         limit = self._limits.max_body_bytes
         if length_bytes is not None and length_bytes > limit:
             raise InferenceError(413, f"the body has {length_bytes} bytes, the limit is {limit}")
+        message = await self._receive()
+        if message["type"] == "http.request" and not message.get("more_body", False):
+            whole: bytes = message.get("body", b"")
+            if len(whole) <= limit:
+                self._reading = False
+                return whole
         chunks: list[bytes] = []
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise Disconnected
+        while message["type"] != "http.disconnect":
             chunk: bytes = message.get("body", b"")
             self._received_bytes += len(chunk)
             if self._received_bytes > limit:
                 raise InferenceError(413, f"the body is larger than the limit of {limit} bytes")
+            chunks.append(chunk)
             if not message.get("more_body", False):
                 self._reading = False
-                return b"".join((*chunks, chunk)) if chunks else chunk
-            chunks.append(chunk)
+                return b"".join(chunks)
+            message = await self._receive()
+        raise Disconnected
 
     def until(self, deadline_s: float) -> None:
         """End the request with 504 at `deadline_s` of `time.monotonic()`."""

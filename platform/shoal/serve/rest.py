@@ -63,7 +63,7 @@ class RestApp:
         self._limits = Limits() if limits is None else limits
         self._calls = RestCalls(host, metrics)
         self._in_progress = RequestsInProgress(self._limits)
-        self._codecs: dict[str, tuple[Signature, InferCodec]] = {}
+        self._codecs: dict[str, tuple[Signature, int, InferCodec]] = {}
         self._statuses: Counter[int] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -172,14 +172,13 @@ class RestApp:
         return body if encoding is None else await decompressed(body, encoding, self._limits)
 
     def _codec(self, model: HostedModel) -> InferCodec:
-        """The codec of a model, made anew when a load has changed its signature."""
-        signature = model.signature
+        """The codec of a model, made anew when a load has changed what it takes."""
+        signature, max_rows = model.signature, model.options.max_batch_size
         known = self._codecs.get(model.name)
-        if known is not None and known[0] is signature:
-            return known[1]
-        inputs, outputs = described(signature.inputs), described(signature.outputs)
-        codec = InferCodec(model.name, inputs, outputs, model.options.max_batch_size)
-        self._codecs[model.name] = signature, codec
+        if known is not None and known[0] is signature and known[1] == max_rows:
+            return known[2]
+        codec = InferCodec(model.name, described(signature.inputs), described(signature.outputs), max_rows)
+        self._codecs[model.name] = signature, max_rows, codec
         return codec
 
 
