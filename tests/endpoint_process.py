@@ -46,7 +46,8 @@ class EndpointProcess:
             env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         )
         try:
-            self.url: str = self._answer()["url"]
+            answer = self._answer()
+            self.url, self.grpc = str(answer["url"]), str(answer["grpc"])
         except RuntimeError:
             self.close()
             raise
@@ -198,7 +199,7 @@ def _drive(temp_dir: Path, spec: dict[str, Any]) -> None:
     factory = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": NUM_FEATURES, "out_features": NUM_OUTPUTS})
     model = ServedModel("linear", LiveModel(factory, Signature(inputs=[x], outputs=[y]), source))
     endpoint = deploy(EndpointSpec.parse({"name": "linear", "num_cpus": 0.1, **spec}), [model])
-    answer({"url": endpoint.url})
+    answer({"url": endpoint.url, "grpc": endpoint.grpc})
 
     def publish(version: int) -> float:
         tensors = {

@@ -24,43 +24,49 @@ MAX_BODY_BYTES = 100_000
 SPEC = EndpointSpec(name="e", max_body_bytes=MAX_BODY_BYTES)
 
 
-@pytest.fixture(autouse=True)
-def _limits() -> Iterator[None]:
-    """Serve's options, which a replica changes for its process."""
+@pytest.fixture(autouse=True, params=["through Serve", "directly"])
+def directly(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether Serve sees the calls; and what a replica changes for its process is put back."""
     from ray.serve._private import constants
 
-    from shoal.serve.ray_grpc import limit_messages
+    from shoal.serve import ray_grpc
 
     before = list(constants.DEFAULT_GRPC_SERVER_OPTIONS)
-    limit_messages(MAX_BODY_BYTES)
-    yield
+    ray_grpc.limit_messages(MAX_BODY_BYTES)
+    yield request.param == "directly"
     constants.DEFAULT_GRPC_SERVER_OPTIONS[:] = before
+    ray_grpc._direct.clear()
 
 
 @asynccontextmanager
-async def replica(model: FakeModel) -> AsyncIterator[Callable[..., Any]]:
+async def replica(model: FakeModel, directly: bool) -> AsyncIterator[Callable[..., Any]]:
     """Serve's gRPC server as a replica makes it, around the methods of a deployment; and a client of it."""
     from ray.serve._private.grpc_util import start_grpc_server
     from ray.serve._private.proxy_request_response import gRPCStreamingType
     from ray.serve.grpc_util import RayServegRPCContext
 
     from shoal.cluster.serve_environment import free_port
-    from shoal.serve.ray_grpc import GrpcMethods, grpc_options
+    from shoal.serve.ray_grpc import GrpcMethods, answer_directly, grpc_options
 
     deployment = GrpcMethods()
     deployment.servicer = InferenceServicer(FakeHost(model), Access(None, []))
+    seen: list[str] = []
+    if directly:
+        answer_directly(deployment.servicer)
 
     def handlers(service_method: str, streaming_type: gRPCStreamingType) -> Any:
         """As the replica does: user code gets Serve's context, and what it set there is copied to the call."""
         method = getattr(deployment, service_method.rpartition("/")[2], None)
 
         async def one(request: Any, context: Any) -> bytes:
+            seen.append(service_method)
             own = RayServegRPCContext(context)
             response = await method(request, grpc_context=own)
             own._set_on_grpc_context(context)
             return bytes(response.SerializeToString())
 
         async def many(requests: Any, context: Any) -> Any:
+            seen.append(service_method)
             own = RayServegRPCContext(context)
             async for response in method(requests, grpc_context=own):
                 yield response.SerializeToString()
@@ -84,6 +90,7 @@ async def replica(model: FakeModel) -> AsyncIterator[Callable[..., Any]]:
         finally:
             await server.stop(0.0)
             await task
+    assert not (directly and seen)
 
 
 def run(test: Awaitable[None]) -> None:
@@ -103,10 +110,10 @@ async def until(predicate: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_the_client_s_deadline_reaches_the_model() -> None:
+def test_the_client_s_deadline_reaches_the_model(directly: bool) -> None:
     async def test() -> None:
         model = FakeModel()
-        async with replica(model) as ask:
+        async with replica(model, directly) as ask:
             await ask("ModelInfer", request(), timeout_s=100.0)
             assert model.calls[0].deadline_s is not None
             assert 90 < model.calls[0].deadline_s - time.monotonic() < 102
@@ -119,11 +126,11 @@ def test_the_client_s_deadline_reaches_the_model() -> None:
 
 
 @pytest.mark.parametrize("name", ["ModelInfer", "ModelStreamInfer"])
-def test_a_call_that_is_cancelled_leaves_the_model(name: str) -> None:
+def test_a_call_that_is_cancelled_leaves_the_model(name: str, directly: bool) -> None:
     async def test() -> None:
         model = FakeModel()
         model.hold = asyncio.Event()
-        async with replica(model) as ask:
+        async with replica(model, directly) as ask:
             call = ask(name, iter([request()]) if METHODS[name].streams else request())
             await until(lambda: model.waiting == 1)
             call.cancel()
@@ -132,10 +139,10 @@ def test_a_call_that_is_cancelled_leaves_the_model(name: str) -> None:
     run(test())
 
 
-def test_answers_and_errors_have_their_metadata_and_status() -> None:
+def test_answers_and_errors_have_their_metadata_and_status(directly: bool) -> None:
     async def test() -> None:
         model = FakeModel(versions=(3,))
-        async with replica(model) as ask:
+        async with replica(model, directly) as ask:
             call = ask("ModelInfer", request(2, id="i"))
             answer = await call
             assert (answer.id, answer.model_version) == ("i", "3")
@@ -150,10 +157,10 @@ def test_answers_and_errors_have_their_metadata_and_status() -> None:
     run(test())
 
 
-def test_a_message_beyond_the_limit_is_refused_as_it_arrives() -> None:
+def test_a_message_beyond_the_limit_is_refused_as_it_arrives(directly: bool) -> None:
     async def test() -> None:
         model = FakeModel()
-        async with replica(model) as ask:
+        async with replica(model, directly) as ask:
             call = ask("ModelInfer", request(MAX_BODY_BYTES // 12))
             assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert str(MAX_BODY_BYTES) in await call.details()
@@ -163,9 +170,9 @@ def test_a_message_beyond_the_limit_is_refused_as_it_arrives() -> None:
     run(test())
 
 
-def test_what_is_not_served_says_so_and_reflection_is_off() -> None:
+def test_what_is_not_served_says_so_and_reflection_is_off(directly: bool) -> None:
     async def test() -> None:
-        async with replica(FakeModel()) as ask:
+        async with replica(FakeModel(), directly) as ask:
             for name in NOT_SERVED:
                 call = ask.channel.unary_unary(f"/{SERVICE}/{name}")(b"", timeout=TIMEOUT_S)  # type: ignore[attr-defined]
                 assert await call.code() is grpc.StatusCode.UNIMPLEMENTED

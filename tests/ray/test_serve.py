@@ -1,18 +1,23 @@
 """An endpoint for real: Ray, HAProxy, HTTP, and weights that change while it is asked."""
 
 import json
+import queue
 import socket
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+import grpc
+import numpy as np
 import psutil
 import pytest
 
 from endpoint_process import BODY, INFER, NUM_FEATURES, NUM_OUTPUTS, Client, EndpointProcess, Load
 from shoal.cluster.embedded import EmbeddedCluster
 from shoal.errors import ClusterError
+from shoal.open_inference import inference_pb2 as pb
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
 from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.grpc_server import METHODS, SERVICE
 from waiting import wait_for
 
 STATE_TIMEOUT_S = 60.0
@@ -23,7 +28,10 @@ pytestmark = pytest.mark.timeout(180)
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[EndpointProcess]:
     process = EndpointProcess(
-        num_replicas=2, model={"max_batch_size": 4096, "max_queue_size": 8192}, max_body_bytes=MAX_BODY_BYTES
+        num_replicas=2,
+        model={"max_batch_size": 4096, "max_queue_size": 8192},
+        max_body_bytes=MAX_BODY_BYTES,
+        grpc_port=0,
     )
     yield process
     process.close()
@@ -70,6 +78,68 @@ def test_errors_keep_the_protocol_through_the_whole_stack(endpoint: EndpointProc
         status, _, content = client.request(method, path, body)
         assert (status, list(content)) == (expected, ["error"])
     client.close()
+
+
+@pytest.fixture
+def channel(endpoint: EndpointProcess) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(endpoint.grpc) as channel:
+        yield channel
+
+
+def tensor_request(num_rows: int = 1, model: str = "linear") -> pb.ModelInferRequest:
+    rows = np.full((num_rows, NUM_FEATURES), 0.5, np.float32)
+    request = pb.ModelInferRequest(model_name=model, raw_input_contents=[rows.tobytes()])
+    request.inputs.add(name="x", datatype="FP32", shape=rows.shape)
+    return request
+
+
+def infer(channel: grpc.Channel, request: pb.ModelInferRequest) -> grpc.Call:
+    """The finished call, whatever became of it; its `result()` is the answer."""
+    method = METHODS["ModelInfer"]
+    call = channel.unary_unary(f"/{SERVICE}/ModelInfer", method.request.SerializeToString, method.response.FromString)
+    future: grpc.Call = call.future(request, timeout=STATE_TIMEOUT_S)
+    future.code()  # waits
+    return future
+
+
+def test_grpc_answers_with_the_same_weights(endpoint: EndpointProcess, channel: grpc.Channel) -> None:
+    call = infer(channel, tensor_request(3))
+    answer = call.result()  # type: ignore[attr-defined]
+    assert (answer.model_name, answer.model_version) == ("linear", "1")
+    assert dict(call.trailing_metadata())["shoal-model-version"] == "1"
+    assert answer.raw_output_contents[0] == np.ones((3, NUM_OUTPUTS), np.float32).tobytes()
+
+
+def test_grpc_errors_are_ours_through_the_whole_stack(endpoint: EndpointProcess, channel: grpc.Channel) -> None:
+    wrong, late = tensor_request(), tensor_request()
+    wrong.inputs[0].datatype = "FP64"
+    late.parameters["timeout"].int64_param = 1  # microsecond
+    for request, code, words in [
+        (wrong, grpc.StatusCode.INVALID_ARGUMENT, "input 'x': expected FP32 [-1, 4], got FP64 [1, 4]"),
+        (tensor_request(model="other"), grpc.StatusCode.NOT_FOUND, "there is no model 'other'"),
+        (tensor_request(MAX_BODY_BYTES // 16), grpc.StatusCode.RESOURCE_EXHAUSTED, str(MAX_BODY_BYTES)),
+        (late, grpc.StatusCode.DEADLINE_EXCEEDED, ""),
+    ]:
+        call = infer(channel, request)
+        assert call.code() is code
+        assert words in call.details()
+
+
+def test_a_grpc_stream_is_a_conversation(endpoint: EndpointProcess, channel: grpc.Channel) -> None:
+    """Each request leaves when the answer to the one before has come: nothing on the way waits for more."""
+    method = METHODS["ModelStreamInfer"]
+    make = channel.stream_stream(
+        f"/{SERVICE}/ModelStreamInfer", method.request.SerializeToString, method.response.FromString
+    )
+    requests: queue.SimpleQueue[pb.ModelInferRequest | None] = queue.SimpleQueue()
+    answers = make(iter(requests.get, None), timeout=STATE_TIMEOUT_S)
+    for number in range(20):
+        requests.put(tensor_request(model="linear" if number % 5 else "other"))
+        answer = next(answers)
+        assert ("no model 'other'" in answer.error_message) == (number % 5 == 0)
+        assert answer.infer_response.model_version == ("1" if number % 5 else "")
+    requests.put(None)
+    assert list(answers) == []
 
 
 def test_requests_and_answers_larger_than_any_buffer(endpoint: EndpointProcess) -> None:

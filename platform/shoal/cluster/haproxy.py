@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 
 REQUEST_TIMEOUT_S = 10
+STREAM_TIMEOUT_S = 600  # a stream of gRPC may be silent for so long; an answer has Serve's time all the same
 CLOSED_SECTIONS = ("listen stats", "frontend prometheus")
 
 # HAProxy's code -> (status and reason that the client gets, Retry-After, the message).
@@ -77,9 +78,10 @@ FRONTEND = """\
     http-response allow if { status lt 400 } or { res.hdr(content-type) -m beg application/json }
 """
 # Rules are asked in order, so that Serve's own, which follow, never see what these have answered.
-GRPC_FRONTEND = """\
+GRPC_FRONTEND = f"""\
+    timeout client {STREAM_TIMEOUT_S}s
     errorfiles shoal-grpc
-    http-request deny deny_status 501 if { path -m beg /ray.serve. }
+    http-request deny deny_status 501 if {{ path -m beg /ray.serve. }}
 """
 
 

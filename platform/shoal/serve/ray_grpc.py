@@ -1,8 +1,11 @@
 """gRPC within Ray Serve: what Serve is told, and the methods that a deployment forwards to an `InferenceServicer`.
 
-Called by `ray_serve`. With HAProxy in front, every replica has a gRPC server of its own, made by Serve; it counts our
-calls as it counts HTTP's, so draining and scaling see both. Serve does not hand on the call itself, whose deadline we
-need: the handlers that it is given keep it in a context variable.
+Called by `ray_serve`. With HAProxy in front, every replica has a gRPC server of its own, made by Serve, which ends it
+when the calls in hand are answered. A call goes one of two ways:
+
+- through Serve, which counts it, so that scaling sees it. Serve does not hand on the call itself, whose deadline is
+  needed: the handlers that it is given keep it in a context variable.
+- directly to the servicer, after `answer_directly`: 0.2 ms sooner, and unseen by Serve.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from ray.serve._private import constants
 from ray.serve.config import gRPCOptions
 
 from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.grpc_server import METHODS, SERVICE, Context, Method, answer, answers, refusals, time_left_s
+from shoal.serve.grpc_server import METHODS, SERVICE, Context, Method, answer, answers, handlers, refusals, time_left_s
 from shoal.serve.grpc_service import InferenceServicer
 
+# The handlers of this process's replica, by the method's path, when they answer directly.
+_direct: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 _call: ContextVar[grpc.aio.ServicerContext[Any, Any]] = ContextVar("call")
 
 
@@ -35,6 +40,11 @@ def limit_messages(max_body_bytes: int) -> None:
     """
     options = [option for option in constants.DEFAULT_GRPC_SERVER_OPTIONS if "receive" not in option[0]]
     constants.DEFAULT_GRPC_SERVER_OPTIONS[:] = [*options, ("grpc.max_receive_message_length", max_body_bytes)]
+
+
+def answer_directly(servicer: InferenceServicer) -> None:
+    """For a replica's constructor, when the number of replicas does not follow the load as Serve sees it."""
+    _direct.update({f"/{SERVICE}/{name}": handler for name, handler in handlers(servicer).items()})
 
 
 class GrpcMethods:
@@ -69,6 +79,8 @@ class _Handlers(grpc.GenericRpcHandler):
         self._refusals = {f"/{SERVICE}/{name}": handler for name, handler in refusals().items()}
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        if _direct:
+            return _direct.get(details.method)
         kept = self._kept.get(details.method) or self._refusals.get(details.method)
         if kept is None and details.method in self._method_handlers:
             kept = self._kept[details.method] = _keeping(self._method_handlers[details.method])

@@ -22,7 +22,7 @@ from shoal.serve import direct_http
 from shoal.serve.controller_state import Deployment, Event
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.ray_controller import ControllerSetting, RayController
-from shoal.serve.ray_grpc import GrpcMethods, grpc_options, limit_messages
+from shoal.serve.ray_grpc import GrpcMethods, answer_directly, grpc_options, limit_messages
 from shoal.serve.replica import EndpointReplica
 from shoal.serve.rest import RestApp
 from shoal.serve.sources import LiveModel, RegisteredModel, RegistryCatalogue, ServedModel
@@ -46,6 +46,7 @@ class ReplicaWorker(GrpcMethods):
         self.servicer = self._replica.servicer()
         if not spec.is_autoscaled:  # what Serve does not see it cannot scale by
             direct_http.install(self._replica.app)
+            answer_directly(self.servicer)
 
     def __serve_build_asgi_app__(self) -> RestApp:
         return self._replica.app
