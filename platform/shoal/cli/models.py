@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,15 +16,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.registry import ModelVersion, Registry, TensorSignature
+from shoal.errors import ConfigError
+from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.registry.manifest import PAYLOAD_FILES, Format
 from shoal.runs.display import age, moment, number, size
+from shoal.weights import WeightSnapshot
 
 NUM_MOVES = 5
+FORMATS: dict[str, Format] = {".pt2": "torch_export", ".onnx": "onnx"}
 
 
 @click.group()
 def models() -> None:
-    """List, show, promote and roll back registered models.
+    """List, show, add, promote and roll back registered models.
 
     A model is named NAME@3, NAME@champion, or NAME for its newest version.
 
@@ -31,6 +36,7 @@ def models() -> None:
     Examples:
       shoal models list
       shoal models show cartpole@champion
+      shoal models add resnet.onnx
       shoal models promote cartpole@3
       shoal models rollback cartpole
     """
@@ -95,21 +101,26 @@ def show(model: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_as_dict(found), indent=2))
         return
-    tensors = found.snapshot().tensors()
+    snapshot = found.snapshot()
     manifest = found.manifest
+    payload, built_by = f"{size(manifest.size_bytes)}, whole", f"{PAYLOAD_FILES[manifest.model.format]} alone"
+    if manifest.model.format == "module":
+        tensors = snapshot.tensors()
+        num_values = sum(tensor.size for tensor in tensors.values())
+        payload = f"{len(tensors)} tensors, {num_values:,} values, {payload}"
+        built_by = f"{manifest.model.factory} {json.dumps(_shortened(manifest.model.kwargs))}"
     since = age(time.time() - manifest.created_at)
-    num_values = sum(tensor.size for tensor in tensors.values())
     facts = [
         ("model", found.ref),
         ("aliases", ", ".join(found.aliases) or "-"),
         ("registered", f"{moment(manifest.created_at)}, {since} ago"),
         ("from run", f"{manifest.run_id or '-'}, weights version {manifest.weights_version}"),
-        ("built by", f"{manifest.model.factory} {json.dumps(_shortened(manifest.model.kwargs))}"),
+        ("built by", built_by),
         *(("input", _tensor(each)) for each in manifest.signature.inputs),
         *(("output", _tensor(each)) for each in manifest.signature.outputs),
         *((key, number(value)) for key, value in manifest.metrics.items()),
         *((f"{part} data", fingerprint) for part, fingerprint in manifest.data.items()),
-        ("weights", f"{len(tensors)} tensors, {num_values:,} values, {size(manifest.size_bytes)}, whole"),
+        ("weights" if manifest.model.format == "module" else "program", payload),
         ("sha256", manifest.sha256),
         ("files", str(found.folder)),
     ]
@@ -118,6 +129,39 @@ def show(model: str, as_json: bool) -> None:
     width = max(len(label) for label, _ in facts)
     for label, value in facts:
         click.echo(f"{click.style(label.ljust(width), dim=True)}  {value}")
+
+
+@models.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--name", help="The model's name; that of the file by default.")
+@click.option("--alias", default="champion", show_default=True, help="An alias for this version.")
+def add(file: Path, name: str | None, alias: str) -> None:
+    """Register a model that is a file of its own: torch.export (.pt2) or ONNX (.onnx).
+
+    What it takes and gives is read from the file; its first dimension must be dynamic, for that is the batch. A .pt2
+    file can hold code: add and serve only those that you trust.
+
+    \b
+    Examples:
+      shoal models add resnet.onnx
+      shoal models add build/model.pt2 --name ranker --alias candidate
+    """
+    if file.suffix not in FORMATS:
+        remedy = "a model is a .pt2 file of torch.export.save, or an .onnx file; jobs register modules by themselves"
+        raise ConfigError("file", str(file), f"is not one of {', '.join(FORMATS)}", remedy)
+    payload = file.read_bytes()
+    signature = _read_signature(FORMATS[file.suffix], payload, str(file))
+    found = Registry().register(
+        name or file.stem.lower(),
+        WeightSnapshot.from_payload(1, payload),
+        model=ModelFactory(format=FORMATS[file.suffix]),
+        signature=signature,
+        aliases=(alias,),
+    )
+    click.echo(f"{found.name}@{alias} is {found.ref} now.")
+    for word, tensors in (("takes", signature.inputs), ("gives", signature.outputs)):
+        click.echo(f"It {word} {'; '.join(map(_tensor, tensors))}")
+    click.echo(f"Serve it: shoal serve deploy {found.name}@{alias}")
 
 
 @models.command()
@@ -153,6 +197,15 @@ def rollback(name: str, alias: str) -> None:
     """
     found = Registry().rollback(name, alias)
     click.echo(f"{found.name}@{alias} is {found.ref} now.")
+
+
+def _read_signature(kind: Format, payload: bytes, file: str) -> Signature:
+    """Imports the format's libraries, which take a second, when they are needed."""
+    if kind == "onnx":
+        from shoal.serve.formats.onnx import signature_of
+    else:
+        from shoal.serve.formats.exported import signature_of
+    return signature_of(payload, file)
 
 
 def _shortened(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,6 @@ MODULE = "shoal.flows.serving"
 @click.option("--port", type=click.IntRange(0, 65535), help="Where it listens.  [default: a free port]")
 @click.option("--replicas", type=click.IntRange(min=1), help="Processes that each hold every model.  [default: 1]")
 @click.option("--into", metavar="ENDPOINT", help="Serve the models by an endpoint that is up, beside what it serves.")
-@click.option("--live", metavar="RUN", help="Serve the weights of a run as they are published, instead of a model.")
 @click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
 @click.option("--timeout-s", default=120.0, show_default=True, help="How long it may take until it answers.")
 def deploy(
@@ -50,7 +49,6 @@ def deploy(
     port: int | None,
     replicas: int | None,
     into: str | None,
-    live: str | None,
     address: str | None,
     timeout_s: float,
 ) -> None:
@@ -67,12 +65,11 @@ def deploy(
       shoal serve deploy fashion endpoint.models.fashion.precision=bf16
       shoal serve deploy lenet@3 --into shop
       shoal serve deploy shop.yaml
-      shoal serve deploy --live latest
     """
     if into is not None:
         _deploy_into(into, words)
         return
-    options = {"endpoint.name": name, "endpoint.port": port, "endpoint.num_replicas": replicas, "live": live}
+    options = {"endpoint.name": name, "endpoint.port": port, "endpoint.num_replicas": replicas}
     fields = _fields(words) + [f"{field}={value}" for field, value in options.items() if value is not None]
     check(spec_from_words(fields).override(fields))  # here, where its words can still be mended
     cluster = _cluster(address)

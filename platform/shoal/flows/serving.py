@@ -1,4 +1,4 @@
-"""Serve models until told to end: registered ones, each by its version or alias, and the live weights of a run.
+"""Serve registered models, each by its version or alias, until told to end.
 
     python -m shoal.flows.serving models=fashion@champion,tabular@2 endpoint.num_replicas=2
 
@@ -16,13 +16,12 @@ from pydantic import SecretStr
 import shoal.runs
 from shoal.cluster.driver import expected_run_id, job_main
 from shoal.errors import ClusterError
-from shoal.flows.live import live_model
 from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, spec_from_words
 from shoal.home import access_token
 from shoal.rl.ray_rl import require_room
 from shoal.runs import RunRecorder
 from shoal.serve.ray_serve import Endpoint, deploy
-from shoal.serve.sources import LiveModel, registered
+from shoal.serve.sources import registered
 
 JOB = "serve"
 INFERENCE = "inference"  # the kind of an endpoint in the record, beside gateways
@@ -33,15 +32,13 @@ def serve_models(spec: ServingSpec, job: str) -> None:
     """Serve until interrupted. Raises ClusterError, ConfigError, RegistryError, RunError."""
     check(spec)
     served = [registered(model) for model in spec.models]
-    if spec.live:
-        served.append(live_model(spec.live))
     name = served[0].name if spec.endpoint.name == NAMED_BY_MODEL else spec.endpoint.name
     endpoint_spec = spec.endpoint.model_copy(update={"name": name, "token": SecretStr(access_token())})
     require_room(endpoint_spec.num_replicas * endpoint_spec.num_cpus)
     with shoal.runs.create(job, spec.to_yaml(), expected_run_id()) as recorder:
         endpoint = deploy(endpoint_spec, served)
         try:
-            _refuse_what_cannot_be_served(endpoint, {model.name for model in served if _is_registered(model.source)})
+            _require_all_served(endpoint)
             recorder.endpoint(name, INFERENCE, endpoint.url, "ready")
             for model in served:
                 print(f"serving {model.name} at {endpoint.url}/v2/models/{model.name}", flush=True)
@@ -51,15 +48,11 @@ def serve_models(spec: ServingSpec, job: str) -> None:
             endpoint.close()
 
 
-def _is_registered(source: object) -> bool:
-    return not isinstance(source, LiveModel)
-
-
-def _refuse_what_cannot_be_served(endpoint: Endpoint, registered_names: set[str]) -> None:
-    """Raises ClusterError with the reason of a registered model that no replica could load."""
+def _require_all_served(endpoint: Endpoint) -> None:
+    """Raises ClusterError with the reason of a model that no replica could load."""
     for model in endpoint.status()["models"]:
-        if model["name"] in registered_names and model["state"] != "READY":
-            raise ClusterError(f"{model['name']} cannot be served: {model['reason'] or model['state']}")
+        if model["state"] != "READY":
+            raise ClusterError(f"{model['name']} cannot be served: {model['reason'] or model['state'].lower()}")
 
 
 def _record_changes(endpoint: Endpoint, recorder: RunRecorder) -> None:

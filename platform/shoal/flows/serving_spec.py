@@ -11,7 +11,6 @@ from pathlib import Path
 import yaml
 from pydantic import Field, field_validator, model_validator
 
-import shoal.runs
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.registry import Registry, split_ref
@@ -25,13 +24,11 @@ class ServingSpec(Spec):
 
     models:   references: name@version, name@alias (which is followed), or name for the newest version now; a list, or
               one word with commas
-    live:     a run whose weights are served as they are published
     endpoint: where, how many replicas, how each model is served; it is called like its first model unless it is named
     file:     a YAML file with all of it, which words change
     """
 
     models: list[str] = Field(default_factory=list)
-    live: str = ""
     endpoint: EndpointSpec = EndpointSpec(name=NAMED_BY_MODEL, num_cpus=0.5)
     file: str = ""
 
@@ -80,13 +77,10 @@ def from_file(path: Path) -> ServingSpec:
 
 def check(spec: ServingSpec) -> None:
     """Whether everything that is to be served is there. Raises ConfigError, RegistryError, RunError."""
-    if not spec.models and not spec.live:
+    if not spec.models:
         raise ConfigError("models", [], "there is nothing to serve", "name a model: `shoal models list` shows them")
     for model in spec.models:
         Registry().get(model)
-    if spec.live:
-        shoal.runs.load(spec.live)
-        return  # whose model has a name of its own
     names = [split_ref(model)[0] for model in spec.models]
     if unknown := sorted(set(spec.endpoint.models) - set(names)):
         raise ConfigError("endpoint.models", unknown[0], "is not served", f"models: {', '.join(names)}")
