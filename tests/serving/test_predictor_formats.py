@@ -10,9 +10,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+from shoal.cli.models import models
 from shoal.errors import ConfigError, WeightsError
 from shoal.registry import ModelFactory, Registry, RegistrySource, Signature
 from shoal.registry.manifest import Format
@@ -153,3 +155,36 @@ def test_a_program_goes_through_the_registry_and_follows_its_alias(shoal_home: P
     (found.folder / "model.onnx").write_bytes(b"damaged")
     with pytest.raises(WeightsError, match=r"model\.onnx of scaled@2 is damaged"):
         registry.get("scaled@2").snapshot()
+
+
+def typed(*words: str) -> str:
+    result = CliRunner().invoke(models, list(words), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_file_is_added_from_the_command_line_and_shown(shoal_home: Path, tmp_path: Path) -> None:
+    program = tmp_path / "Scaled.onnx"
+    program.write_bytes(onnx_payload())
+    told = typed("add", str(program))
+    assert "scaled@champion is scaled@1 now" in told
+    assert "It takes x: FP32 [any, 3]\nIt gives y: FP32 [any, 3]\n" in told
+    assert "shoal serve deploy scaled@champion" in told
+    exported_file = tmp_path / "model.pt2"
+    exported_file.write_bytes(exported_payload(TwoInputs()))
+    assert "pair@candidate is pair@1 now" in typed("add", str(exported_file), "--name", "pair", "--alias", "candidate")
+    shown = " ".join(typed("show", "pair").split())
+    for text in ("built by model.pt2 alone", "input left: FP32 [any, 3]", "output output_1: INT64 [any]", "KiB, whole"):
+        assert text in shown, shown
+
+
+def test_a_file_of_another_kind_is_refused(shoal_home: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "model.pkl"
+    wrong.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"model\.pkl': is not one of \.pt2, \.onnx"):
+        typed("add", str(wrong))
+    program = tmp_path / "model.onnx"
+    program.write_bytes(b"nonsense")
+    with pytest.raises(WeightsError, match=r"model\.onnx is not an ONNX model"):
+        typed("add", str(program))
+    assert Registry().list() == ()

@@ -23,7 +23,7 @@ VERBS = {
     "runs": ("runs", "List the runs, or show one."),
     "report": ("runs", "Write the one-page HTML report of a run."),
     "compare": ("compare", "Put runs side by side, in a table and a picture."),
-    "models": ("models", "List, show, promote and roll back registered models."),
+    "models": ("models", "List, show, add, promote and roll back registered models."),
     "serve": ("serve", "Serve models: deploy, look at, roll out, roll back, delete."),
     "predict": ("predict", "Ask a model of an endpoint."),
     "batch-predict": ("batch_predict", "Answer every row of a file or folder with a registered model."),

@@ -40,7 +40,7 @@ class WeightSnapshot:
     """One version of the weights, immutable.
 
     version:      increases by one with each publication of a run, from 1
-    payload:      safetensors
+    payload:      safetensors; of a registered model that is a file of its own (torch.export, ONNX), that file
     sha256:       hex digest of the payload
     published_at: seconds since the epoch at which the producer handed it over
     """
