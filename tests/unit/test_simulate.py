@@ -78,6 +78,12 @@ def test_overload_within_a_deadline_keeps_nine_tenths_and_collapses_without_admi
     assert collapsed.goodput_per_s < 0.1 * CAPACITY
 
 
+def test_a_tight_deadline_under_heavy_load_does_not_force_small_batches() -> None:
+    """Though 60 ms are less than two full batches of 36 ms: admission foresees that its batch will be full."""
+    result = drive(ScheduleServer(32), FORWARD, poisson(2 * CAPACITY, 15_000), deadline_s=0.06)
+    assert result.goodput_per_s >= 0.9 * CAPACITY
+
+
 def test_several_slots_share_the_load() -> None:
     one = simulate(MEASURED, 700, max_batch_rows=32, num_requests=5000)
     two = simulate(MEASURED, 700, max_batch_rows=32, num_requests=5000, slots=2)
