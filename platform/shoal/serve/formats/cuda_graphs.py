@@ -61,7 +61,8 @@ class _Slot:
         with torch.no_grad():
             for name, tensor in self._module.state_dict().items():
                 tensor.copy_(state[name])
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():  # the copies are on this thread's stream, the replays on another's
+            torch.cuda.synchronize()
 
     def run(self, args: tuple[Tensor, ...], inputs: Mapping[str, Tensor]) -> Any:
         """The outputs, cut to the batch's rows, in memory of their own."""
@@ -82,25 +83,35 @@ class _Graph:
 
     def __init__(self, call: Callable[..., Any], buffers: list[Tensor], names: list[str]) -> None:
         self._buffers = buffers
-        self._graph = torch.cuda.CUDAGraph()
         named = dict(zip(names, buffers, strict=True)) if names else {}
         args = () if names else tuple(buffers)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(NUM_CAPTURE_WARM_UPS):
-                call(*args, **named)
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self._graph):
-            self._outputs = call(*args, **named)
+        self._replay, self._outputs = captured(lambda: call(*args, **named))
 
     def replay(self, tensors: tuple[Tensor, ...], num_rows: int) -> Any:
         for buffer, tensor in zip(self._buffers, tensors, strict=True):
             buffer[:num_rows].copy_(tensor)
-        self._graph.replay()
+        self._replay()
         outputs = self._outputs
         if isinstance(outputs, Mapping):
-            return {name: output[:num_rows].cpu() for name, output in outputs.items()}
+            return {name: _own(output, num_rows) for name, output in outputs.items()}
         if isinstance(outputs, tuple | list):
-            return [output[:num_rows].cpu() for output in outputs]
-        return outputs[:num_rows].cpu()
+            return [_own(output, num_rows) for output in outputs]
+        return _own(outputs, num_rows)
+
+
+def captured(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """A function that computes anew, from and to the memory that `compute` reads and gives; and what it gives."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(NUM_CAPTURE_WARM_UPS):
+            compute()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        outputs = compute()
+    return graph.replay, outputs
+
+
+def _own(output: Tensor, num_rows: int) -> Tensor:
+    """The rows of the batch, out of the memory that the next one overwrites."""
+    return output[:num_rows].to("cpu", copy=True)
