@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 
 from shoal.errors import ConfigError
 
@@ -133,6 +133,12 @@ def _suggest(name: str, owner: type[BaseModel]) -> str:
 def _config_error(spec: type[BaseModel], error: ValidationError) -> ConfigError:
     first = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or spec.__name__
+    annotation: Any = spec
+    for part in (
+        first["loc"][:-1] if first["type"] == "missing" else first["loc"]
+    ):  # then its input is what surrounds it
+        annotation = _within(annotation, part)
+    value = _without_secrets(annotation, first["input"])
     remedy = ""
     if first["type"] == "extra_forbidden":
         owner: _Owner = spec
@@ -140,5 +146,34 @@ def _config_error(spec: type[BaseModel], error: ValidationError) -> ConfigError:
             is_known = isinstance(owner, _Entries) or (owner is not None and part in owner.model_fields)
             owner = _owner_within(owner, str(part)) if is_known else None
         remedy = _suggest(str(first["loc"][-1]), owner) if isinstance(owner, type) else ""
-        return ConfigError(field, first["input"], "no such field", remedy)
-    return ConfigError(field, first["input"], first["msg"], remedy)
+        return ConfigError(field, value, "no such field", remedy)
+    return ConfigError(field, value, first["msg"], remedy)
+
+
+def _within(annotation: Any, part: int | str) -> Any:
+    """The type of what lies under `part` in a value of the type `annotation`; None when that is not known."""
+    spec = _spec_in(annotation)
+    if spec is None:
+        return next(iter(get_args(annotation)), None)
+    if get_origin(annotation) in (dict, list):
+        return spec
+    return spec.model_fields[part].annotation if isinstance(part, str) and part in spec.model_fields else None
+
+
+def _spec_in(annotation: Any) -> type[BaseModel] | None:
+    candidates = (annotation, *get_args(annotation))
+    return next((each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)), None)
+
+
+def _without_secrets(annotation: Any, value: Any) -> Any:
+    """A value as a complaint may repeat it."""
+    spec = _spec_in(annotation)
+    if isinstance(value, Mapping):
+        of = spec if get_origin(annotation) is list else annotation  # one where a list of them was wanted
+        return {name: _without_secrets(_within(of, name), each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(_within(annotation, index), each) for index, each in enumerate(value)]
+    fields = spec.model_fields.values() if spec is not None else ()
+    types = (annotation, *get_args(annotation), *(field.annotation for field in fields))
+    is_secret = any(SecretStr in (each, *get_args(each)) for each in types)
+    return SecretStr("masked") if is_secret and isinstance(value, str) else value

@@ -9,6 +9,7 @@ from pydantic import SecretStr
 
 from shoal.errors import ConfigError, InferenceError
 from shoal.serve.access import ADMINISTRATOR, ANYONE, Access, hashed
+from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.options import ApiKey
 
 TOKEN, KEY, OTHER = "the-token", "key-of-ada", "key-of-bob"
@@ -187,3 +188,32 @@ def test_no_key_is_kept_or_shown() -> None:
         assert secret.encode() not in kept
         assert secret not in errors
         assert secret not in repr(vars(access))
+
+
+SECRET = "s3cr3t"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"token": f"{SECRET} with blanks"},
+        {"token": [SECRET]},
+        {"token": SECRET, "max_replicas": 1, "num_replicas": 2},
+        {"nmae": "x", "token": SECRET},
+        {"keys": SECRET},
+        {"keys": [SECRET]},
+        {"keys": {"name": "ada", "key": SECRET}},
+        {"keys": [{"key": SECRET}]},
+        {"keys": [{"name": "ada", "key": SECRET, "burst": 0}]},
+        {"keys": [{"name": "ada", "key": SECRET, "no_such": 1}]},
+        {"keys": [{"name": "ada", "key": f"{SECRET}\n"}]},
+        {"keys": [{"name": "ada", "key": SECRET}, {"name": "bob", "key": SECRET}]},
+        {"keys": [{"name": "administrator", "key": SECRET}]},
+        {"token": SECRET, "keys": [{"name": "ada", "key": SECRET}]},
+    ],
+)
+def test_no_complaint_about_a_spec_shows_a_secret(values: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EndpointSpec.parse({"name": "digits", **values})
+    assert SECRET not in str(caught.value)
+    assert SECRET not in repr(caught.value.value)

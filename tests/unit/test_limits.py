@@ -1,18 +1,17 @@
 """What a request may cost: heads, the pace of bodies, shapes, compression."""
 
 import gzip
-import math
 import zlib
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shoal.errors import InferenceError
+from shoal.open_inference.expectation import MAX_ELEMENTS, Expectation
+from shoal.open_inference.messages import TensorMetadata
 from shoal.serve.limits import Limits
 
-LIMITS = Limits(max_body_bytes=100, max_headers=3, max_header_bytes=40, max_path_chars=10, max_elements=1000)
+LIMITS = Limits(max_body_bytes=100, max_headers=3, max_header_bytes=40, max_path_chars=10)
 
 
 def refused(call: Callable[[], object]) -> InferenceError:
@@ -31,18 +30,14 @@ def test_a_head_within_its_limits_passes_and_each_limit_has_its_status() -> None
     assert "41 bytes" in str(error)
 
 
-@given(st.lists(st.integers(0, 1 << 62), max_size=8))
-def test_no_shape_has_more_elements_than_allowed(shape: list[int]) -> None:
-    if math.prod(shape) <= LIMITS.max_elements:
-        assert LIMITS.check_shape("x", shape) == math.prod(shape)
-    else:
-        error = refused(lambda: LIMITS.check_shape("x", shape))
-        assert error.status == 413
-        assert "'x'" in str(error)
-
-
-def test_a_negative_size_is_not_a_shape() -> None:
-    assert refused(lambda: LIMITS.check_shape("x", [-1, -5])).status == 422
+def test_no_tensor_of_open_size_has_more_elements_than_allowed() -> None:
+    inputs = [TensorMetadata("x", "FP32", [-1, -1]), TensorMetadata("y", "FP32", [-1, 1 << 25])]
+    expectation = Expectation(inputs, inputs, max_rows=4)
+    expectation.declare("x", "FP32", [4, MAX_ELEMENTS // 4], {})
+    expectation.declare("y", "FP32", [4, 1 << 25], {})  # as its model wants it
+    error = refused(lambda: expectation.declare("x", "FP32", [1, 1 << 62], {}))
+    assert error.status == 413
+    assert "'x'" in str(error)
 
 
 def test_what_arrives_fast_enough_has_time() -> None:

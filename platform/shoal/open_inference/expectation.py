@@ -1,20 +1,22 @@
 """What the requests of one model must look like: names, datatypes, shapes and rows, checked before anything is read.
 
 Called for every tensor of a request by the REST codec and by the gRPC service, with what the request *declares*: no
-value has been looked at, nothing has been allocated. Knows no encoding. Every complaint is an InferenceError (422) that
-names the tensor, what was expected and what came.
+value has been looked at, nothing has been allocated. Knows no encoding. Every complaint is an InferenceError (422, 413
+for too many elements) that names the tensor, what was expected and what came.
 
 The batch is the first dimension. It has at least one row, as in Triton; another variable dimension may be 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shoal.errors import InferenceError
 from shoal.open_inference.messages import TensorMetadata
 
+MAX_ELEMENTS = 1 << 24  # of a tensor whose size its model leaves open: what others are padded to, in one batch
 MAX_SHOWN = 8  # dimensions of a client's shape that an error repeats
 
 
@@ -29,7 +31,7 @@ class Expectation:
         self._rest = {spec.name: None if -1 in spec.shape[1:] else spec.shape[1:] for spec in inputs}
 
     def declare(self, name: str, datatype: str, shape: Sequence[int], accepted: Mapping[str, Any]) -> None:
-        """One tensor of a request whose tensors so far are `accepted`. Raises InferenceError (422)."""
+        """One tensor of a request whose tensors so far are `accepted`. Raises InferenceError (413, 422)."""
         spec = self.inputs.get(name)
         if spec is None:
             expected = ", ".join(map(repr, self.inputs))
@@ -41,6 +43,9 @@ class Expectation:
         if not 0 < shape[0] <= self._max_rows:
             expected = f"expected 1 to {self._max_rows} rows"
             raise InferenceError(422, f"input {name!r}: {expected}, got {shown(datatype, shape)}")
+        if self._rest[name] is None and math.prod(shape) > MAX_ELEMENTS:
+            limit = f"at most {MAX_ELEMENTS} elements are taken"
+            raise InferenceError(413, f"input {name!r}: {limit}, got {shown(datatype, shape)}")
 
     def complete(self, arrays: Mapping[str, Any]) -> int:
         """The number of rows of a request with these tensors. Raises InferenceError (422)."""

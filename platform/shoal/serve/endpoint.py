@@ -7,7 +7,8 @@ import ipaddress
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from shoal.config import Spec
-from shoal.serve.options import ApiKey, ModelOptions
+from shoal.serve.access import Access
+from shoal.serve.options import ApiKey, ModelOptions, usable_secret
 from shoal.serve.tracing import Destination
 
 # A replica is well used when one full batch is computed while the next one gathers.
@@ -30,6 +31,8 @@ class EndpointSpec(Spec):
     torch_threads:  threads of one forward; 1 is best for small models under load
     num_cpus:       what each replica reserves of the cluster
     drain_s:        how long a replica that is being stopped finishes what it has
+    hang_s:         a replica whose forward takes longer than this is taken for hung, and replaced
+    max_memory_gib: a replica whose process has grown beyond this is replaced; None for as large as it gets
     trace:          where traces (OpenTelemetry) of requests go, from the ingress to the forward; "" for none. See
                     `shoal.serve.tracing`: otlp://HOST:PORT, file:FOLDER
     """
@@ -48,6 +51,8 @@ class EndpointSpec(Spec):
     torch_threads: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=1.0, ge=0)
     drain_s: float = Field(default=10.0, gt=0)
+    hang_s: float = Field(default=60.0, gt=0)
+    max_memory_gib: float | None = Field(default=None, gt=0)
     trace: str = ""
 
     @field_validator("host")
@@ -64,13 +69,7 @@ class EndpointSpec(Spec):
     @field_validator("token")
     @classmethod
     def _usable_in_a_header(cls, token: SecretStr | None) -> SecretStr | None:
-        if token is not None:
-            text = token.get_secret_value()
-            if not text or not text.isascii() or not text.isprintable() or " " in text:
-                raise ValueError("a token is printable ASCII without blanks, and not empty")
-            if not text.strip("*"):
-                raise ValueError("this is a token that was masked when it was printed; give the token itself")
-        return token
+        return None if token is None else usable_secret(token)
 
     @field_validator("trace")
     @classmethod
@@ -78,6 +77,11 @@ class EndpointSpec(Spec):
         if trace:
             Destination.parse(trace)
         return trace
+
+    @model_validator(mode="after")
+    def _keys_are_distinct(self) -> EndpointSpec:
+        Access(self.token.get_secret_value() if self.token else None, self.keys)
+        return self
 
     @model_validator(mode="after")
     def _scales_upwards(self) -> EndpointSpec:

@@ -1,13 +1,12 @@
-"""What a request may cost before it is known to be one: its head, its body, its tensors' sizes.
+"""What a request may cost before it is known to be one: its head, and its body, how long and how fast.
 
 Asked by the protocol applications, before anything is allocated for a request. Raises InferenceError with the status of
-the limit that was broken, and knows no model. HAProxy, where it is in front, cuts off sooner (`cluster.haproxy`): this
-is what holds without it, and what it cannot do.
+the limit that was broken, and knows no model (what its tensors may cost: `open_inference.expectation`). HAProxy, where
+it is in front, cuts off sooner (`cluster.haproxy`): this is what holds without it, and what it cannot do.
 """
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ class Limits:
     max_body_bytes:       of a request, as sent and when decompressed (413)
     max_headers, max_header_bytes: their number, and names and values together (431)
     max_path_chars:       of the path (414)
-    max_elements:         of one tensor (413)
     body_grace_s, min_body_bytes_per_s: a body must be there `body_grace_s` after the head, and one second later for
                           each `min_body_bytes_per_s` that it has (408)
     """
@@ -34,7 +32,6 @@ class Limits:
     max_headers: int = 64
     max_header_bytes: int = 8192
     max_path_chars: int = 1024
-    max_elements: int = 1 << 24
     body_grace_s: float = 10.0
     min_body_bytes_per_s: int = 32 * 1024
 
@@ -49,19 +46,6 @@ class Limits:
             size_bytes += len(name) + len(value)
         if size_bytes > self.max_header_bytes:
             raise InferenceError(431, f"the headers have {size_bytes} bytes, the limit is {self.max_header_bytes}")
-
-    def check_shape(self, tensor: str, shape: Sequence[int]) -> int:
-        """The number of elements. Raises InferenceError: 422 for a negative size, 413 for too many elements."""
-        if any(size < 0 for size in shape):
-            raise InferenceError(422, f"tensor {tensor[:200]!r}: a size in {list(shape)[:16]} is negative")
-        num_elements = math.prod(shape)
-        if num_elements > self.max_elements:
-            raise InferenceError(
-                413,
-                f"tensor {tensor[:200]!r}: the shape {list(shape)[:16]} has more elements than the limit of "
-                f"{self.max_elements}",
-            )
-        return num_elements
 
     def body_deadline_s(self, received_bytes: int) -> float:
         """How long after its head a body may still be incomplete, when so much of it is there."""
