@@ -1,7 +1,8 @@
 """An endpoint on a local Ray of its own, in a process of its own, for tests; and a client that counts every answer.
 
 Serve reads its environment when it is imported, and one process can hold one Ray: so the driver runs as a child, which
-obeys one JSON command per line. The model is `torch.nn.Linear` with zero weights and the version as its bias: every
+obeys one JSON command per line. It serves two models: `linear` follows published weights, `steps` the alias champion
+of a registry that has three versions. Both are `torch.nn.Linear` with zero weights and the version as bias: every
 number of every answer must equal the version that the answer names.
 """
 
@@ -27,6 +28,7 @@ REQUEST_TIMEOUT_S = 30.0
 BODY = json.dumps(
     {"inputs": [{"name": "x", "shape": [1, NUM_FEATURES], "datatype": "FP32", "data": [0.5] * NUM_FEATURES}]}
 )
+NUM_REGISTERED = 3
 INFER = "/v2/models/linear/infer"
 
 
@@ -43,7 +45,8 @@ class EndpointProcess:
             stderr=self._log,
             text=True,
             # Not what attaches this process to another cluster.
-            env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+            env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+            | {"SHOAL_HOME": str(self.temp_dir / "home")},
         )
         try:
             answer = self._answer()
@@ -98,6 +101,7 @@ class Load:
 
     url: str
     num_clients: int
+    model: str = "linear"
     counts: Counter[str] = field(default_factory=Counter)
     versions: set[int] = field(default_factory=set)
     surprises: list[str] = field(default_factory=list)
@@ -123,7 +127,7 @@ class Load:
         client = Client(self.url)
         while not self._stop.is_set():
             try:
-                status, headers, body = client.infer()
+                status, headers, body = client.infer(self.model)
             except http.client.IncompleteRead as error:
                 self._count("cut short", str(error))
                 client.close()
@@ -160,8 +164,14 @@ class Client:
         response = self._connection.getresponse()
         return response.status, response.headers, json.loads(response.read())
 
-    def infer(self) -> tuple[int, Any, Any]:
-        return self.request("POST", INFER, BODY)
+    def infer(self, model: str = "linear") -> tuple[int, Any, Any]:
+        return self.request("POST", f"/v2/models/{model}/infer", BODY)
+
+    def change(self, **change: Any) -> Any:
+        """What an administrator asks. Fails unless it was done."""
+        status, _, body = self.request("POST", "/shoal/v1/rollout", json.dumps(change))
+        assert status == 200, body
+        return body
 
     def close(self) -> None:
         self._connection.close()
@@ -176,10 +186,10 @@ def _drive(temp_dir: Path, spec: dict[str, Any]) -> None:
     import ray
 
     from shoal.errors import ShoalError
-    from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
+    from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
     from shoal.serve.endpoint import EndpointSpec
     from shoal.serve.ray_serve import deploy
-    from shoal.serve.sources import LiveModel, ServedModel
+    from shoal.serve.sources import LiveModel, ServedModel, registered
     from shoal.weights import WeightSnapshot
     from shoal.weights.ray_weights import RayWeightPublisher, RayWeightSource, start_weight_store
 
@@ -197,18 +207,27 @@ def _drive(temp_dir: Path, spec: dict[str, Any]) -> None:
     x = TensorSignature(name="x", datatype="FP32", shape=[-1, NUM_FEATURES])
     y = TensorSignature(name="y", datatype="FP32", shape=[-1, NUM_OUTPUTS])
     factory = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": NUM_FEATURES, "out_features": NUM_OUTPUTS})
-    model = ServedModel("linear", LiveModel(factory, Signature(inputs=[x], outputs=[y]), source))
-    endpoint = deploy(EndpointSpec.parse({"name": "linear", "num_cpus": 0.1, **spec}), [model])
+    signature = Signature(inputs=[x], outputs=[y])
+
+    def constant(version: int) -> WeightSnapshot:
+        weight = np.zeros((NUM_OUTPUTS, NUM_FEATURES), np.float32)
+        return WeightSnapshot.of(version, {"weight": weight, "bias": np.full(NUM_OUTPUTS, version, np.float32)})
+
+    registry = Registry()
+    for version in range(1, NUM_REGISTERED + 1):
+        aliases = ("champion",) if version == 1 else ()
+        registry.register("steps", constant(version), model=factory, signature=signature, aliases=aliases)
+    models = [ServedModel("linear", LiveModel(factory, signature, source)), registered("steps@champion")]
+    endpoint = deploy(EndpointSpec.parse({"name": "linear", "num_cpus": 0.1, **spec}), models)
     answer({"url": endpoint.url, "grpc": endpoint.grpc})
 
     def publish(version: int) -> float:
-        tensors = {
-            "weight": np.zeros((NUM_OUTPUTS, NUM_FEATURES), np.float32),
-            "bias": np.full(NUM_OUTPUTS, version, np.float32),
-        }
-        snapshot = WeightSnapshot.of(version, tensors)
+        snapshot = constant(version)
         publisher.publish(snapshot)
         return snapshot.published_at
+
+    def events() -> list[str]:
+        return [f"{event.kind} {event.model}" for event in endpoint.take_events()]
 
     def store_pid() -> int:
         return int(ray.get(store.__ray_call__.remote(lambda worker: os.getpid())))
@@ -227,6 +246,10 @@ def _drive(temp_dir: Path, spec: dict[str, Any]) -> None:
         "store_pid": store_pid,
         "stored_version": stored_version,
         "close_endpoint": close_endpoint,
+        "controller_pid": endpoint.controller_pid,
+        "status": endpoint.status,
+        "events": events,
+        "champion": lambda: registry.get("steps@champion").version,
     }
     for line in sys.stdin:
         name, arguments = json.loads(line)

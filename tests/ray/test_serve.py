@@ -1,7 +1,9 @@
 """An endpoint for real: Ray, HAProxy, HTTP, and weights that change while it is asked."""
 
 import json
+import os
 import queue
+import signal
 import socket
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -180,6 +182,51 @@ def test_replicas_share_the_work_and_count_it(endpoint: EndpointProcess) -> None
     after = {replica["pid"]: replica["statuses"]["200"] for replica in endpoint.stats()}
     assert sum(after.values()) - sum(before.values()) == load.counts["answered"]
     assert all(after[pid] > before[pid] for pid in before)
+
+
+def test_a_canary_is_opened_promoted_and_rolled_back_under_load(endpoint: EndpointProcess) -> None:
+    client = Client(endpoint.url)
+    with Load(endpoint.url, num_clients=4, model="steps") as load:
+        model = client.change(action="canary", model="steps", version=2, percent=50, reason="a try")
+        assert [(each["version"], each["track"], each["share"]) for each in model["versions"]] == [
+            (1, "stable", 0.5),
+            (2, "candidate", 0.5),
+        ]
+        wait_for(lambda: load.versions == {1, 2}, STATE_TIMEOUT_S)
+        client.change(action="promote", model="steps")
+        assert {client.infer("steps")[2]["model_version"] for _ in range(20)} == {"2"}
+        assert endpoint.command("champion") == 2
+        client.change(action="rollback", model="steps", reason="after all not")
+        assert {client.infer("steps")[2]["model_version"] for _ in range(20)} == {"1"}
+    assert endpoint.command("champion") == 1
+    assert load.hung == 0
+    assert list(load.counts) == ["answered"], load.surprises[:3]
+    assert endpoint.command("events") == [f"{kind} steps" for kind in ("deploy", "canary", "promote", "rollback")]
+    client.close()
+
+
+def test_the_controller_dies_and_comes_back_with_what_it_knew(endpoint: EndpointProcess) -> None:
+    client = Client(endpoint.url)
+    client.change(action="canary", model="steps", version=3, percent=0)
+    with Load(endpoint.url, num_clients=4, model="steps") as load:
+        before = endpoint.command("controller_pid")
+        os.kill(before, signal.SIGKILL)
+        wait_for(lambda: controller_pid(endpoint) not in (0, before), STATE_TIMEOUT_S)
+        assert client.request("GET", "/shoal/v1/status")[2]["models"][1]["phase"] == "canary"
+        client.change(action="promote", model="steps")
+        wait_for(lambda: 3 in load.versions, STATE_TIMEOUT_S)
+    assert load.hung == 0
+    assert list(load.counts) == ["answered"], load.surprises[:3]
+    assert endpoint.command("champion") == 3
+    client.close()
+
+
+def controller_pid(endpoint: EndpointProcess) -> int:
+    """0 while it is away."""
+    try:
+        return int(endpoint.command("controller_pid"))
+    except RuntimeError:
+        return 0
 
 
 def test_http_listens_on_loopback_only(endpoint: EndpointProcess) -> None:
