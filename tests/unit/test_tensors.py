@@ -1,6 +1,7 @@
 """Tensors of the protocol in JSON and in bytes: every datatype there and back, and what does not fit."""
 
 import struct
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -68,12 +69,38 @@ def test_bytes_there_and_back(tensor: tuple[str, np.ndarray]) -> None:
 
 
 def test_numbers_are_not_copied() -> None:
-    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    array = np.arange(30_000, dtype=np.float32).reshape(3, -1)
     assert np.shares_memory(np.asarray(to_binary("FP32", array)), array)
     body = b"x" + array.tobytes()  # not aligned
-    assert from_binary("t", "FP32", (3, 4), memoryview(body)[1:]).tolist() == array.tolist()
-    assert bytes(to_binary("FP32", array.T)) == array.T.tobytes()  # scattered in memory
-    assert bytes(to_binary("INT32", np.array([1, 2], dtype=">i4"))) == np.array([1, 2], dtype="<i4").tobytes()
+    read = from_binary("t", "FP32", array.shape, memoryview(body)[1:])
+    assert np.shares_memory(read, np.frombuffer(body, dtype=np.uint8))
+    assert np.array_equal(read, array)
+    assert not read.flags.writeable
+
+
+def test_any_order_in_memory_is_written_row_by_row() -> None:
+    for columns in (4, 10_000):
+        array = np.arange(3 * columns, dtype=np.int32).reshape(3, columns)
+        assert bytes(to_binary("INT32", array.T)) == array.T.tobytes()
+        assert bytes(to_binary("INT32", array.astype(">i4"))) == array.tobytes()
+
+
+def test_a_false_shape_makes_nothing() -> None:
+    """A hundred bytes that claim a thousand million elements cost no memory."""
+    shape = (10**9,)
+    tracemalloc.start()
+    try:
+        for read in (
+            lambda: from_binary("t", "BYTES", shape, b"\0" * 100),
+            lambda: from_binary("t", "FP64", shape, b"\0" * 100),
+            lambda: from_json("t", "FP64", shape, raw([1.0] * 40)),
+            lambda: from_json("t", "BYTES", shape, raw(["a"] * 40)),
+        ):
+            with pytest.raises(InferenceError):
+                read()
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 @given(st.floats(width=32))
@@ -87,6 +114,11 @@ def test_bf16_is_the_nearest_of_its_neighbours(value: float) -> None:
         assert all(abs(nearest - value) <= abs(float(each) - value) for each in neighbours if np.isfinite(each))
     else:
         assert abs(value) >= 3.3895e38
+
+
+def test_a_nan_whose_upper_bits_say_infinity_stays_one_in_bf16() -> None:
+    nan = np.array([0x7F800001, 0xFF800001], dtype=np.uint32).view(np.float32)
+    assert np.isnan(bf16_values(bf16_bits(nan))).all()
 
 
 def test_bf16_ties_go_to_even() -> None:

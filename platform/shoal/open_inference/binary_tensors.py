@@ -1,9 +1,9 @@
 """Tensors in bytes, as the binary tensor extension and gRPC's raw contents write them: into arrays, and from arrays.
 
-Called by the codec of requests, by the gRPC service and by the client. Pure functions of buffers and arrays, and no
-number is copied: an array that was read is a read-only view of the body, not always aligned; what is written is a view
-of the array. Elements are little-endian, row-major, without padding; each of BYTES follows its length in four
-bytes. Complaints are InferenceErrors (422) that name the tensor, what was expected and what came.
+Called by the codec of requests, by the gRPC service and by the client. Pure functions of buffers and arrays. Much is
+never copied: an array that was read is a read-only view of the body, not always aligned; what is written is a view of
+the array when that is large. Elements are little-endian, row-major, without padding; each of BYTES follows its length
+in four bytes. Complaints are InferenceErrors (422) that name the tensor, what was expected and what came.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY
 from shoal.open_inference.expectation import shown
 
+COPIED_BYTES = 1 << 15  # up to here a copy costs less than a view
 _LENGTH = struct.Struct("<I")
 
 
@@ -32,23 +33,25 @@ def from_binary(
     if len(data) != size * dtype.itemsize:
         problem = f"{role} {name!r}: expected {size * dtype.itemsize} bytes of {shown(datatype, shape)}"
         raise InferenceError(422, f"{problem}, got {len(data)}")
-    array: np.ndarray = np.frombuffer(data, dtype).reshape(shape)
+    array: np.ndarray = np.ndarray(shape, dtype, buffer=data)
     if datatype == "BOOL" and size and (largest := array.view(np.uint8).max()) > 1:
         raise InferenceError(422, f"{role} {name!r}: expected bytes of 0 and 1 for BOOL, got {largest}")
     return array
 
 
 def to_binary(datatype: str, array: np.ndarray) -> memoryview | bytes:
-    """The bytes of `array`: a view of it, unless it is BYTES or lies scattered in memory."""
+    """The bytes of `array`: a view of it, unless it is BYTES, small, or scattered in memory."""
     if datatype == "BYTES":
         return b"".join(part for element in array.flat for part in (_LENGTH.pack(len(element)), element))
-    dtype = NUMPY[datatype]
-    contiguous = np.ascontiguousarray(array, dtype=dtype if array.dtype.byteorder == ">" else None)
-    return contiguous.reshape(-1).view(np.uint8).data
+    if array.dtype.byteorder == ">":
+        array = array.astype(NUMPY[datatype])
+    if array.nbytes <= COPIED_BYTES:
+        return array.tobytes()
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _elements(name: str, size: int, data: memoryview, role: str) -> np.ndarray:
-    """The elements of BYTES. Each takes four bytes at least, so a false size is found before anything is made for it."""
+    """The elements of BYTES. Each takes four bytes or more: a false size is found before anything is made for it."""
     if size * _LENGTH.size > len(data):
         problem = f"{role} {name!r}: expected {size} elements of BYTES, each after its length in 4 bytes"
         raise InferenceError(422, f"{problem}, got {len(data)} bytes")

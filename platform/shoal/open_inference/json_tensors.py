@@ -29,8 +29,9 @@ _OPENING = re.compile(rb"[\[ \t\r\n]*")
 _ELEMENT: dict[str, type] = {
     datatype: {"b": bool, "u": int, "i": int, "f": float, "O": str}[dtype.kind] for datatype, dtype in NUMPY.items()
 } | {"BF16": float}
+_ROUNDED = ("FP16", "BF16", "FP32")  # what JSON's numbers may be too large for
 # From here on a number rounds to infinity: half a step beyond the largest that there is.
-_LIMIT = {"FP16": 65520.0, "BF16": 2.0**128 - 2.0**119, "FP32": 2.0**128 - 2.0**103}
+_FEW_LIMIT = {"FP16": 65520.0, "FP32": 2.0**128 - 2.0**103}
 
 
 def from_json(name: str, datatype: str, shape: Sequence[int], data: msgspec.Raw, role: str = "input") -> np.ndarray:
@@ -72,35 +73,33 @@ def to_json(name: str, datatype: str, array: np.ndarray, role: str = "output") -
 
 
 def _flat(datatype: str, values: list[Any]) -> np.ndarray:
-    limit = _LIMIT.get(datatype)
-    if limit is None:
-        if datatype == "BYTES":
-            return _bytes(np.array(values, dtype=object))
-        return np.array(values, dtype=NUMPY[datatype])
-    if 0 < len(values) <= FEW and datatype != "BF16":
-        if max(values) >= limit or min(values) <= -limit:
-            raise ValueError(f"a number is beyond {datatype}")
-        return np.array(values, dtype=NUMPY[datatype])
-    return _floats(datatype, values, limit)
+    limit = _FEW_LIMIT.get(datatype)
+    if limit is None or not 0 < len(values) <= FEW:
+        return _nested(datatype, values)
+    if max(values) >= limit or min(values) <= -limit:
+        raise ValueError(f"a number is beyond {datatype}")
+    return np.array(values, dtype=NUMPY[datatype])
 
 
 def _nested(datatype: str, values: list[Any]) -> np.ndarray:
-    limit = _LIMIT.get(datatype)
-    if limit is not None:
-        return _floats(datatype, values, limit)
+    if datatype in _ROUNDED:
+        return _floats(datatype, values)
     array = np.array(values, dtype=NUMPY[datatype])
-    if datatype != "BYTES":
-        return array
-    return _bytes(array)
+    return _bytes(array) if datatype == "BYTES" else array
 
 
-def _floats(datatype: str, values: list[Any], limit: float) -> np.ndarray:
-    array = np.array(values, dtype=np.float64)
-    if array.size and max(array.max(), -array.min()) >= limit:
+def _floats(datatype: str, values: list[Any]) -> np.ndarray:
+    """JSON has no infinity: where there is one, a number was beyond the datatype."""
+    with np.errstate(over="ignore"):
+        if datatype == "BF16":
+            array: np.ndarray = bf16_bits(np.array(values, dtype=np.float32))
+            beyond = (array & np.uint16(0x7FFF)) == 0x7F80
+        else:
+            array = np.array(values, dtype=np.float64).astype(NUMPY[datatype])  # faster than at once
+            beyond = np.isinf(array)
+    if beyond.any():
         raise ValueError(f"a number is beyond {datatype}")
-    if datatype == "BF16":
-        return bf16_bits(array.astype(np.float32))
-    return array.astype(NUMPY[datatype])
+    return array
 
 
 def _bytes(texts: np.ndarray) -> np.ndarray:
