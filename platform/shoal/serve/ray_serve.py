@@ -23,6 +23,7 @@ from shoal.serve.controller_state import Deployment, Event
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.ray_controller import ControllerSetting, RayController
 from shoal.serve.ray_grpc import GrpcMethods, answer_directly, grpc_options, limit_messages
+from shoal.serve.ray_listen import listen_on_loopback
 from shoal.serve.replica import EndpointReplica
 from shoal.serve.rest import RestApp
 from shoal.serve.sources import LiveModel, RegisteredModel, RegistryCatalogue, ServedModel
@@ -38,6 +39,7 @@ class ReplicaWorker(GrpcMethods):
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController
     ) -> None:
+        listen_on_loopback()
         if spec.grpc_port is not None:
             limit_messages(spec.max_body_bytes)
         name = serve.get_replica_context().replica_id.unique_id
