@@ -162,6 +162,7 @@ def test_only_the_outputs_that_are_asked_for() -> None:
     "body",
     [
         b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"inputs": {}}', b"{}", b'{"inputs": [' + b"[" * 100_000,
+        b'{"inputs": [{"name": "x", "shape": [2, 3], "datatype": "FP32", "data": ' + b"[" * 100_000,
         b'{"inputs": [{"name": "x", "shape": [2, 3], "datatype": "FP32"}]}',
         b'{"inputs": [{"name": "x", "shape": "1", "datatype": "FP32", "data": []}]}',
         b'{"inputs": [{"name": 1, "shape": [1], "datatype": "FP32", "data": []}]}',
