@@ -374,3 +374,12 @@ def test_answers_are_plain_for_who_lists_what_it_knows(accepted: str) -> None:
     reply = subject(model).infer(request(one), headers={"accept-encoding": accepted})
     assert "content-encoding" not in reply.headers
     assert reply.body["outputs"][0]["shape"] == [1, 1000]
+
+
+@pytest.mark.parametrize("shape", [[2, -1, 2], [-2, -1, 2], [1, 2, 2], [3, 2, 2], [2, 2, 3], [2, 2]])
+def test_dimensions_that_the_model_fixes_are_fixed_and_none_is_negative(shape: list[int]) -> None:
+    model = FakeModel("m", tensors(x=("FP32", [2, -1, 2])))
+    one = {"name": "x", "shape": shape, "datatype": "FP32", "data": []}
+    refused(subject(model).infer(request(one)), 422, "input 'x': expected FP32 [2, -1, 2], got FP32", str(shape))
+    right = {**one, "shape": [2, 1, 2], "data": [1, 2, 3, 4]}
+    assert subject(model).infer(request(right)).status == 200
