@@ -74,7 +74,7 @@ class Expectation:
         rest = self._rest[spec.name]
         if rest is not None:
             return shape[1:] == rest
-        return all(have == want or (want == -1 and have >= 0) for have, want in zip(shape, spec.shape, strict=True))
+        return all(have >= 0 and want in (-1, have) for have, want in zip(shape, spec.shape, strict=True))
 
 
 def describe(spec: TensorMetadata) -> str:
