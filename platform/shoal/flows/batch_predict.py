@@ -82,7 +82,7 @@ def check(spec: BatchPredictSpec) -> None:
 
 
 def batch_predict(spec: BatchPredictSpec, job: str) -> str:
-    """Answer every row and return the run's id. Raises DataError, RegistryError, InferenceError, RunError."""
+    """Answer every row and return the run's id. Raises DataError, RegistryError, RunError, ClusterError."""
     from shoal.serve.ray_batch_predict import BatchJob, predict_files
 
     check(spec)

@@ -6,6 +6,7 @@ Called by the flow, on a cluster. Rows keep their order, and the output's folder
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ import pyarrow.parquet
 import ray
 import ray.data
 
-from shoal.errors import RunError, ShoalError
+from shoal.errors import ClusterError, RunError
 from shoal.serve.options import ModelOptions
 from shoal.serve.sources import RegisteredModel
 from shoal.serve.table_predictor import TablePredictor
 
 BLOCK_ROWS = 4096  # that travel to a worker together
+FILES_CPUS = 0.5  # what reading, and what writing, reserves
+LEAST_CPUS = 0.25  # of a worker
+_OURS = re.compile(r"^shoal\.errors\.\w+: (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -57,48 +61,56 @@ class PredictWorker:
 def predict_files(job: BatchJob, files: Sequence[Path], output: Path, workers: int | None) -> int:
     """Write Parquet files with a row for each row of `files` (all CSV or all Parquet); the number of rows.
 
-    workers: processes with the model; None for one on each CPU but one
+    workers: processes with the model; None for one on each free CPU but one, which reads and writes
 
-    Raises what the first worker raised (DataError, InferenceError, WeightsError); RunError for Ray's own trouble.
+    Raises RunError with the words of the first worker that failed, ClusterError when the cluster has no CPU to spare.
     """
+    count, cpus_each = _share(workers)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.execution_options.preserve_order = True
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # which remarks on the bars that are off
-    count = workers or max(1, int(ray.cluster_resources().get("CPU", 1)) - 1)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what went wrong is raised, and told once
     paths = [str(file) for file in files]
     incoming = output.with_name(f".incoming-{output.name}")
     shutil.rmtree(incoming, ignore_errors=True)
     try:
-        rows = ray.data.read_csv(paths) if files[0].suffix == ".csv" else ray.data.read_parquet(paths)
+        read = ray.data.read_csv if files[0].suffix == ".csv" else ray.data.read_parquet
+        rows = read(paths, num_cpus=FILES_CPUS)
         answered = rows.map_batches(
             PredictWorker,
             fn_constructor_args=(job,),
             batch_format="pyarrow",
             batch_size=BLOCK_ROWS,
-            compute=ray.data.ActorPoolStrategy(size=count),
-            num_cpus=1,
+            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
+            num_cpus=cpus_each,
             zero_copy_batch=True,
         )
-        answered.write_parquet(str(incoming))
+        answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILES_CPUS})
         num_rows: int = sum(pyarrow.parquet.read_metadata(file).num_rows for file in incoming.glob("*.parquet"))
         incoming.rename(output)
     except ray.exceptions.RayError as error:
-        raise _cause(error) from None
+        raise _in_words(error) from None
     finally:
         shutil.rmtree(incoming, ignore_errors=True)
     return num_rows
 
 
-def _cause(error: BaseException) -> ShoalError:
-    """The error of ours within Ray's wrappings, or Ray's own in one line."""
-    seen: BaseException | None = error
-    while seen is not None:
-        inner = getattr(seen, "cause", None)
-        if isinstance(inner, ShoalError):
-            return inner
-        if isinstance(seen, ShoalError):
-            return seen
-        seen = inner if isinstance(inner, BaseException) and inner is not seen else seen.__cause__
-    return RunError(f"batch prediction failed: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}")
+def _share(workers: int | None) -> tuple[int, float]:
+    """How many workers, and the CPUs that each reserves: Ray Data waits for ever for what is never free.
+
+    Raises ClusterError when there is no room for them and for one that reads.
+    """
+    free = ray.available_resources().get("CPU", 0.0) - FILES_CPUS
+    count = workers or max(1, int(free))
+    if free < count * LEAST_CPUS:
+        remedy = "wait for what runs (`shoal status`), or use fewer workers"
+        raise ClusterError(f"{count} workers need {count * LEAST_CPUS + FILES_CPUS:g} CPUs free: {remedy}")
+    return count, min(1.0, free / count)
+
+
+def _in_words(error: Exception) -> RunError:
+    """What a worker of ours said, which Ray Data leaves as the text of a traceback; or Ray's own last line."""
+    text = str(error).strip()
+    ours = _OURS.findall(text)
+    return RunError(ours[-1] if ours else f"batch prediction failed: {(text.splitlines() or [repr(error)])[-1]}")

@@ -1,0 +1,191 @@
+"""Serving as a user does it: deploy, ask, canary, promote, roll back, predict a file, delete; nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+from click.testing import CliRunner
+
+import shoal.runs
+from shoal.cli import cli
+from shoal.client import Client
+from shoal.client.find import find_endpoint, token_for
+from shoal.errors import ConnectionLost, RunError
+from shoal.flows.batch_predict import BatchPredictSpec, batch_predict
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.runs import Status
+from shoal.weights import WeightSnapshot
+from waiting import wait_for
+
+if TYPE_CHECKING:
+    from shoal.cluster.embedded import EmbeddedCluster
+
+MODEL = "constant-served"  # answers with its own version, whatever it is asked
+ROWS = np.zeros((2, 4), np.float32)
+END_S = 120.0  # a deadline for things that take seconds: a loaded machine must not fail a test
+pytestmark = pytest.mark.timeout(300)
+
+
+def register(version: int, *aliases: str) -> None:
+    tensors = {"weight": np.zeros((1, 4), np.float32), "bias": np.full(1, version, np.float32)}
+    made = Registry().register(
+        MODEL,
+        WeightSnapshot.of(version, tensors),
+        model=ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 4, "out_features": 1}),
+        signature=Signature(
+            inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 4])],
+            outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 1])],
+        ),
+        aliases=aliases,
+    )
+    assert made.version == version
+
+
+def shoal_command(*words: str) -> str:
+    """In a process of its own, for verbs that start jobs."""
+    program = [sys.executable, "-c", "from shoal.cli import main; main()", *words]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=END_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def say(*words: str) -> str:
+    """In this process, which is faster, for verbs that only ask."""
+    result = CliRunner().invoke(cli, list(words))
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+class Asking:
+    """Asks all the time, and keeps the versions that answered and everything that was wrong."""
+
+    def __init__(self, client: Client) -> None:
+        self._client, self._stop = client, threading.Event()
+        self.versions: list[int] = []
+        self.wrong: list[str] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Asking:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(END_S)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.005):
+            try:
+                answer = self._client.infer(MODEL, ROWS)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the test must hear of it
+                self.wrong.append(repr(error))
+                continue
+            self.versions.append(answer.version)
+            if set(answer["y"].ravel()) != {answer.version}:
+                self.wrong.append(f"{answer}")
+
+    def settled_on(self, versions: set[int]) -> bool:
+        return len(self.versions) >= 60 and set(self.versions[-60:]) == versions
+
+
+@pytest.fixture(scope="module")
+def run_id(cluster: EmbeddedCluster) -> Iterator[str]:
+    """The run of an endpoint of version 1, which the tests leave to be deleted."""
+    home = os.environ["SHOAL_HOME"]
+    register(1, "champion")
+    register(2)
+    said = shoal_command("serve", "deploy", f"{MODEL}@champion", "--timeout-s", str(END_S), "endpoint.num_cpus=0.5")
+    assert "is ready at http://127.0.0.1:" in said
+    assert os.environ["SHOAL_HOME"] == home
+    return find_endpoint().run_id
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _home(shared_home: Path) -> Iterator[None]:
+    """Before the fixture of each test sets it, the module's needs it too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHOAL_HOME", str(shared_home))
+        yield
+
+
+def test_from_deploy_to_roll_back_no_request_fails(run_id: str) -> None:
+    found = find_endpoint(MODEL)
+    assert "version 1" in say("predict", MODEL, "--input", "1,2,3,4")
+    assert f"{MODEL}@1 stable: share 100%" in say("serve", "status", "--once")
+    with Client(found.url, token=token_for(found.url)) as client, Asking(client) as asking:
+        wait_for(lambda: asking.settled_on({1}), END_S, "answers")
+        assert "50% by 1 (stable), 50% by 2 (candidate)" in say("serve", "canary", f"{MODEL}@2", "--percent", "50")
+        wait_for(lambda: asking.settled_on({1, 2}), END_S, "both versions")
+        assert len({client.infer(MODEL, ROWS, sticky="one of many").version for _ in range(20)}) == 1
+        assert client.infer(MODEL, ROWS, track="candidate").version == 2
+        say("serve", "promote", MODEL)
+        wait_for(lambda: asking.settled_on({2}), END_S, "the promoted version")
+        assert Registry().get(f"{MODEL}@champion").version == 2
+        say("serve", "rollback", MODEL, "--reason", "a test")
+        wait_for(lambda: asking.settled_on({1}), END_S, "the version before")
+        assert Registry().get(f"{MODEL}@champion").version == 1
+        assert not asking.wrong
+    kinds = ["deploy", "canary", "promote", "rollback"]
+    wait_for(lambda: [*_kinds(run_id)] == kinds, END_S, f"{kinds} in the record: {_kinds(run_id)}")
+
+
+def _kinds(run_id: str) -> list[str]:
+    return [str(kind) for kind in shoal.runs.load(run_id).events()["kind"]]
+
+
+def test_a_cluster_has_one_endpoint(run_id: str) -> None:
+    error = CliRunner().invoke(cli, ["serve", "deploy", MODEL]).exception
+    assert f"this cluster has an endpoint, {MODEL}, and cannot have two" in str(error)
+
+
+def test_a_folder_is_predicted_beside_the_endpoint(run_id: str, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    for part in range(3):
+        table = pa.table({"id": [part * 10 + row for row in range(10)], **{name: [0.5] * 10 for name in "abcd"}})
+        pyarrow.csv.write_csv(table, tmp_path / "rows" / f"{part}.csv")
+    words = [f"{MODEL}@2", str(tmp_path / "rows"), str(tmp_path / "out"), "--columns", "a,b,c,d", "--keep", "id"]
+    said = shoal_command("batch-predict", *words, "--workers", "1")
+    assert "30 rows in" in said
+    assert "WARNING" not in said
+    predicted = pyarrow.parquet.read_table(tmp_path / "out").to_pydict()
+    assert predicted == {"id": [*range(30)], "y": [2.0] * 30, "model_version": [2] * 30}
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
+    assert shoal.runs.load("latest").last_events()["predicted"]["rows"] == 30
+
+
+def test_a_bad_row_ends_it_with_its_own_words_and_leaves_nothing(run_id: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("a,b,c,d\n1,2,3,4\n1,2,,4\n")
+    spec = BatchPredictSpec(model=MODEL, input=str(tmp_path / "rows.csv"), output=str(tmp_path / "out"))
+    with pytest.raises(RunError, match=r"^column = 'c': row 1 has no value"):
+        batch_predict(spec, "batch_predict")
+    assert [each.name for each in tmp_path.iterdir()] == ["rows.csv"]
+    assert shoal.runs.load("latest").status is Status.FAILED
+
+
+def test_deleted_it_leaves_nothing_behind(run_id: str) -> None:
+    found = find_endpoint(MODEL)
+    port = urlsplit(found.url).port
+    job = psutil.Process(shoal.runs.load(run_id).pid)
+    assert "is gone" in shoal_command("serve", "delete", MODEL)
+    wait_for(lambda: not job.is_running() or job.status() == psutil.STATUS_ZOMBIE, END_S, "end of the job")
+    assert shoal.runs.load(run_id).status is Status.STOPPED
+    assert [point.state for point in shoal.runs.load(run_id).endpoints()] == ["closed"]
+    with Client(found.url, timeout_s=0.2) as client, pytest.raises(ConnectionLost):
+        client.metadata(MODEL)
+    listening = {entry.laddr.port for entry in psutil.net_connections("tcp") if entry.status == psutil.CONN_LISTEN}
+    assert port not in listening
+    assert not [*(Path(os.environ["SHOAL_HOME"]) / "endpoints").glob("*.json")]
