@@ -349,6 +349,41 @@ def test_one_tight_deadline_is_given_up_when_saving_it_would_cost_the_others() -
     assert batch.requests == others
 
 
+def test_who_stands_first_is_not_overtaken_by_a_tight_deadline_that_fits_no_batch_with_it() -> None:
+    world = World(exact=True, seconds_of=(0.0, 0.01))
+    patient = Job("a", MAX_BATCH - 1, -PATIENCE_S, None, 0, "")
+    tight = Job("a", 1, 0.0, 0.025, 0, "")
+    other = Job("a", 1, 0.0, None, 0, "")
+    for job in (tight, other, patient):
+        world.queues["a"].line.add(job)
+    batch, late = world.schedule.take(0.0)
+    assert batch is not None
+    assert (batch.requests, late) == ([patient, other], [tight])
+
+
+def test_requests_that_a_cut_puts_back_keep_their_place() -> None:
+    world = World(exact=True, seconds_of=(0.0, 0.01))
+    jobs = [Job("a", 1, 0.0, deadline_s, 0, "") for deadline_s in (0.025, 0.9, 0.9, 0.9, 0.9)]
+    for job in jobs:
+        world.queues["a"].line.add(job)
+    batches = [world.schedule.take(now_s)[0] for now_s in (0.0, 0.02)]
+    assert [batch and batch.requests for batch in batches] == [jobs[:2], jobs[2:]]
+
+
+def test_what_a_cut_puts_back_is_not_counted_as_served() -> None:
+    world = World(exact=True, seconds_of=(0.0, 0.01))
+    for deadline_s in (0.025, 0.9, 0.9, 0.9):
+        world.queues["a"].line.add(Job("a", 1, 0.0, deadline_s, 0, "x"))
+    first, _ = world.schedule.take(0.0)
+    assert first is not None
+    assert first.rows == 2
+    for _ in range(4):
+        world.queues["a"].line.add(Job("a", 1, 0.0, 0.9, 0, "y"))
+    second, _ = world.schedule.take(0.02)
+    assert second is not None
+    assert Counter(job.tenant for job in second.requests) == {"x": 1, "y": 3}
+
+
 def test_what_expired_while_nobody_looked_is_given_up_and_not_computed() -> None:
     world = World()
     jobs = [Job("a", 1, 0.0, deadline_s, 0, "") for deadline_s in (1.0, 2.0, 30.0)]

@@ -8,7 +8,7 @@ everything is the earliest some day and nothing starves.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, insort, insort_left
 from collections.abc import Hashable, Iterator, Sequence
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -157,7 +157,8 @@ class WaitingLine(Generic[WaitingT]):
         """As many requests of a group as a batch holds and its earliest deadline allows.
 
         A batch that is too large for its earliest deadline is cut, if what stays behind can still make its own
-        after the smaller batch. If not, saving the one would cost the others: it is given up, and the batch is filled.
+        after the smaller batch. If not, saving the one would cost the others, or somebody who stands before it: it is
+        given up, and the batch is filled.
         """
         batch: list[WaitingT] = []
         while True:
@@ -170,14 +171,14 @@ class WaitingLine(Generic[WaitingT]):
             num_kept, kept_rows = _prefix(batch, room)
             behind_s = min([_deadline(waiting) for waiting in batch[num_kept:]], default=math.inf)
             next_rows = min(self._max_batch_rows, self.rows + rows - kept_rows)
-            if now_s + self._latency.seconds(kept_rows) + self._latency.seconds(next_rows) <= behind_s:
-                for waiting in batch[num_kept:]:
-                    self._unserve(waiting)
-                    self.add(waiting)
+            ends_s = now_s + self._latency.seconds(kept_rows) + self._latency.seconds(next_rows)
+            if ends_s <= behind_s:  # never true for a cut that keeps nobody
+                for waiting in reversed(batch[num_kept:]):
+                    self._put_back(waiting)
                 return batch[:num_kept]
             given_up = min(batch, key=_deadline)
             batch.remove(given_up)
-            self._unserve(given_up)
+            self._tenants[given_up.tenant].served -= given_up.num_rows
             late.append(given_up)
 
     def _top_up(self, batch: list[WaitingT], group: Hashable, now_s: float, late: list[WaitingT]) -> int:
@@ -208,8 +209,15 @@ class WaitingLine(Generic[WaitingT]):
                 turns.remove(tenant)
         return rows
 
-    def _unserve(self, waiting: WaitingT) -> None:
-        self._tenants[waiting.tenant].served -= waiting.num_rows
+    def _put_back(self, waiting: WaitingT) -> None:
+        """Where it stood, as if it had never been taken."""
+        tenant = self._tenants[waiting.tenant]
+        insort_left(tenant.lanes.setdefault(waiting.group, []), waiting, key=_order)
+        tenant.served -= waiting.num_rows
+        tenant.rows += waiting.num_rows
+        self.rows += waiting.num_rows
+        if waiting.deadline_s is not None:
+            self._num_deadlines += 1
 
     def _remove(self, tenant: _Tenant[WaitingT], waiting: WaitingT, place: int) -> None:
         lane = tenant.lanes[waiting.group]
