@@ -69,12 +69,12 @@ FRAME: dict[str, tuple[list[int], str, bytes]] = {
 }
 
 
-def framed(sizes: dict[str, int], rest: bytes) -> Reply:
-    """The answer to a binary request whose tensors claim `sizes`, where they differ, and are followed by `rest`."""
+def framed(sizes: dict[str, int], shapes: dict[str, list[int]], rest: bytes) -> Reply:
+    """The answer to a binary request that claims other `sizes` and `shapes` than fit, and goes on with `rest`."""
     inputs = [
         {
             "name": name,
-            "shape": shape,
+            "shape": shapes.get(name, shape),
             "datatype": datatype,
             "parameters": {"binary_data_size": sizes.get(name, len(data))},
         }
@@ -110,17 +110,25 @@ def test_any_bytes(body: bytes, header_length: str) -> None:
     judged(SUBJECT.infer(body, headers=headers))
 
 
-@given(st.dictionaries(st.sampled_from(NAMES), st.integers(-1, 40) | st.just(2**63)), st.binary(max_size=80))
-def test_binary_frames_that_are_nearly_right(sizes: dict[str, int], rest: bytes) -> None:
-    judged(framed(sizes, rest))
+@given(
+    st.dictionaries(st.sampled_from(NAMES), st.integers(-1, 40) | st.just(2**63)),
+    st.dictionaries(st.sampled_from(NAMES), st.lists(SIZES, max_size=3)),
+    st.binary(max_size=80),
+)
+def test_binary_frames_that_are_nearly_right(sizes: dict[str, int], shapes: dict[str, list[int]], rest: bytes) -> None:
+    judged(framed(sizes, shapes, rest))
 
 
-@given(st.binary(max_size=32), st.integers(0, 31))
-def test_binary_frames_that_add_up(noise: bytes, at: int) -> None:
+@given(
+    st.dictionaries(st.sampled_from(NAMES), st.lists(SIZES, max_size=3), max_size=1),
+    st.binary(max_size=32),
+    st.integers(0, 31),
+)
+def test_binary_frames_that_add_up(shapes: dict[str, list[int]], noise: bytes, at: int) -> None:
     """Some bytes of a right frame are overwritten: every length still fits."""
     right = b"".join(data for _, _, data in FRAME.values())
-    judged(framed({}, (right[:at] + noise + right[at + len(noise) :])[: len(right)]))
+    judged(framed({}, shapes, (right[:at] + noise + right[at + len(noise) :])[: len(right)]))
 
 
 def test_what_is_right_is_answered() -> None:
-    assert framed({}, b"".join(data for _, _, data in FRAME.values())).status == 200
+    assert framed({}, {}, b"".join(data for _, _, data in FRAME.values())).status == 200
