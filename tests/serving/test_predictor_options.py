@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from shoal.errors import ConfigError, InferenceError
 from shoal.models.decoder import Decoder
 from shoal.registry import ModelFactory, Signature, TensorSignature
-from shoal.serve import device, precision
+from shoal.serve import device, kernels, precision
 from shoal.serve.options import ModelOptions
 from shoal.serve.predictor import LoadedModel, Predictor
 from shoal.serve.warm_up import batch_sizes
@@ -69,6 +69,30 @@ def test_a_narrow_precision_answers_nearly_the_same(name: str, tolerance: float)
     error = np.abs(answer["y"] - exact).max()
     assert answer["y"].dtype == np.float32
     assert 0 < error < tolerance
+
+
+def test_many_rows_go_to_the_library_that_is_faster_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "onednn_is_faster", lambda: True)
+    torch.manual_seed(0)
+    module = Encoder().eval()
+    shape = [tensor("x", 3, 128)]
+    model = predictor("Encoder", shape, [tensor("y", 3, 128)], max_batch_size=32).load(snapshot(module))
+    x = GENERATOR.standard_normal((32, 3, 128), np.float32)
+    calls: list[int] = []
+
+    def counted(rows: torch.Tensor, *others: object) -> torch.Tensor:
+        calls.append(rows.numel() // 128)
+        return original(rows, *others)
+
+    original = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", counted)
+    monkeypatch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda: False)
+    (answer,) = model.predict_batch([{"x": x}])
+    assert calls[0] == 96
+    np.testing.assert_allclose(answer["y"], module(torch.from_numpy(x)).detach(), rtol=1e-4, atol=1e-5)
+    calls.clear()
+    model.predict_batch([{"x": x[:1]}])
+    assert calls == []
 
 
 def test_int8_changes_large_linear_layers_and_answers_each_row_by_itself() -> None:

@@ -36,7 +36,7 @@ class ExportedTemplate:
             from torch.export.passes import move_to_device_pass
 
             program = move_to_device_pass(program, self._setting.device)
-        module = program.module()
+        module = program.module(check_guards=False)  # the signature was checked before
         return torch_forward(torch.compile(module) if self._setting.options.compile else module, self._setting)
 
 

@@ -25,6 +25,7 @@ from shoal.serve.formats.compiled import CompiledModule
 from shoal.serve.formats.cuda_graphs import GraphedModule
 from shoal.serve.formats.template import Forward, Setting
 from shoal.serve.formats.torch_forward import torch_forward
+from shoal.serve.kernels import choose_kernels
 from shoal.serve.precision import Precision
 from shoal.weights import WeightSnapshot
 
@@ -46,6 +47,8 @@ class ModuleTemplate:
         self._expected = {name: (tensor.shape, tensor.dtype) for name, tensor in module.state_dict().items()}
         self._setting, self._by_name = setting, callable(getattr(module, "predict", None))
         self._precision = Precision(setting.options.precision, module)
+        if setting.device == "cpu" and not setting.options.compile:  # a compiler chooses its own
+            choose_kernels(module)
         self._module = module.to(setting.device)
         self._bind: Callable[[State], Callable[..., Any]] = self._eager
         if setting.options.compile:
