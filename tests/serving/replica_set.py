@@ -78,8 +78,12 @@ async def ask(
     sent: list[Any] = []
     payload = b"" if body is None else json.dumps(body).encode()
 
+    bodies = [payload]
+
     async def receive() -> Any:
-        return {"type": "http.request", "body": payload}
+        if not bodies:
+            await asyncio.Event().wait()  # this client does not go away
+        return {"type": "http.request", "body": bodies.pop()}
 
     async def send(message: Any) -> None:
         sent.append(message)

@@ -18,6 +18,7 @@ and the counts of how requests ended belong to the event loop; results reach it 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -61,8 +62,10 @@ class Batcher(Generic[RequestT, AnswerT]):
         self._queues: list[BatchQueue[RequestT, AnswerT]] = []
         self._on_thread_start = on_thread_start
         self._closed = False
+        self._began_s = [math.inf] * slots  # when each slot's batch in hand was taken
         self._threads = [
-            threading.Thread(target=self._run, name=f"shoal-forward-{slot}", daemon=True) for slot in range(slots)
+            threading.Thread(target=self._run, args=(slot,), name=f"shoal-forward-{slot}", daemon=True)
+            for slot in range(slots)
         ]
         for thread in self._threads:
             thread.start()
@@ -104,6 +107,11 @@ class Batcher(Generic[RequestT, AnswerT]):
         """Whether every thread is there to answer."""
         return all(thread.is_alive() for thread in self._threads)
 
+    @property
+    def computing_s(self) -> float:
+        """How long the batch in hand has taken so far, the longest of all slots; 0 when none is."""
+        return max(0.0, self._slots.clock() - min(self._began_s))
+
     def counts(self) -> BatcherCounts:
         """The sums over all open queues; after `close`, over those that were open."""
         each = [astuple(queue.counts()) for queue in self._queues]
@@ -123,7 +131,7 @@ class Batcher(Generic[RequestT, AnswerT]):
 
     # What follows runs in the forwards' threads.
 
-    def _run(self) -> None:
+    def _run(self, slot: int) -> None:
         if self._on_thread_start is not None:
             self._on_thread_start()
         slots = self._slots
@@ -148,7 +156,9 @@ class Batcher(Generic[RequestT, AnswerT]):
                 for entry in late:
                     slots.loop.call_soon_threadsafe(entry.queue.give_up, entry)
                 if batch is not None:
+                    self._began_s[slot] = now_s
                     forwards = batch.requests[0].queue.compute(batch)
+                    self._began_s[slot] = math.inf
                 elif self._closed:
                     return
                 else:

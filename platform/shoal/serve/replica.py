@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from shoal.errors import ShoalError
@@ -88,10 +89,15 @@ class EndpointReplica:
         return InferenceServicer(self.host, self._access, self._tracer)
 
     def check_health(self) -> None:
-        """Raises ShoalError when a thread or task of this replica has died, so that it is replaced."""
+        """Raises ShoalError when this replica must be replaced: a thread has died, a forward hangs, a model leaks."""
         if not (self._batcher.alive and self._follower.alive):
             raise ShoalError("a thread of this replica has died")
         self.host.check_health()
+        if (computing_s := self._batcher.computing_s) > self._spec.hang_s:
+            raise ShoalError(f"a forward has taken {computing_s:.1f} s, and hang_s is {self._spec.hang_s:g}")
+        most_gib = self._spec.max_memory_gib
+        if most_gib is not None and (gib := psutil.Process().memory_info().rss / 2**30) > most_gib:
+            raise ShoalError(f"the process has grown to {gib:.2f} GiB, and max_memory_gib is {most_gib:g}")
 
     def stats(self) -> dict[str, Any]:
         """The application's and the batcher's counters, and who counts; `version` is that of the first model."""

@@ -1,0 +1,61 @@
+"""Models with faults by name, chosen by the first number of a row: what a server must survive, in one place.
+
+0      answers with the row's second number, plus its only weight
+RAISE  raises          SHAPE  answers with too many columns       NAN  answers with NaN
+HANG   waits until the file that `hold` names is gone             LEAK keeps 64 MB more for each such row
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import torch
+from torch import nn
+
+from shoal.registry import ModelFactory, Signature, TensorSignature
+from shoal.weights import WeightSnapshot
+
+FINE, RAISE, SHAPE, NAN, HANG, LEAK = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
+LEAK_BYTES = 64 * 1024 * 1024
+LONGEST_HANG_S = 120.0
+SIGNATURE = Signature(
+    inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 2])],
+    outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 1])],
+)
+
+
+class Faulty(nn.Module):
+    """x [B, 2] to y [B, 1]."""
+
+    def __init__(self, hold: str = "") -> None:
+        super().__init__()
+        self.hold = hold
+        self.weight = nn.Parameter(torch.zeros(1))
+        self._kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        faults = set(x[:, 0].tolist())
+        if RAISE in faults:
+            raise RuntimeError("on purpose")
+        if HANG in faults:
+            ends_s = time.monotonic() + LONGEST_HANG_S
+            while os.path.exists(self.hold) and time.monotonic() < ends_s:
+                time.sleep(0.01)
+        if LEAK in faults:
+            self._kept.append(torch.ones(LEAK_BYTES // 4))
+        y = x[:, 1:] + self.weight
+        if NAN in faults:
+            return y * torch.where(x[:, :1] == NAN, torch.nan, 1.0)
+        return torch.cat([y, y], 1) if SHAPE in faults else y
+
+
+def factory(hold: str = "") -> ModelFactory:
+    """`hold` is the file as long as which a hanging forward hangs."""
+    return ModelFactory(factory="serving.faulty_models:Faulty", kwargs={"hold": hold})
+
+
+def weights(version: int) -> WeightSnapshot:
+    """Every answer is the row's second number plus `version`."""
+    return WeightSnapshot.of(version, {"weight": np.full(1, version, np.float32)})

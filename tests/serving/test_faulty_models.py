@@ -1,0 +1,140 @@
+"""Models that raise, hang, leak or answer nonsense, in a whole replica: who else asks is answered, all is counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from serving.faulty_models import FINE, HANG, LEAK, LEAK_BYTES, NAN, RAISE, SHAPE, SIGNATURE, factory, weights
+from serving.replica_set import Asked, ReplicaSet, ask, until
+from shoal.errors import ShoalError
+from shoal.registry import Registry
+from shoal.serve.replica import EndpointReplica
+from shoal.serve.sources import registered
+
+
+@asynccontextmanager
+async def replica_of(hold: Path | str = "", **spec: Any) -> AsyncIterator[EndpointReplica]:
+    """One replica with the faulty model, version 1."""
+    Registry().register("faulty", weights(1), model=factory(str(hold)), signature=SIGNATURE)
+    async with ReplicaSet(registered("faulty"), **spec) as endpoint:
+        [replica] = await endpoint.start()
+        yield replica
+
+
+async def infer(replica: EndpointReplica, *rows: Sequence[float], **headers: str) -> Asked:
+    """Ask; what is answered must be right."""
+    tensor = {
+        "name": "x",
+        "shape": [len(rows), 2],
+        "datatype": "FP32",
+        "data": [value for row in rows for value in row],
+    }
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    answer = await ask(replica, "POST", "/v2/models/faulty/infer", {"inputs": [tensor]}, named)
+    if answer.status == 200:
+        assert answer.body["outputs"][0]["data"] == [value + answer.version for _, value in rows]
+    return answer
+
+
+def counts(replica: EndpointReplica) -> dict[str, int]:
+    found: dict[str, int] = replica.stats()["models"]["faulty"]["batcher"]
+    return found
+
+
+@pytest.mark.parametrize(("fault", "word"), [(RAISE, "on purpose"), (SHAPE, "'y'"), (NAN, "'y'")])
+def test_a_poisonous_request_fails_alone_and_says_why(fault: float, word: str) -> None:
+    async def body() -> None:
+        async with replica_of() as replica:
+            asked = [infer(replica, (FINE, float(index))) for index in range(8)]
+            asked.insert(3, infer(replica, (fault, 0.0)))
+            answers = await asyncio.gather(*asked)
+            assert [answer.status for answer in answers] == [200] * 3 + [500] + [200] * 5
+            assert word in answers[3].body["error"]
+            found = counts(replica)
+            assert (found["submitted"], found["answered"], found["failed"]) == (9, 8, 1)
+            replica.check_health()
+
+    asyncio.run(body())
+
+
+def test_a_model_that_hangs_is_late_for_all_and_then_unhealthy(tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+
+    async def body() -> None:
+        async with replica_of(hold, hang_s=0.1) as replica:
+            hanging = asyncio.create_task(infer(replica, (HANG, 1.0), shoal_deadline_ms="200"))
+            await until(lambda: counts(replica)["queued_rows"] == 0 and counts(replica)["submitted"] == 1)
+            behind = await asyncio.gather(*[infer(replica, (FINE, 1.0), shoal_deadline_ms="200") for _ in range(3)])
+            assert [answer.status for answer in (*behind, await hanging)] == [504] * 4
+            with pytest.raises(ShoalError, match="hang_s"):
+                replica.check_health()
+            hold.unlink()  # it comes to itself: what is late is not delivered, what is new is answered
+            assert (await infer(replica, (FINE, 2.0))).status == 200
+            replica.check_health()
+
+    asyncio.run(body())
+
+
+def test_a_forward_that_takes_its_time_is_not_taken_for_hung(tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+
+    async def body() -> None:
+        async with replica_of(hold) as replica:
+            asked = asyncio.create_task(infer(replica, (HANG, 1.0)))
+            await until(lambda: counts(replica)["submitted"] == 1)
+            replica.check_health()
+            hold.unlink()
+            assert (await asked).status == 200
+
+    asyncio.run(body())
+
+
+def test_a_model_that_leaks_is_answered_until_its_replica_is_too_large() -> None:
+    most_gib = (psutil.Process().memory_info().rss + 2 * LEAK_BYTES) / 2**30
+
+    async def body() -> None:
+        async with replica_of(max_memory_gib=most_gib) as replica:
+            replica.check_health()
+            for _ in range(4):
+                assert (await infer(replica, (LEAK, 1.0))).status == 200
+            with pytest.raises(ShoalError, match="max_memory_gib"):
+                replica.check_health()
+
+    asyncio.run(body())
+
+
+def test_whatever_is_asked_is_answered_or_refused_and_counted(tmp_path: Path) -> None:
+    """Four hundred requests, a third of them bad in some way, some gone before their answer."""
+
+    async def body() -> None:
+        async with replica_of(model={"max_batch_size": 8, "max_queue_size": 64}) as replica:
+            kinds = [FINE, RAISE, FINE, NAN, FINE, SHAPE]
+            tasks = [asyncio.create_task(infer(replica, (kinds[n % 6], 1.0))) for n in range(300)]
+            tasks += [asyncio.create_task(infer(replica, *[(FINE, 1.0)] * 9)) for _ in range(50)]
+            late = [asyncio.create_task(infer(replica, (FINE, 1.0), shoal_deadline_ms="0.001")) for _ in range(50)]
+            await asyncio.sleep(0)
+            for task in tasks[::29]:
+                task.cancel()
+            done = await asyncio.gather(*tasks, *late, return_exceptions=True)
+            statuses = Counter(one.status if isinstance(one, Asked) else type(one).__name__ for one in done)
+            assert set(statuses) <= {200, 422, 429, 500, 504, "CancelledError"}
+            assert sum(statuses.values()) == 400
+            assert statuses[200] > 0
+            assert statuses[422] + statuses["CancelledError"] >= 50
+            found = counts(replica)
+            settled = found["answered"] + found["failed"] + found["cancelled"] + found["expired"]
+            assert found["submitted"] == settled
+            assert found["queued_rows"] == 0
+            replica.check_health()
+
+    asyncio.run(body())
