@@ -1,6 +1,7 @@
 """An endpoint of models without models, over HTTP and gRPC, in a process of its own: for stock clients.
 
-Run as a program: prints its two ports as JSON when it can be reached, and ends when its standard input does.
+Run as a program: prints its ports as JSON when it can be reached, and ends when its standard input does. Its servers
+are a replica's; HAProxy stands before them as in an endpoint, so they can be reached with and without it.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ import asyncio
 import json
 import socket
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import uvicorn
 
 from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.haproxy_process import HaproxyProcess
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import DATATYPES
+from shoal.serve import direct_http
 from shoal.serve.access import Access
 from shoal.serve.call import Arrays
+from shoal.serve.grpc_http1 import GrpcOverHttp1
 from shoal.serve.grpc_server import GrpcServer
 from shoal.serve.grpc_service import InferenceServicer
 from shoal.serve.limits import Limits
@@ -27,6 +33,7 @@ from shoal.serve.rest import RestApp
 HOST = "127.0.0.1"
 TOKEN = "the-token"
 MAX_BODY_BYTES = 1 << 20
+UNCHECKED = r"s/ check\b.*//; /check/d"  # for HAProxy: without Serve nobody answers its health checks
 
 
 def host() -> FakeHost:
@@ -66,15 +73,22 @@ def _added(inputs: Arrays) -> dict[str, np.ndarray]:
 async def main() -> None:
     models = host()
     access = Access(TOKEN, [ApiKey(name="narrow", key="narrow-key", models=["pair"])])  # type: ignore[arg-type]
-    grpc_server = GrpcServer(InferenceServicer(models, access), HOST, 0, max_message_bytes=MAX_BODY_BYTES)
+    servicer = InferenceServicer(models, access)
+    grpc_server = GrpcServer(servicer, HOST, 0, max_message_bytes=MAX_BODY_BYTES)
     await grpc_server.start()
-    app = RestApp(models, access, limits=Limits(max_body_bytes=MAX_BODY_BYTES))
-    with socket.create_server((HOST, 0)) as listener:
+    limits = Limits(max_body_bytes=MAX_BODY_BYTES)
+    app = GrpcOverHttp1(servicer, RestApp(models, access, limits=limits), limits)
+    direct_http.install(app)
+    with socket.create_server((HOST, 0)) as listener, tempfile.TemporaryDirectory(prefix="x.") as folder:
         http_server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
         serving = asyncio.create_task(http_server.serve(sockets=[listener]))
-        sys.stdout.write(json.dumps({"http": listener.getsockname()[1], "grpc": grpc_server.port}) + "\n")
+        http_port = listener.getsockname()[1]
+        proxy = await asyncio.to_thread(HaproxyProcess, Path(folder), http_port, grpc_server.port, UNCHECKED)
+        reached = {"http": http_port, "grpc": grpc_server.port, "proxy": proxy.port, "grpc_proxy": proxy.grpc_port}
+        sys.stdout.write(json.dumps(reached) + "\n")
         sys.stdout.flush()
         await asyncio.to_thread(sys.stdin.read)
+        proxy.close()
         http_server.should_exit = True
         await serving
     await grpc_server.close()

@@ -134,8 +134,8 @@ def broken_requests() -> dict[str, tuple[pb.ModelInferRequest, str]]:
     both.inputs[0].contents.fp32_contents.append(1.0)
     wrong_field = two_inputs()
     wrong_field.inputs[0].contents.fp64_contents.extend([1.0] * 6)
-    huge = pb.ModelInferRequest(model_name="wide")
-    huge.inputs.add(name="x", datatype="FP32", shape=[1, 1 << 62])
+    wide = pb.ModelInferRequest(model_name="wide")
+    wide.inputs.add(name="x", datatype="FP32", shape=[1, 4096])
     negative = pb.ModelInferRequest(model_name="wide")
     negative.inputs.add(name="x", datatype="FP32", shape=[1, -4])
     overflow = pb.ModelInferRequest(model_name="tiny")
@@ -153,7 +153,7 @@ def broken_requests() -> dict[str, tuple[pb.ModelInferRequest, str]]:
         "raw and typed": (both, "expected contents or raw_input_contents, got both"),
         "too many blobs": (two_inputs(raw_input_contents=[b"", b""]), "has 2 entries for 1 inputs"),
         "too few bytes": (two_inputs(raw_input_contents=[b"1234"]), "expected 24 bytes of FP32 [2, 3], got 4"),
-        "a shape without end": (huge, "expected 4611686018427387904 values"),
+        "more values than there are": (wide, "expected 4096 values in fp32_contents for FP32 [1, 4096], got 0"),
         "a negative shape": (negative, "got FP32 [1, -4]"),
         "a value that does not fit": (overflow, "expected values of INT8"),
         "FP16 in a typed field": (half, "expected FP16 in raw_input_contents"),
@@ -178,6 +178,17 @@ def test_a_wrong_request_is_refused_and_says_why(what: str) -> None:
             assert words in str(error.details())
             assert not any(model.calls for model in models)
             assert (await ask("ModelInfer", raw())).outputs[0].name == "x"
+
+    run(test())
+
+
+def test_a_tensor_without_end_is_refused_before_anything_is_made_for_it() -> None:
+    async def test() -> None:
+        async with served(FakeHost(FakeModel("m", tensors(x=("FP32", [-1, -1]))))) as ask:
+            for contents in ([], [b""]):
+                request = pb.ModelInferRequest(model_name="m", raw_input_contents=contents)
+                request.inputs.add(name="x", datatype="FP32", shape=[1, 1 << 62])
+                assert (await refused(ask("ModelInfer", request))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
     run(test())
 

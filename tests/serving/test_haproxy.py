@@ -6,7 +6,6 @@ import hashlib
 import json
 import socket
 import stat
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ import grpc
 import psutil
 import pytest
 
-from serve_template import serves_config
 from serving.fake_replica import FakeReplica
+from serving.haproxy_process import HaproxyProcess
 from shoal.cluster import haproxy
-from shoal.cluster.serve_environment import BUFFER_BYTES, free_port, serve_environment
+from shoal.cluster.serve_environment import BUFFER_BYTES, free_port
 from waiting import wait_for
 
 # Shorter than an endpoint's, so that the tests need not wait long for what must happen after them.
@@ -43,31 +42,15 @@ class Answer:
         return str(content["error"])
 
 
-class Proxy:
-    """HAProxy as the wrapper starts it. `port`, `grpc_port`: before the replica."""
+class Proxy(HaproxyProcess):
+    """With the deadlines of these tests."""
 
     def __init__(self, folder: Path, replica_port: int, grpc_replica_port: int) -> None:
-        environment = serve_environment(folder)
-        self.folder, self.port, self.grpc_port = folder, free_port(), free_port()
-        config = serves_config(folder, self.port, replica_port, self.grpc_port, grpc_replica_port)
-        file = folder / "haproxy.cfg"
-        file.write_text(config)
-        (folder / "server-state").touch()
-        wrapper = Path(environment["RAY_SERVE_HAPROXY_BINARY_PATH"])
-        shorter = folder / "shorter"
         edits = (
             f"s/http-request 10s/http-request {REQUEST_S * 1000:.0f}ms/; s/server 60s/server {SERVER_S * 1000:.0f}ms/"
+            f"; s/client 30s/client {CLIENT_S * 1000:.0f}ms/"
         )
-        edits += f"; s/client 30s/client {CLIENT_S * 1000:.0f}ms/"
-        shorter.write_text(wrapper.read_text().replace("exec ", f"sed -i '{edits}' \"$config\"\nexec "))
-        self._log = (folder / "log").open("wb")
-        self.process = subprocess.Popen(["sh", shorter, "-db", "-f", file], stdout=self._log, stderr=self._log)
-        wait_for(self._listens, what="HAProxy")
-
-    def _listens(self) -> bool:
-        assert self.process.poll() is None, (self.folder / "log").read_text()
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+        super().__init__(folder, replica_port, grpc_replica_port, edits)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), ANSWER_S)
@@ -79,11 +62,6 @@ class Proxy:
 
     def get(self, path: str, *headers: str) -> Answer:
         return self.ask("\r\n".join([f"GET {path} HTTP/1.1", "host: x", *headers, "", ""]).encode())
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(10)
-        self._log.close()
 
 
 def read_answer(connection: socket.socket) -> Answer:

@@ -83,6 +83,19 @@ GRPC_FRONTEND = f"""\
     errorfiles shoal-grpc
     http-request deny deny_status 501 if {{ path -m beg /ray.serve. }}
 """
+# A call without streams needs no HTTP/2 behind HAProxy, and costs the replica a fraction as a request of HTTP/1.1
+# (`serve.grpc_http1`). What is no answer of gRPC comes from Serve.
+UNARY_PATH = "/inference.GRPCInferenceService/ModelInfer"
+UNARY = """\
+    errorfiles shoal-grpc
+    http-request del-header x-request-timeout-seconds
+    http-request set-header x-request-disconnect-disabled ?1
+    http-response return status 503 errorfiles shoal-grpc if !{ res.hdr(content-type) -m beg application/grpc }
+"""
+_TO_GRPC = re.compile(r" *(?:use|default)_backend grpc-(\S+)( if .*)?")
+
+
+Sections = list[tuple[str, list[str]]]  # the first line of each, and the others
 
 
 class Surprise(Exception):
@@ -98,6 +111,7 @@ def rewrite(config: str, errors: str) -> str:
             raise Surprise(f"there is no section {wanted!r}")
     errorfiles = ["http-errors shoal", *_error_files(errors, "http")]
     errorfiles += ["http-errors shoal-grpc", *_error_files(errors, "grpc")]
+    sections += _unary_backends(sections)
     written: list[str] = []
     for head, lines in sections:
         written += [head, *_section(head, lines), *(errorfiles if head == "global" else ())]
@@ -138,9 +152,9 @@ def _message(code: int) -> bytes:
     return "\r\n".join([f"HTTP/1.1 {status}", *headers, "", body]).encode()
 
 
-def _sections(config: str) -> list[tuple[str, list[str]]]:
+def _sections(config: str) -> Sections:
     """(head, lines): a section begins where a line is not indented. Comments are left out."""
-    sections: list[tuple[str, list[str]]] = []
+    sections: Sections = []
     for line in config.splitlines():
         if not line.strip() or line.lstrip().startswith("#"):
             continue
@@ -163,7 +177,7 @@ def _section(head: str, lines: list[str]) -> list[str]:
     if head == "frontend http_frontend":
         return [*FROM.splitlines(), *FRONTEND.splitlines(), *_answers(), *lines]
     if head == "frontend grpc_frontend":
-        return [*FROM.splitlines(), *GRPC_FRONTEND.splitlines(), *lines]
+        return [*FROM.splitlines(), *GRPC_FRONTEND.splitlines(), *_unary_first(lines)]
     if head == "backend default_backend":
         return ["    http-request deny deny_status 503"]
     if head == "backend default_grpc_backend":
@@ -171,6 +185,29 @@ def _section(head: str, lines: list[str]) -> list[str]:
     if head.startswith("backend grpc"):
         return ["    errorfiles shoal-grpc", *lines]
     return lines
+
+
+def _unary_backends(sections: Sections) -> Sections:
+    """For each application's replicas: another way to their HTTP servers. Serve's own proxy is not one."""
+    applications = [head.removeprefix("backend grpc-") for head, _ in sections if head.startswith("backend grpc-")]
+    found: Sections = []
+    for head, lines in sections:
+        application = head.removeprefix("backend http-")
+        if application != head and application in applications:
+            replicas = [line for line in lines if not line.endswith(" backup")]
+            found.append((f"backend unary-{application}", [*UNARY.splitlines(), *replicas]))
+    return found
+
+
+def _unary_first(lines: list[str]) -> list[str]:
+    """The rules that choose a replica's gRPC server, each behind one that keeps `UNARY_PATH` from it."""
+    found: list[str] = []
+    for line in lines:
+        if rule := _TO_GRPC.fullmatch(line):
+            also = (rule[2] or " if").removeprefix(" if")
+            found.append(f"    use_backend unary-{rule[1]} if {{ path {UNARY_PATH} }}{also}")
+        found.append(line)
+    return found
 
 
 def _defaults(lines: list[str]) -> list[str]:

@@ -8,7 +8,8 @@ write. What is Serve's own, below `/-/`, goes to Serve, as before: health, and w
 
 Called by the Ray shell before Serve starts the replica's HTTP server. uvicorn keeps what it is good at: parsing, body,
 pipelined requests, keep-alive and shutdown. Serve no longer sees these requests: its count of ongoing requests stays at
-zero, so an endpoint that scales by it must not install this.
+zero, so an endpoint that scales by it installs no application. Then only the calls of gRPC skip uvicorn, which cannot
+write what follows their answers (`grpc_http1`), and no request skips Serve.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ Application = Callable[
     [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
 ]
 SERVES_OWN = b"/-/"
+GRPC = b"/inference.GRPCInferenceService/"
 STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in http.HTTPStatus}
 
-_application: list[Application] = []  # of this process; uvicorn makes its protocols by class, without arguments of ours
+_application: list[
+    Application | None
+] = []  # of this process; uvicorn makes its protocols by class, without arguments of ours
 
 
-def install(application: Application) -> None:
-    """Every HTTP server that uvicorn starts in this process from now on gives requests to `application`."""
+def install(application: Application | None) -> None:
+    """HTTP servers that uvicorn starts in this process from now on give requests to `application`; None: to Serve."""
     _application[:] = [application]
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:DirectProtocol"
 
@@ -46,7 +50,15 @@ class DirectProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         url = self.url
-        if url.startswith(SERVES_OWN) or self.expect_100_continue or self.parser.should_upgrade():
+        application = _application[0]
+        if application is None and url.startswith(GRPC):
+            application = self.app
+        if (
+            application is None
+            or url.startswith(SERVES_OWN)
+            or self.expect_100_continue
+            or self.parser.should_upgrade()
+        ):
             super().on_headers_complete()
             return
         path, _, query = url.partition(b"?")
@@ -63,10 +75,10 @@ class DirectProtocol(HttpToolsProtocol):
         cycle: Any = DirectCycle(scope, self.transport, self.flow, keep_alive, headers, self.on_response_complete)
         self.cycle = cycle
         if earlier is None or earlier.response_complete:
-            self._start_asgi_task(cycle, _application[0])  # type: ignore[arg-type]
+            self._start_asgi_task(cycle, application)  # type: ignore[arg-type]
         else:
             self.flow.pause_reading()
-            self.pipeline.appendleft((cycle, _application[0]))  # type: ignore[arg-type]
+            self.pipeline.appendleft((cycle, application))  # type: ignore[arg-type]
 
 
 class DirectCycle:

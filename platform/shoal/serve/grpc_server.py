@@ -5,7 +5,7 @@ Owns statuses, deadlines and metadata. Called by whoever has a `grpc.aio` server
 
     400 405 422 INVALID_ARGUMENT     401 UNAUTHENTICATED      403 PERMISSION_DENIED   404 NOT_FOUND
     409 FAILED_PRECONDITION          413 429 RESOURCE_EXHAUSTED                       500 INTERNAL
-    501 UNIMPLEMENTED                503 UNAVAILABLE          504 DEADLINE_EXCEEDED
+    415 501 UNIMPLEMENTED            503 UNAVAILABLE          408 504 DEADLINE_EXCEEDED
 
 A refusal that knows when to come back has `retry-after` (seconds) in its trailing metadata. A message that is larger
 than the limit is refused by gRPC itself, while it arrives.
@@ -35,8 +35,10 @@ STATUSES = {
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     405: grpc.StatusCode.INVALID_ARGUMENT,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
     409: grpc.StatusCode.FAILED_PRECONDITION,
     413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    415: grpc.StatusCode.UNIMPLEMENTED,
     422: grpc.StatusCode.INVALID_ARGUMENT,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     501: grpc.StatusCode.UNIMPLEMENTED,
@@ -106,7 +108,7 @@ async def answer(
     try:
         response: Message = await getattr(servicer, method.attribute)(request, invocation)
     except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
-        _refuse(context, refusal(error))
+        refuse(context, refusal(error))
         return method.response()
     if invocation.trailing:
         context.set_trailing_metadata(invocation.trailing)
@@ -127,7 +129,7 @@ async def answers(
             async for response in responses:
                 yield response
     except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
-        _refuse(context, refusal(error))
+        refuse(context, refusal(error))
 
 
 def handlers(servicer: InferenceServicer) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
@@ -188,7 +190,7 @@ def _invocation(context: Context, left_s: float | None) -> Invocation:
     return Invocation(metadata, None if left_s is None else time.monotonic() + left_s)
 
 
-def _refuse(context: Context, error: InferenceError) -> None:
+def refuse(context: Context, error: InferenceError) -> None:
     """Say with a status what was wrong."""
     context.set_code(STATUSES.get(error.status, grpc.StatusCode.INTERNAL))
     context.set_details(str(error)[:MAX_DETAILS_CHARS])

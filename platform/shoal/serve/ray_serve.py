@@ -21,11 +21,13 @@ from shoal.registry import Registry
 from shoal.serve import direct_http
 from shoal.serve.controller_state import Deployment, Event
 from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.grpc_http1 import GrpcOverHttp1
+from shoal.serve.limits import Limits
 from shoal.serve.ray_controller import ControllerSetting, RayController
 from shoal.serve.ray_grpc import GrpcMethods, answer_directly, grpc_options, limit_messages
 from shoal.serve.ray_listen import listen_on_loopback
+from shoal.serve.ray_metrics import RayMetrics
 from shoal.serve.replica import EndpointReplica
-from shoal.serve.rest import RestApp
 from shoal.serve.sources import LiveModel, RegisteredModel, RegistryCatalogue, ServedModel
 
 UPSCALE_DELAY_S = 3.0  # a burst that a queue of a second absorbs needs no replica, whose start takes as long
@@ -46,18 +48,23 @@ class ReplicaWorker(GrpcMethods):
         self._replica = EndpointReplica(name, spec, live, controller)
         await self._replica.start()
         self.servicer = self._replica.servicer()
-        if not spec.is_autoscaled:  # what Serve does not see it cannot scale by
-            direct_http.install(self._replica.app)
+        self._metrics = RayMetrics()
+        limits = Limits(max_body_bytes=spec.max_body_bytes)
+        self._entrance = GrpcOverHttp1(self.servicer, self._replica.app, limits)
+        direct_http.install(None if spec.is_autoscaled else self._entrance)  # it scales by what Serve sees
+        if not spec.is_autoscaled:
             answer_directly(self.servicer)
 
-    def __serve_build_asgi_app__(self) -> RestApp:
-        return self._replica.app
+    def __serve_build_asgi_app__(self) -> GrpcOverHttp1:
+        return self._entrance
 
     async def stats(self) -> dict[str, Any]:
         return self._replica.stats()
 
     def check_health(self) -> None:
+        """Serve asks every two seconds; so Ray's exporter hears of the counts as often."""
         self._replica.check_health()
+        self._metrics.publish(self._replica.report())
 
     async def __del__(self) -> None:
         await self._replica.close()

@@ -1,0 +1,41 @@
+"""HAProxy as an endpoint's wrapper starts it, before one replica, without Ray."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+
+from serve_template import serves_config
+from shoal.cluster.serve_environment import free_port, serve_environment
+from waiting import wait_for
+
+
+class HaproxyProcess:
+    """`port`, `grpc_port`: before the replica's HTTP and gRPC (0: none). `edits`: a sed script for its configuration.
+
+    folder: with a short name, since unix sockets lie in it
+    """
+
+    def __init__(self, folder: Path, replica_port: int, grpc_replica_port: int, edits: str = "") -> None:
+        environment = serve_environment(folder)
+        self.folder, self.port, self.grpc_port = folder, free_port(), free_port()
+        file = folder / "haproxy.cfg"
+        file.write_text(serves_config(folder, self.port, replica_port, self.grpc_port, grpc_replica_port))
+        (folder / "server-state").touch()
+        wrapper = Path(environment["RAY_SERVE_HAPROXY_BINARY_PATH"])
+        edited = folder / "edited"
+        edited.write_text(wrapper.read_text().replace("exec ", f"sed -i '{edits}' \"$config\"\nexec "))
+        self._log = (self.folder / "log").open("wb")
+        self.process = subprocess.Popen(["sh", edited, "-db", "-f", file], stdout=self._log, stderr=self._log)
+        wait_for(self._listens, what="HAProxy")
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(10)
+        self._log.close()
+
+    def _listens(self) -> bool:
+        assert self.process.poll() is None, (self.folder / "log").read_text()
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
