@@ -13,6 +13,7 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 MIN_ROWS = 8
 MIN_PRODUCTS = 2**20  # rows by inputs by outputs: below that both take microseconds
@@ -20,23 +21,34 @@ CLEARLY = 1.2  # as much faster must it be, so that noise does not choose
 _NUM_TIMINGS = 7
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., inputs] by weight [outputs, inputs]; many rows go to oneDNN."""
+    num_rows = x.numel() // weight.shape[1]
+    if num_rows < MIN_ROWS or num_rows * weight.numel() < MIN_PRODUCTS or x.dtype != torch.float32:
+        return nn.functional.linear(x, weight, bias)
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
+
+
 class OneDnnLinear(nn.Linear):
     """A linear layer that gives many rows to oneDNN."""
 
     def forward(self, x: Tensor) -> Tensor:
-        num_rows = x.numel() // self.in_features
-        if num_rows < MIN_ROWS or num_rows * self.weight.numel() < MIN_PRODUCTS or x.dtype != torch.float32:
-            return nn.functional.linear(x, self.weight, self.bias)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return y
+        return linear(x, self.weight, self.bias)
 
 
 def choose_kernels(module: nn.Module) -> None:
-    """Let the module's linear layers, of exactly that type, use what is faster on this CPU."""
-    if torch.backends.mkldnn.is_available() and onednn_is_faster():
-        for layer in module.modules():
-            if type(layer) is nn.Linear and layer.weight.dtype == torch.float32:
-                layer.__class__ = OneDnnLinear
+    """Let the linear layers of a module, of exactly that type, use what is faster on this CPU; those of a graph too."""
+    if not (torch.backends.mkldnn.is_available() and onednn_is_faster()):
+        return
+    for layer in module.modules():
+        if type(layer) is nn.Linear and layer.weight.dtype == torch.float32:
+            layer.__class__ = OneDnnLinear
+    if isinstance(module, GraphModule):
+        for node in module.graph.nodes:
+            if node.target is torch.ops.aten.linear.default:
+                node.target = linear
+        module.recompile()
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from shoal.errors import ConfigError, WeightsError
 from shoal.registry.manifest import Signature, TensorSignature
 from shoal.serve.formats.template import Forward, Setting
 from shoal.serve.formats.torch_forward import torch_forward
+from shoal.serve.kernels import choose_kernels
 from shoal.weights import WeightSnapshot
 
 _DATATYPES = {
@@ -36,8 +37,23 @@ class ExportedTemplate:
             from torch.export.passes import move_to_device_pass
 
             program = move_to_device_pass(program, self._setting.device)
-        module = program.module(check_guards=False)  # the signature was checked before
-        return torch_forward(torch.compile(module) if self._setting.options.compile else module, self._setting)
+        module = _flat(program.module(check_guards=False))
+        if self._setting.options.compile:
+            return torch_forward(torch.compile(module), self._setting)
+        if self._setting.device == "cpu":
+            choose_kernels(module)
+        return torch_forward(module, self._setting)
+
+
+def _flat(module: Any) -> Any:
+    """The program without what checks and nests its inputs: they are flat, and were checked against the signature."""
+    from torch.fx.graph import CodeGen
+
+    module._forward_pre_hooks.clear()
+    module._forward_pre_hooks_with_kwargs.clear()
+    module.graph.set_codegen(CodeGen())
+    module.recompile()
+    return module
 
 
 def signature_of(payload: bytes, file: str) -> Signature:
