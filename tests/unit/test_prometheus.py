@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.serve.metrics import MAX_VERSIONS, ModelStatistics
-from shoal.serve.prometheus import CONTENT_TYPE, METRICS, render
+from shoal.serve.prometheus import CONTENT_TYPE, METRICS, render, series
 from shoal.serve.report import ModelReport, ReplicaReport
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -132,3 +132,8 @@ def test_the_versions_that_left_are_one_series() -> None:
 def test_no_replica_no_series() -> None:
     assert render([]) == b"\n"
     assert b"version=0.0.4" in CONTENT_TYPE
+
+
+def test_every_series_has_the_labels_that_its_metric_names() -> None:
+    for name, labels, _ in series(report(worked())):
+        assert set(labels) <= set(METRICS[name].labels), name

@@ -19,41 +19,56 @@ from shoal.serve.snapshots import HistogramSnapshot, ModelSnapshot, VersionSnaps
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 Labels = Mapping[str, str]
-Sample = tuple[Labels, float]
+Series = tuple[str, Labels, float | HistogramSnapshot]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A family of series."""
+    """A family of series. `labels` beside `replica`, which all have; one that is "" is left out."""
 
     kind: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...]
     help: str
 
 
+_MODEL = ("model",)
+_VERSION = ("model", "version")
 METRICS: dict[str, Metric] = {
-    "nv_inference_request_success": Metric("counter", "Requests that were answered"),
-    "nv_inference_request_failure": Metric("counter", "Requests that failed, by Triton's reason"),
-    "nv_inference_count": Metric("counter", "Rows that were answered"),
-    "nv_inference_exec_count": Metric("counter", "Batches that were computed"),
-    "nv_inference_request_duration_us": Metric("counter", "Time of answered requests, from arrival to answer"),
-    "nv_inference_queue_duration_us": Metric("counter", "Time that answered requests waited for a slot"),
-    "nv_inference_compute_infer_duration_us": Metric("counter", "Time of the batches that answered requests were in"),
-    "nv_inference_pending_request_count": Metric("gauge", "Requests that wait for a slot"),
-    "shoal_requests_total": Metric("counter", "Requests by HTTP status; no version: refused before one was chosen"),
-    "shoal_request_duration_seconds": Metric("histogram", "Answered requests, from arrival to answer"),
-    "shoal_queue_duration_seconds": Metric("histogram", "Answered requests, while they waited for a slot"),
-    "shoal_batch_duration_seconds": Metric("histogram", "Batches, while they were computed"),
-    "shoal_batch_rows": Metric("histogram", "Rows of a batch"),
-    "shoal_queued_rows": Metric("gauge", "Rows that wait for a slot"),
-    "shoal_serving_version": Metric("gauge", "The version that answers, by track (stable, candidate); 0 for none"),
-    "shoal_candidate_percent": Metric("gauge", "The candidate's part of the requests"),
-    "shoal_swaps_total": Metric("counter", "Changes of the stable version"),
-    "shoal_shadow_compared_total": Metric(
-        "counter", "Requests that this version computed beside the one that answered"
+    "nv_inference_request_success": Metric("counter", _VERSION, "Requests that were answered"),
+    "nv_inference_request_failure": Metric(
+        "counter", ("model", "version", "reason"), "Requests that failed, by Triton's reason"
     ),
-    "shoal_shadow_disagreed_total": Metric("counter", "Shadowed requests whose outputs differed"),
-    "shoal_caller_requests_total": Metric("counter", "Requests by the name of the key, and what became of them"),
-    "shoal_replica_ready": Metric("gauge", "Whether the replica has every model ready"),
+    "nv_inference_count": Metric("counter", _VERSION, "Rows that were answered"),
+    "nv_inference_exec_count": Metric("counter", _VERSION, "Batches that were computed"),
+    "nv_inference_request_duration_us": Metric(
+        "counter", _VERSION, "Time of answered requests, from arrival to answer"
+    ),
+    "nv_inference_queue_duration_us": Metric("counter", _VERSION, "Time that answered requests waited for a slot"),
+    "nv_inference_compute_infer_duration_us": Metric(
+        "counter", _VERSION, "Time of the batches that answered requests were in"
+    ),
+    "nv_inference_pending_request_count": Metric("gauge", _MODEL, "Requests that wait for a slot"),
+    "shoal_requests_total": Metric(
+        "counter", ("model", "version", "status"), "Requests by HTTP status; no version: refused before one was chosen"
+    ),
+    "shoal_request_duration_seconds": Metric("histogram", _VERSION, "Answered requests, from arrival to answer"),
+    "shoal_queue_duration_seconds": Metric("histogram", _MODEL, "Answered requests, while they waited for a slot"),
+    "shoal_batch_duration_seconds": Metric("histogram", _MODEL, "Batches, while they were computed"),
+    "shoal_batch_rows": Metric("histogram", _MODEL, "Rows of a batch"),
+    "shoal_queued_rows": Metric("gauge", _MODEL, "Rows that wait for a slot"),
+    "shoal_serving_version": Metric(
+        "gauge", ("model", "track"), "The version that answers, by track (stable, candidate); 0 for none"
+    ),
+    "shoal_candidate_percent": Metric("gauge", _MODEL, "The candidate's part of the requests"),
+    "shoal_swaps_total": Metric("counter", _MODEL, "Changes of the stable version"),
+    "shoal_shadow_compared_total": Metric(
+        "counter", _VERSION, "Requests that this version computed beside the one that answered"
+    ),
+    "shoal_shadow_disagreed_total": Metric("counter", _VERSION, "Shadowed requests whose outputs differed"),
+    "shoal_caller_requests_total": Metric(
+        "counter", ("key", "result"), "Requests by the name of the key, and what became of them"
+    ),
+    "shoal_replica_ready": Metric("gauge", (), "Whether the replica has every model ready"),
 }
 
 # Triton knows four: who was turned away, who went away, whom the model failed, and the rest.
@@ -64,7 +79,7 @@ def render(reports: Iterable[ReplicaReport]) -> bytes:
     """The text of a scrape, of type CONTENT_TYPE."""
     families: dict[str, list[str]] = {name: [] for name in METRICS}
     for report in reports:
-        for name, labels, value in _replica(report):
+        for name, labels, value in series(report):
             families[name].extend(_lines(name, {**labels, "replica": report.replica}, value))
     lines: list[str] = []
     for name, metric in METRICS.items():
@@ -73,10 +88,8 @@ def render(reports: Iterable[ReplicaReport]) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
-Series = tuple[str, Labels, float | HistogramSnapshot]
-
-
-def _replica(report: ReplicaReport) -> Iterator[Series]:
+def series(report: ReplicaReport) -> Iterator[Series]:
+    """(metric, labels but `replica`, value) of one replica."""
     yield "shoal_replica_ready", {}, float(report.ready)
     for key, results in report.callers.items():
         for result, count in results.items():

@@ -67,7 +67,7 @@ class EndpointReplica:
         self._tracer = Tracer(spec.trace, spec.name, replica) if spec.trace else None
         self.host = ReplicaHost(replica, spec, live, self._batcher, controller, self._tracer)
         self.app = RestApp(self.host, self._access, limits=self._limits, metrics=self._scrape, tracer=self._tracer)
-        self._follower = PlanFollower(replica, controller, self.host.apply, self._report)
+        self._follower = PlanFollower(replica, controller, self.host.apply, self.report)
         self.host.changed = self._follower.changed
 
     async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -122,8 +122,9 @@ class EndpointReplica:
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
-    def _report(self) -> ReplicaReport:
+    def report(self) -> ReplicaReport:
+        """What the controller, the replica's scrapes and its exporter are told."""
         return replace(self.host.report(), callers=self._access.counts())
 
     def _scrape(self) -> bytes:
-        return render([self._report(), *self._follower.peers])
+        return render([self.report(), *self._follower.peers])
