@@ -139,3 +139,17 @@ def test_a_forward_that_takes_too_long_is_cut_off_at_the_deadline() -> None:
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())
+
+
+def test_the_first_reason_to_end_counts() -> None:
+    async def ended_twice(progress: Progress, _: None) -> None:
+        progress.until(time.monotonic())
+        progress.until(time.monotonic())
+        await asyncio.sleep(60)
+
+    async def run() -> None:
+        with pytest.raises(InferenceError, match="deadline"):
+            await RequestsInProgress(LIMITS).run(body(b""), ended_twice, None)
+        assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+
+    asyncio.run(run())

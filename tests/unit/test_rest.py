@@ -175,7 +175,7 @@ def test_a_key_is_for_its_models_and_changes_nothing() -> None:
     subject, key = client(two_models(), token="right", keys=keys), {"authorization": "Bearer k"}
     assert subject.get("/v2/models/n", headers=key).status == 200
     refused(subject.infer(ROW, headers=key), 403, "'game'", "'m'")
-    for path in ("/v2/repository/models/n/unload", "/shoal/v1/rollout"):
+    for path in ("/v2/repository/models/n/load", "/v2/repository/models/n/unload", "/shoal/v1/rollout"):
         refused(subject.post(path, {}, headers=key), 403, "'game'")
     refused(subject.get("/shoal/v1/status", headers=key), 403)
     seen = subject.get("/v2/models/stats", headers=key).body["model_stats"]
@@ -230,7 +230,7 @@ def test_without_weights_it_is_live_but_not_ready() -> None:
     [
         (InferenceError(429, "the queue is full", 2.3), 429, "full", "3"),
         (InferenceError(429, "the queue is full"), 429, "full", "1"),
-        (InferenceError(503, "staging", 0.01), 503, "staging", "1"),
+        (InferenceError(503, "staging", 0.0), 503, "staging", "1"),
         (InferenceError(504, "too late"), 504, "late", None),
         (InferenceError(500, "output 'y' has a NaN"), 500, "NaN", None),
         (Closed("no"), 503, "closing", "1"),

@@ -367,6 +367,10 @@ def test_a_compressed_answer_with_binary_tensors_keeps_its_length_header() -> No
     assert plain.tensors[1] == np.full(1000, 1.5, dtype="<f4").tobytes()
 
 
+def test_a_small_answer_is_not_worth_compressing() -> None:
+    assert "content-encoding" not in subject().infer(request(), headers={"accept-encoding": "gzip"}).headers
+
+
 @pytest.mark.parametrize("accepted", ["gzip, deflate", "br", "identity", ""])
 def test_answers_are_plain_for_who_lists_what_it_knows(accepted: str) -> None:
     model = FakeModel("m", tensors(x=("FP32", [-1, 1000])))
