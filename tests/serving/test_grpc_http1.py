@@ -1,0 +1,248 @@
+"""Calls of gRPC that HAProxy hands on in HTTP/1.1, from a client of gRPC; and what such a client would not send."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import uvicorn
+
+from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.haproxy_process import HaproxyProcess
+from shoal.cluster.serve_environment import free_port
+from shoal.errors import InferenceError
+from shoal.open_inference import inference_pb2 as pb
+from shoal.serve import direct_http
+from shoal.serve.access import Access
+from shoal.serve.grpc_http1 import GrpcOverHttp1
+from shoal.serve.grpc_server import METHODS, SERVICE
+from shoal.serve.grpc_service import InferenceServicer
+from shoal.serve.limits import Limits
+from shoal.serve.rest import RestApp
+
+TIMEOUT_S = 10.0
+LIMITS = Limits(max_body_bytes=1 << 20)
+PATH = f"/{SERVICE}/ModelInfer"
+UNCHECKED = r"s/ check\b.*//; /check/d"  # without Serve nobody answers HAProxy's health checks
+Ask = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def http_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def proxy(http_port: int) -> Iterator[HaproxyProcess]:
+    """Before the port of a replica's HTTP server, and before no gRPC server at all."""
+    with tempfile.TemporaryDirectory(prefix="x.") as folder:
+        started = HaproxyProcess(Path(folder), http_port, free_port(), UNCHECKED)
+        yield started
+        started.close()
+
+
+@pytest.fixture(autouse=True, params=["directly", "through Serve"])
+def directly(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether the replica's server asks our application, or Serve's, which asks ours."""
+    before = uvicorn.config.HTTP_PROTOCOLS["auto"]
+    yield request.param == "directly"
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = before
+
+
+@asynccontextmanager
+async def served(host: FakeHost, http_port: int, directly: bool, access: Access | None = None) -> AsyncIterator[None]:
+    access = access or Access(None, [])
+    app = GrpcOverHttp1(InferenceServicer(host, access), RestApp(host, access, limits=LIMITS), LIMITS)
+    direct_http.install(app if directly else None)
+    with socket.create_server(("127.0.0.1", http_port)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            await serving
+
+
+def run(
+    host: FakeHost, proxy: HaproxyProcess, http_port: int, directly: bool, test: Callable[[Ask], Awaitable[None]]
+) -> None:
+    """`test(ask)`; `ask(request, ...)` is a call of ModelInfer through HAProxy."""
+
+    async def main() -> None:
+        async with (
+            served(host, http_port, directly),
+            grpc.aio.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel,
+        ):
+            infer = METHODS["ModelInfer"]
+            make = channel.unary_unary(PATH, infer.request.SerializeToString, infer.response.FromString)
+
+            def ask(request: pb.ModelInferRequest, timeout: float | None = TIMEOUT_S, **options: Any) -> Any:
+                return make(request, timeout=timeout, **options)
+
+            await asyncio.wait_for(test(ask), 2 * TIMEOUT_S)
+
+    asyncio.run(main())
+
+
+def request(num_rows: int = 1, model: str = "m", **fields: Any) -> pb.ModelInferRequest:
+    made = pb.ModelInferRequest(model_name=model, raw_input_contents=[bytes(12 * num_rows)], **fields)
+    made.inputs.add(name="x", datatype="FP32", shape=[num_rows, 3])
+    return made
+
+
+async def until(predicate: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not predicate():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.01)
+
+
+def test_a_call_is_answered_with_its_metadata(proxy: HaproxyProcess, http_port: int, directly: bool) -> None:
+    model = FakeModel(versions=(3,))
+
+    async def test(ask: Ask) -> None:
+        for number in range(5):  # on one connection
+            call = ask(request(2, id=str(number)), metadata=(("shoal-sticky", "s"),))
+            answer = await call
+            assert (answer.id, answer.model_version, len(answer.raw_output_contents[0])) == (str(number), "3", 24)
+            assert dict(await call.trailing_metadata()) == {"shoal-model-version": "3"}
+        assert {each.sticky for each in model.calls} == {"s"}
+        answers = await asyncio.gather(*(ask(request(id=str(number))) for number in range(50)))
+        assert [answer.id for answer in answers] == [str(number) for number in range(50)]
+
+    run(FakeHost(model), proxy, http_port, directly, test)
+
+
+def test_a_large_call_is_answered_whole(proxy: HaproxyProcess, http_port: int, directly: bool) -> None:
+    async def test(ask: Ask) -> None:
+        made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(range(250)) * 4000])
+        made.inputs.add(name="x", datatype="UINT8", shape=[1, 1_000_000])
+        for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate):
+            answer = await ask(made, compression=compression)
+            assert answer.raw_output_contents[0] == made.raw_input_contents[0]
+
+    run(FakeHost(FakeModel("m", tensors(x=("UINT8", [-1, -1])))), proxy, http_port, directly, test)
+
+
+REFUSALS = [
+    (InferenceError(422, "input 'K\u00f6ln': 100% wrong\nand more"), grpc.StatusCode.INVALID_ARGUMENT),
+    (InferenceError(429, "full", retry_after_s=1.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (InferenceError(503, "not yet"), grpc.StatusCode.UNAVAILABLE),
+    (RuntimeError("a bug"), grpc.StatusCode.INTERNAL),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), REFUSALS, ids=[code.name for _, code in REFUSALS])
+def test_a_refusal_keeps_its_words(
+    error: Exception, code: grpc.StatusCode, proxy: HaproxyProcess, http_port: int, directly: bool
+) -> None:
+    model = FakeModel()
+    model.error = error
+
+    async def test(ask: Ask) -> None:
+        call = ask(request())
+        assert await call.code() is code
+        assert str(error) in await call.details()
+        retry_after = dict(await call.trailing_metadata()).get("retry-after")
+        assert retry_after == ("2" if code is grpc.StatusCode.RESOURCE_EXHAUSTED else None)
+
+    run(FakeHost(model), proxy, http_port, directly, test)
+
+
+def test_what_is_too_large_is_refused(proxy: HaproxyProcess, http_port: int, directly: bool) -> None:
+    model = FakeModel()
+
+    async def test(ask: Ask) -> None:
+        for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
+            call = ask(request(LIMITS.max_body_bytes // 12), compression=compression)
+            assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert str(LIMITS.max_body_bytes) in await call.details()
+        assert not model.calls
+        assert await ask(request())
+
+    run(FakeHost(model), proxy, http_port, directly, test)
+
+
+def test_the_deadline_is_the_call_s(proxy: HaproxyProcess, http_port: int, directly: bool) -> None:
+    model = FakeModel()
+
+    async def test(ask: Ask) -> None:
+        await ask(request(), timeout=100.0)
+        assert model.calls[-1].deadline_s is not None
+        assert 90 < model.calls[-1].deadline_s - time.monotonic() < 102
+        await ask(request(), timeout=None)
+        assert model.calls[-1].deadline_s is None
+        model.hold = asyncio.Event()
+        assert await ask(request(), timeout=0.3).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: model.waiting == 0)
+
+    run(FakeHost(model), proxy, http_port, directly, test)
+
+
+def test_a_call_that_is_cancelled_leaves_the_model(proxy: HaproxyProcess, http_port: int, directly: bool) -> None:
+    model = FakeModel()
+    model.hold = asyncio.Event()
+
+    async def test(ask: Ask) -> None:
+        call = ask(request())
+        await until(lambda: model.waiting == 1)
+        call.cancel()
+        await until(lambda: model.waiting == 0)
+
+    run(FakeHost(model), proxy, http_port, directly, test)
+
+
+# -- what no client of gRPC sends -------------------------------------------------------------------------------------
+
+FRAME = b"\0\0\0\0\x03\x0a\x01m"  # a request for the model m, without tensors
+POST = f"POST {PATH} HTTP/1.1"
+# what it is -> first line, body, header, the status of gRPC and words of the answer
+WRONG: dict[str, tuple[str, bytes, str, int, bytes]] = {
+    "an empty body": (POST, b"", "", 3, b"not one message"),
+    "half a head": (POST, b"\0\0", "", 3, b"not one message"),
+    "half a message": (POST, FRAME[:-1], "", 3, b"not one message"),
+    "two messages": (POST, FRAME + FRAME, "", 3, b"not one message"),
+    "no message of protobuf": (POST, b"\0\0\0\0\x02\xff\xff", "", 3, b"not a message of ModelInfer"),
+    "what is not compressed": (POST, b"\1" + FRAME[1:], "grpc-encoding: gzip", 3, b"the body is not gzip"),
+    "an unknown compression": (POST, b"\1" + FRAME[1:], "grpc-encoding: zstd", 12, b"not supported"),
+    "a timeout that is a word": (POST, FRAME, "grpc-timeout: soon", 3, b"grpc-timeout"),
+    "no tensors": (POST, FRAME, "grpc-timeout: 5S", 3, b"input 'x' is missing"),
+    "another method of HTTP": (f"GET {PATH} HTTP/1.1", FRAME, "", 12, b"not served here"),
+    "a stream": (f"POST /{SERVICE}/ModelStreamInfer HTTP/1.1", FRAME, "", 12, b"not served here"),
+    "no method of the service": (f"POST /{SERVICE}/Nothing HTTP/1.1", FRAME, "", 12, b"not served here"),
+}
+
+
+def test_a_wrong_call_is_refused(http_port: int, directly: bool) -> None:
+    async def test() -> None:
+        async with served(FakeHost(), http_port, directly):
+            for what, (line, body, header, status, words) in WRONG.items():
+                answer = await exchange(http_port, line, body, header)
+                assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), what
+                assert b"content-length: 0\r\n" in answer, what
+                assert b"grpc-status: %d\r\n" % status in answer, (what, answer)
+                assert words in answer, (what, answer)
+            live = await exchange(http_port, "GET /v2/health/live HTTP/1.1", b"", "")
+            assert live.endswith(b'{"live":true}'), "other paths are REST's"
+
+    asyncio.run(test())
+
+
+async def exchange(http_port: int, line: str, body: bytes, header: str) -> bytes:
+    """What the replica's server answers to these bytes, until it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", http_port)
+    head = [line, "host: x", "connection: close", f"content-length: {len(body)}", *filter(None, [header]), "", ""]
+    writer.write("\r\n".join(head).encode() + body)
+    answer = await asyncio.wait_for(reader.read(), TIMEOUT_S)
+    writer.close()
+    await writer.wait_closed()
+    return answer
