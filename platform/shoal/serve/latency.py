@@ -25,65 +25,68 @@ CLASSES_PER_OCTAVE = 4
 class LatencyModel:
     """l(rows) in seconds, from `observe(rows, seconds)`. All zero before the first observation.
 
-    Not thread-safe: the schedule's lock guards it.
+    Read from any thread; observed by one at a time (the schedule's lock sees to that).
     """
 
     def __init__(self) -> None:
         self._classes: dict[int, _SizeClass] = {}
-        # The classes that were seen, ascending: their rows, and their seconds, which never fall.
-        self._keys: list[int] = []
-        self._rows: list[int] = []
-        self._seconds: list[float] = []
+        self._keys: list[int] = []  # of the classes that were seen, ascending
+        # Their rows, and their seconds, which never fall. Replaced, never changed: readers hold no lock.
+        self._curve: tuple[list[int], list[float]] = ([], [])
 
     def observe(self, rows: int, seconds: float) -> None:
         """A forward over `rows` rows took `seconds`."""
         key = size_class(rows)
-        known = self._classes.get(key)
+        all_rows, all_seconds = self._curve[0].copy(), self._curve[1].copy()
         place = bisect_left(self._keys, key)
-        if known is None:
-            known = self._classes[key] = _SizeClass()
+        if key not in self._classes:
+            self._classes[key] = _SizeClass()
             self._keys.insert(place, key)
-            self._rows.insert(place, rows)
-            self._seconds.insert(place, 0.0)
+            all_rows.insert(place, rows)
+            all_seconds.insert(place, seconds)
+        known = self._classes[key]
         known.add(rows, seconds)
-        self._rows[place] = known.most_rows
-        self._seconds[place] = estimate = known.high_seconds
+        all_rows[place] = known.most_rows
+        all_seconds[place] = estimate = known.high_seconds
         for below in range(place - 1, -1, -1):
-            if self._seconds[below] <= estimate:
+            if all_seconds[below] <= estimate:
                 break
-            self._seconds[below] = estimate
-        for above in range(place + 1, len(self._seconds)):
-            if self._seconds[above] >= estimate:
+            all_seconds[below] = estimate
+        for above in range(place + 1, len(all_seconds)):
+            if all_seconds[above] >= estimate:
                 break
-            self._seconds[above] = estimate
+            all_seconds[above] = estimate
+        self._curve = all_rows, all_seconds
 
     def seconds(self, rows: float) -> float:
         """What a forward over so many rows is expected to take at most, nine times out of ten."""
-        if not self._rows:
+        all_rows, all_seconds = self._curve
+        if not all_rows:
             return 0.0
-        above = bisect_left(self._rows, rows)
+        above = bisect_left(all_rows, rows)
         if above == 0:
-            return self._seconds[0]
-        if above == len(self._rows):
-            return self._seconds[-1]
-        left, right = self._rows[above - 1], self._rows[above]
+            return all_seconds[0]
+        if above == len(all_rows):
+            return all_seconds[-1]
+        left, right = all_rows[above - 1], all_rows[above]
         part = (rows - left) / (right - left)
-        return self._seconds[above - 1] + part * (self._seconds[above] - self._seconds[above - 1])
+        return all_seconds[above - 1] + part * (all_seconds[above] - all_seconds[above - 1])
 
     def rows_within(self, seconds: float) -> float:
         """The most rows that are expected to take no longer than `seconds`: 0 for none, infinity for any number."""
-        above = bisect_right(self._seconds, seconds)
-        if above == len(self._seconds):
+        all_rows, all_seconds = self._curve
+        above = bisect_right(all_seconds, seconds)
+        if above == len(all_seconds):
             return math.inf
         if above == 0:
             return 0
-        low, high = self._seconds[above - 1], self._seconds[above]
-        left, right = self._rows[above - 1], self._rows[above]
+        low, high = all_seconds[above - 1], all_seconds[above]
+        left, right = all_rows[above - 1], all_rows[above]
         return int(left + (right - left) * (seconds - low) / (high - low))
 
     def measured(self) -> list[tuple[int, float]]:
         """(rows, seconds) of every class that was seen, ascending: what a simulation or a page shows."""
-        return list(zip(self._rows, self._seconds, strict=True))
+        return list(zip(*self._curve, strict=True))
 
 
 class _SizeClass:
