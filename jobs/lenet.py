@@ -25,11 +25,10 @@ from torch.utils.data import TensorDataset
 
 from shoal.data import Data
 from shoal.data.formats import Idx
-from shoal.models.lenet import LeNet
+from shoal.models.lenet import MEAN, SPREAD, LeNet
 from shoal.train import Task, TrainSpec
 
 INSTALLED = "/usr/share/datasets/fashion-mnist"
-MEAN, SPREAD = 73.0, 90.0  # of the training images' pixels, which are 0 to 255
 
 
 class FashionTask(Task):

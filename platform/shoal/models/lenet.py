@@ -1,14 +1,19 @@
 """LeNet-5 (http://yann.lecun.com/exdb/publis/pdf/lecun-98.pdf, figure 2) with today's ReLU and max-pooling.
 
 Called by the recipe jobs/lenet.py and by benchmarks. A plain sequence of named layers, so that it can be cut anywhere.
+`normalise` and `probabilities` are what its endpoint does before and after it: see serve_apps/image_classifier.py.
 Legend: B images, C channels.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
+import numpy as np
 from torch import nn
+
+MEAN, SPREAD = 73.0, 90.0  # of Fashion-MNIST's training images, whose pixels are 0 to 255
 
 
 class LeNet(nn.Sequential):
@@ -35,3 +40,17 @@ class LeNet(nn.Sequential):
             "output": nn.Linear(fourth, num_classes),
         }
         super().__init__(OrderedDict(layers))
+
+
+def normalise(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Pixels of 0 to 255 as what the recipe trains on."""
+    return {name: (images - np.float32(MEAN)) / np.float32(SPREAD) for name, images in arrays.items()}
+
+
+def probabilities(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Logits [B, classes] as probabilities, which add up to one for each image."""
+    answers = {}
+    for name, logits in arrays.items():
+        powers = np.exp(logits - logits.max(1, keepdims=True))
+        answers[name] = powers / powers.sum(1, keepdims=True)
+    return answers

@@ -1,0 +1,26 @@
+"""Which of ten kinds of clothing a picture shows: the model that `shoal run lenet` registers, behind an endpoint.
+
+    shoal run lenet                                                   # trains it, and registers fashion@champion
+    shoal run serve_apps/image_classifier.py                          # serves it until Ctrl-C
+    shoal serve deploy serve_apps/image_classifier.yaml               # the same, and stays until `shoal serve delete`
+    shoal predict fashion --image shoe.png --white 255
+    python serve_apps/image_classifier_client.py
+
+The endpoint takes pixels of 0 to 255 and gives probabilities: what the network is trained on, and what it gives, is the
+matter of the model's preprocessing and postprocessing. The alias is followed: train again, and the endpoint flips.
+"""
+
+from pathlib import Path
+
+from shoal.cluster.driver import job_main
+from shoal.flows.serving import serve_models
+from shoal.flows.serving_spec import ServingSpec, check, from_file
+
+
+def spec() -> ServingSpec:
+    """The recipe: what the YAML file says."""
+    return from_file(Path(__file__).with_suffix(".yaml"))
+
+
+if __name__ == "__main__":
+    job_main(spec(), serve_models, job="image_classifier", check=check)

@@ -1,0 +1,26 @@
+"""A policy that answers while it is being learned: every version is live within a quarter of a second of its update.
+
+    shoal run serve_apps/live_policy.py --actors 4                    # learns for ten minutes, and serves meanwhile
+    python serve_apps/live_policy_client.py                           # plays with whatever is newest
+    shoal serve deploy serve_apps/live_policy.yaml                    # afterwards: what it registered
+
+The learner hands each version to the weight store; two replicas take it from there, each by itself, between two
+batches. No request waits for a version, and none is answered by a mixture. At the end, the policy is tried, and
+registered as `cartpole@champion`.
+"""
+
+from shoal.cluster.driver import job_main
+from shoal.flows.actor_learner import ActorLearnerSpec, run_actor_learner
+from shoal.flows.policy import look_at_environment
+from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.options import ModelOptions
+
+
+def spec() -> ActorLearnerSpec:
+    """The recipe: CartPole for ten minutes, without a target to stop at, for clients that need an action now."""
+    endpoint = EndpointSpec(name="cartpole", num_replicas=2, num_cpus=0.5, model=ModelOptions(deadline_s=0.1))
+    return ActorLearnerSpec(env="CartPole-v1", target_return=None, max_wall_s=600.0, endpoint=endpoint)
+
+
+if __name__ == "__main__":
+    job_main(spec(), run_actor_learner, job="actor_learner", check=look_at_environment)
