@@ -187,4 +187,6 @@ def test_a_file_of_another_kind_is_refused(shoal_home: Path, tmp_path: Path) -> 
     program.write_bytes(b"nonsense")
     with pytest.raises(WeightsError, match=r"model\.onnx is not an ONNX model"):
         typed("add", str(program))
+    with pytest.raises(ConfigError, match=r"nowhere\.onnx': cannot be read"):
+        typed("add", str(tmp_path / "nowhere.onnx"))
     assert Registry().list() == ()

@@ -132,7 +132,7 @@ def show(model: str, as_json: bool) -> None:
 
 
 @models.command()
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("file", type=click.Path(path_type=Path))
 @click.option("--name", help="The model's name; that of the file by default.")
 @click.option("--alias", default="champion", show_default=True, help="An alias for this version.")
 def add(file: Path, name: str | None, alias: str) -> None:
@@ -149,7 +149,10 @@ def add(file: Path, name: str | None, alias: str) -> None:
     if file.suffix not in FORMATS:
         remedy = "a model is a .pt2 file of torch.export.save, or an .onnx file; jobs register modules by themselves"
         raise ConfigError("file", str(file), f"is not one of {', '.join(FORMATS)}", remedy)
-    payload = file.read_bytes()
+    try:
+        payload = file.read_bytes()
+    except OSError as error:
+        raise ConfigError("file", str(file), f"cannot be read ({error})") from error
     signature = _read_signature(FORMATS[file.suffix], payload, str(file))
     found = Registry().register(
         name or file.stem.lower(),
