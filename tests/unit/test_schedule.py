@@ -272,6 +272,15 @@ def test_a_tenant_that_was_away_gets_no_credit_for_it() -> None:
     assert shares == ["yyyy", "xxyy", "xxyy"]  # a batch ahead, since x has one in hand, and no more
 
 
+def test_tenants_that_nobody_waits_for_are_forgotten() -> None:
+    world = World()
+    for number in range(100):
+        world.submit(tenant=f"key-{number}")
+        if number % 5 == 4:
+            world.advance()
+    assert len(world.queues["a"].line._tenants) <= 1
+
+
 def test_a_queue_that_was_away_gets_no_credit_for_it() -> None:
     world = World()
     for _ in range(20):

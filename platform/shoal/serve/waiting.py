@@ -118,6 +118,8 @@ class WaitingLine(Generic[WaitingT]):
             if _deadline(best) > now_s:
                 late.remove(best)
                 batch.append(best)
+        if not self.rows and len(self._tenants) > 1:
+            self._tenants.clear()  # nobody waits, so nobody is behind anybody
         return batch, late
 
     def outlook(self, waiting: WaitingT) -> tuple[float, float]:
