@@ -387,3 +387,9 @@ def test_dimensions_that_the_model_fixes_are_fixed_and_none_is_negative(shape: l
     refused(subject(model).infer(request(one)), 422, "input 'x': expected FP32 [2, -1, 2], got FP32", str(shape))
     right = {**one, "shape": [2, 1, 2], "data": [1, 2, 3, 4]}
     assert subject(model).infer(request(right)).status == 200
+
+
+def test_a_batch_that_the_model_fixes_is_fixed() -> None:
+    model = FakeModel("m", tensors(x=("INT8", [2, 2])))
+    one = {"name": "x", "shape": [1, 2], "datatype": "INT8", "data": [1, 2]}
+    refused(subject(model).infer(request(one)), 422, "expected INT8 [2, 2], got INT8 [1, 2]")
