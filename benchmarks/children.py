@@ -144,6 +144,8 @@ class Child:
         end_processes(self._marker, self._ray_folder)
         self.process.wait()
         self._reader.join(5.0)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
     def __enter__(self) -> Self:
         return self

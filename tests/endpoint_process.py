@@ -55,6 +55,16 @@ class EndpointProcess:
             self.close()
             raise
 
+    @property
+    def pid(self) -> int:
+        """Of the child, whose descendants are the whole cluster."""
+        return self._child.pid
+
+    @property
+    def registry(self) -> Path:
+        """The registry's folder."""
+        return self.temp_dir / "home" / "registry"
+
     def command(self, name: str, **arguments: Any) -> Any:
         assert self._child.stdin is not None
         self._child.stdin.write(json.dumps([name, arguments]) + "\n")

@@ -86,6 +86,8 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         # The head of a request fits into it; headers of more than half are refused by the endpoint, with 431.
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
+        # Three failed checks replace a HAProxy that has died: nobody is answered until then, and Serve's 10 s are long.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "20",
         # How long a replica that is being removed stays reachable; HAProxy hears of it within 0.1 s and retries.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
