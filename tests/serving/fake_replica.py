@@ -72,12 +72,18 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A connection that was cut is what the tests want."""
+
+
 class FakeReplica:
     """Listens on `port` until close(). `paths`: what was asked, in order."""
 
     def __init__(self) -> None:
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), _Handler)
         self.paths: list[str] = []
         self._server.paths = self.paths  # type: ignore[attr-defined]
         self.port: int = self._server.server_address[1]

@@ -257,7 +257,7 @@ def test_headers_that_steer_serve_do_not_pass(proxy: Proxy) -> None:
         "x-serve-router-x",
         "upgrade",
     ]
-    given = [f"{name}: y" for name in steering]
+    given = ["connection: upgrade", *(f"{name}: y" for name in steering)]
     seen = json.loads(proxy.get("/echo", *given, "x-request-disconnect-disabled: ?0", "x-request-id: a b\xe9").body)
     headers = {name.lower(): value for name, value in seen["headers"].items()}
     assert not headers.keys() & {*steering, "x-request-id"}

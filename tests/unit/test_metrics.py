@@ -91,6 +91,7 @@ def test_however_many_versions_come_the_newest_are_kept_apart_and_nothing_is_los
     snapshot = statistics.snapshot()
     assert len(snapshot["versions"]) == MAX_VERSIONS
     assert {"1", str(num_versions)} <= snapshot["versions"].keys()
+    assert snapshot["versions"]["1"]["inference_count"] == num_versions + 2  # in use all the time, it never left
     every = [snapshot["older"], *snapshot["versions"].values()]
     assert sum(each["inference_count"] for each in every) == 3 * num_versions
     assert sum(each["execution_count"] for each in every) == num_versions
