@@ -2,6 +2,7 @@
 
 import heapq
 import math
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -218,7 +219,7 @@ def test_a_request_without_a_deadline_is_not_starved_by_those_with_one() -> None
     assert world.ends()["answered"] > 20
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     weights=st.tuples(st.floats(0.2, 5), st.floats(0.2, 5)),
     rows=st.tuples(st.integers(1, MAX_BATCH), st.integers(1, MAX_BATCH)),
@@ -231,7 +232,7 @@ def test_busy_queues_get_time_by_their_weights(
     """Never further apart than what the slots may hold at once, however unequal the forwards are."""
     world = World(slots=slots, exact=exact, weights=dict(zip(QUEUES, weights, strict=True)))
     longest_s = world.seconds(MAX_BATCH)
-    for step in range(200):
+    for step in range(120):
         for name, num_rows in zip(QUEUES, rows, strict=True):
             while world.queues[name].line.rows + num_rows <= MAX_QUEUE:
                 world.submit(name, num_rows)
@@ -279,6 +280,25 @@ def test_tenants_that_nobody_waits_for_are_forgotten() -> None:
         if number % 5 == 4:
             world.advance()
     assert len(world.queues["a"].line._tenants) <= 1
+
+
+def test_a_group_that_nobody_waits_for_is_let_go() -> None:
+    """It may hold a version's weights."""
+
+    class Version:
+        pass
+
+    schedule: Schedule[Waiting] = Schedule()
+    queue = schedule.add_queue("a", max_batch_rows=4, max_queue_rows=4)
+    for deadline_s in (None, 1.0):
+        version = Version()
+        gone = weakref.ref(version)
+        assert schedule.refusal(queue, Waiting(1, 0.0, deadline_s, version), 0.0) is None
+        batch, _ = schedule.take(0.0)
+        assert batch is not None
+        schedule.finished(batch, 0.0, [])
+        del version, batch
+        assert gone() is None
 
 
 def test_a_queue_that_was_away_gets_no_credit_for_it() -> None:

@@ -21,8 +21,7 @@ class Expiry(Generic[ItemT]):
         self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float], expired: Callable[[ItemT], None]
     ) -> None:
         self._loop, self._clock, self._expired = loop, clock, expired
-        self._ticks: dict[int, set[ItemT]] = {}
-        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._ticks: dict[int, set[ItemT]] = {}  # each has a timer, which ends it
 
     def add(self, item: ItemT, deadline_s: float) -> int:
         """The tick under which the item is known to `discard`."""
@@ -30,8 +29,7 @@ class Expiry(Generic[ItemT]):
         items = self._ticks.get(tick)
         if items is None:
             items = self._ticks[tick] = set()
-            wait_s = tick * TICK_S - self._clock()
-            self._timers[tick] = self._loop.call_later(wait_s, self._fire, tick)
+            self._loop.call_later(tick * TICK_S - self._clock(), self._fire, tick)
         items.add(item)
         return tick
 
@@ -41,14 +39,6 @@ class Expiry(Generic[ItemT]):
         if items is not None:
             items.discard(item)
 
-    def close(self) -> None:
-        """Tell nobody any more. Idempotent."""
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
-        self._ticks.clear()
-
     def _fire(self, tick: int) -> None:
-        del self._timers[tick]
         for item in self._ticks.pop(tick):
             self._expired(item)

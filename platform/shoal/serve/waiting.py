@@ -16,8 +16,6 @@ from typing import Generic, TypeVar
 from shoal.serve.latency import LatencyModel
 
 PATIENCE_S = 1.0
-# Empty lanes that a tenant keeps, so that a lone client does not make one anew for each of its requests.
-KEPT_LANES = 4
 
 
 class Waiting:
@@ -74,10 +72,10 @@ class WaitingLine(Generic[WaitingT]):
         lane = tenant.lanes.get(waiting.group)
         if lane is None:
             lane = tenant.lanes[waiting.group] = []
-        if not lane or lane[-1].order_s <= waiting.order_s:
-            lane.append(waiting)
-        else:
+        if lane and lane[-1].order_s > waiting.order_s:
             insort(lane, waiting, key=_order)
+        else:
+            lane.append(waiting)
         tenant.rows += waiting.num_rows
         self.rows += waiting.num_rows
         if waiting.deadline_s is not None:
@@ -139,8 +137,8 @@ class WaitingLine(Generic[WaitingT]):
 
     def _take_all(self, tenant: _Tenant[WaitingT]) -> list[WaitingT]:
         """Everything, when it is one lane, fits one batch and has no deadlines: the usual case, at a third the cost."""
-        ((group, batch),) = tenant.lanes.items()
-        tenant.lanes[group] = []
+        (batch,) = tenant.lanes.values()
+        tenant.lanes.clear()
         self._served = tenant.served
         tenant.served += self.rows
         tenant.rows = self.rows = 0
@@ -153,7 +151,7 @@ class WaitingLine(Generic[WaitingT]):
             # An idle tenant is remembered only while it is ahead of the others; else it is as good as new.
             self._tenants = {n: t for n, t in self._tenants.items() if t.rows or t.served > self._served}
         tenant = min(busy, key=_served) if len(busy) > 1 else busy[0]
-        return min([lane[0] for lane in tenant.lanes.values() if lane], key=_order)
+        return min([lane[0] for lane in tenant.lanes.values()], key=_order)
 
     def _fill(self, group: Hashable, now_s: float, late: list[WaitingT]) -> list[WaitingT]:
         """As many requests of a group as a batch holds and its earliest deadline allows.
@@ -189,7 +187,7 @@ class WaitingLine(Generic[WaitingT]):
         A request that does not fit ends the turns of its tenant: nobody overtakes within a tenant and a group.
         """
         rows = sum([waiting.num_rows for waiting in batch])
-        turns = [tenant for tenant in self._tenants.values() if tenant.lanes.get(group)]
+        turns = [tenant for tenant in self._tenants.values() if group in tenant.lanes]
         least_s = now_s + self._latency.seconds(1)
         while turns:
             tenant = min(turns, key=_served) if len(turns) > 1 else turns[0]
@@ -207,7 +205,7 @@ class WaitingLine(Generic[WaitingT]):
                 tenant.served += num_rows
                 batch.append(waiting)
             self._remove(tenant, waiting, 0)
-            if not tenant.lanes.get(group):
+            if group not in tenant.lanes:
                 turns.remove(tenant)
         return rows
 
@@ -224,8 +222,8 @@ class WaitingLine(Generic[WaitingT]):
     def _remove(self, tenant: _Tenant[WaitingT], waiting: WaitingT, place: int) -> None:
         lane = tenant.lanes[waiting.group]
         del lane[place]
-        if not lane and len(tenant.lanes) > KEPT_LANES:
-            del tenant.lanes[waiting.group]
+        if not lane:
+            del tenant.lanes[waiting.group]  # a group may hold on to a model's version
         tenant.rows -= waiting.num_rows
         self.rows -= waiting.num_rows
         if waiting.deadline_s is not None:
@@ -252,8 +250,7 @@ class WaitingLine(Generic[WaitingT]):
         counts: dict[Hashable, int] = {}
         for tenant in self._tenants.values():
             for group, lane in tenant.lanes.items():
-                if lane:
-                    counts[group] = counts.get(group, 0) + len(lane)
+                counts[group] = counts.get(group, 0) + len(lane)
         return counts
 
     def _seconds_of(self, rows: float, counts: dict[Hashable, int]) -> float:
