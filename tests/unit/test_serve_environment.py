@@ -70,6 +70,25 @@ def test_only_the_front_listens_and_only_on_loopback(tmp_path: Path, ports: dict
         assert unwanted not in config, unwanted
 
 
+def test_inference_over_grpc_goes_to_the_http_servers_of_replicas_and_nowhere_else(tmp_path: Path) -> None:
+    config = serves_config(tmp_path, 8000, replica_port=1, grpc_port=2, grpc_replica_port=3)
+    replica = "server replica 127.0.0.1:1 check"
+    config = config.replace(replica, f"{replica}\n    server serves_proxy 127.0.0.1:9 check backup")
+    lines = [line.strip() for line in haproxy.rewrite(config, "errors").splitlines()]
+    servers = [line for line in lines[lines.index("backend unary-app") :] if line.startswith("server ")]
+    assert len(servers) == 1
+    assert servers[0].startswith("server replica 127.0.0.1:1 ")
+    grpc_frontend = lines[lines.index("frontend grpc_frontend") : lines.index("backend grpc-app")]
+    chosen = [line for line in grpc_frontend if "_backend " in line]
+    path = f"{{ path {haproxy.UNARY_PATH} }}"
+    assert chosen == [
+        f"use_backend unary-app if {path} is_grpc-app",
+        "use_backend grpc-app if is_grpc-app",
+        f"use_backend unary-app if {path}",
+        "default_backend grpc-app",
+    ]
+
+
 @pytest.mark.parametrize("section", ["global", "defaults", "frontend http_frontend", "backend default_backend"])
 def test_a_template_that_has_changed_is_noticed(tmp_path: Path, section: str) -> None:
     config = serves_config(tmp_path, 8000, 8001).replace(f"{section}\n", f"{section}_renamed\n")

@@ -36,7 +36,7 @@ from shoal.serve.audit import origin
 from shoal.serve.call import Caller, HostedModel, InferCall, ModelHost
 from shoal.serve.grpc_tensors import GrpcCodec
 from shoal.serve.model_config import EXTENSIONS, described, metadata, model_config
-from shoal.serve.terms import asked_deadline, asked_track, asked_version
+from shoal.serve.terms import asked_deadline, asked_sticky, asked_track, asked_version
 
 if TYPE_CHECKING:
     from shoal.serve.tracing import RequestTrace, Tracer
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STREAM_WINDOW = 64
-MAX_STICKY_CHARS = 256
 FINAL = "triton_final_response"  # a parameter of every answer in a stream: the last one to its request
 
 
@@ -180,7 +179,7 @@ class InferenceServicer:
             version=version,
             deadline_s=_deadline_s(arrived_s, request, invocation, model.options.deadline_s),
             tenant=caller.name,
-            sticky=_sticky(invocation),
+            sticky=asked_sticky(invocation.text("shoal-sticky")),
             track=asked_track(invocation.text("shoal-track")),
             outputs=outputs,
             trace=trace,
@@ -280,13 +279,6 @@ def _deadline_s(
     if called_s is None or asked_s is None:
         return called_s or asked_s
     return min(called_s, asked_s)
-
-
-def _sticky(invocation: Invocation) -> str:
-    sticky = invocation.text("shoal-sticky")
-    if len(sticky) > MAX_STICKY_CHARS:
-        raise InferenceError(400, f"shoal-sticky has {len(sticky)} characters, the limit is {MAX_STICKY_CHARS}")
-    return sticky
 
 
 def _value(parameter: pb.InferParameter | pb.ModelRepositoryParameter) -> Any:

@@ -30,16 +30,16 @@ from shoal.serve.compression import compressed, decompressed
 from shoal.serve.http_messages import BINARY, JSON, Answer, Receive, Request, Scope, Send, refusal, send_answer
 from shoal.serve.in_progress import Disconnected, Progress, RequestsInProgress
 from shoal.serve.limits import Limits
+from shoal.serve.model_config import described
 from shoal.serve.paths import ADMINISTRATORS, OPEN, Action, find
-from shoal.serve.rest_calls import RestCalls, described
-from shoal.serve.terms import asked_deadline, asked_track, asked_version
+from shoal.serve.rest_calls import RestCalls
+from shoal.serve.terms import asked_deadline, asked_sticky, asked_track, asked_version
 
 if TYPE_CHECKING:
     from shoal.serve.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
-MAX_STICKY_CHARS = 256
 NOBODY = Caller("", models=frozenset())  # where no key is asked for
 
 
@@ -133,9 +133,7 @@ class RestApp:
         arrived_s = time.monotonic()
         model = self._host.model(request.target.model or "")
         version = asked_version(model, request.target.version)
-        track, sticky = asked_track(request.text(b"shoal-track")), request.text(b"shoal-sticky")
-        if len(sticky) > MAX_STICKY_CHARS:
-            raise InferenceError(400, f"shoal-sticky has {len(sticky)} characters, the limit is {MAX_STICKY_CHARS}")
+        track, sticky = asked_track(request.text(b"shoal-track")), asked_sticky(request.text(b"shoal-sticky"))
         header_length = request.length(b"inference-header-content-length")
         codec = self._codec(model)
         wanted = codec.decode(await self._body(progress, request), header_length)

@@ -14,16 +14,13 @@ from shoal.errors import InferenceError
 from shoal.open_inference.messages import (
     IndexedModel,
     IndexRequest,
-    ModelMetadata,
     RepositoryRequest,
     ServerMetadata,
     Statistics,
-    TensorMetadata,
 )
-from shoal.registry.manifest import TensorSignature
-from shoal.serve.call import Caller, HostedModel, ModelHost
+from shoal.serve.call import Caller, ModelHost
 from shoal.serve.http_messages import Answer, Request, content
-from shoal.serve.model_config import EXTENSIONS, PLATFORM, model_config
+from shoal.serve.model_config import EXTENSIONS, metadata, model_config
 from shoal.serve.openapi import document
 from shoal.serve.paths import Action
 from shoal.serve.prometheus import CONTENT_TYPE
@@ -108,17 +105,6 @@ class RestCalls:
             for entry in self._host.repository()
             if _may_see(caller, entry.name) and (entry.state == "READY" or not wanted.ready)
         ]
-
-
-def metadata(model: HostedModel) -> ModelMetadata:
-    """What a model takes and gives, in the protocol's words."""
-    signature = model.signature
-    versions = [str(version) for version in model.versions]
-    return ModelMetadata(model.name, versions, PLATFORM, described(signature.inputs), described(signature.outputs))
-
-
-def described(tensors: list[TensorSignature]) -> list[TensorMetadata]:
-    return [TensorMetadata(tensor.name, tensor.datatype, tensor.shape) for tensor in tensors]
 
 
 def _may_see(caller: Caller, model: str) -> bool:

@@ -11,10 +11,11 @@ from shoal.serve.call import HostedModel
 
 TRACKS = ("", "stable", "candidate")
 MAX_DEADLINE_MS = 1e12
+MAX_STICKY_CHARS = 256
 
 
 def asked_version(model: HostedModel, text: str | None) -> int | None:
-    """The version that is asked for; None, for no text, leaves the choice to the server. Raises InferenceError (404)."""
+    """The version that is asked for; None, for no text, is the server's choice. Raises InferenceError (404)."""
     if not text:
         return None
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1
@@ -28,6 +29,13 @@ def asked_track(text: str) -> str:
     """The side of a canary; "" leaves it to the rollout. Raises InferenceError (400)."""
     if text not in TRACKS:
         raise InferenceError(400, f"shoal-track = {text[:40]!r}: expected stable or candidate")
+    return text
+
+
+def asked_sticky(text: str) -> str:
+    """The key whose calls stay on one side of a canary; "" draws for each. Raises InferenceError (400)."""
+    if len(text) > MAX_STICKY_CHARS:
+        raise InferenceError(400, f"shoal-sticky has {len(text)} characters, the limit is {MAX_STICKY_CHARS}")
     return text
 
 
