@@ -135,18 +135,18 @@ def test_a_compiled_model_is_not_compiled_again_for_new_weights_or_sizes() -> No
     inputs = [tensor("x", -1), tensor("scale")]
     subject = predictor("Named", inputs, [tensor("y", -1), tensor("sum")], compile=True, max_batch_size=8)
     torch.manual_seed(1)
-    first, second = Named(), Named()
-    one = subject.load(snapshot(first, 1))
+    modules = [Named() for _ in range(4)]
+    models = [subject.load(snapshot(modules[0], 1))]
     assert counters["stats"]["unique_graphs"] > 0
     graphs = counters["stats"]["unique_graphs"]
-    two = subject.load(snapshot(second, 2))
+    models += [subject.load(snapshot(module, 2)) for module in modules[1:]]
     forward_thread = ThreadPoolExecutor(1, initializer=subject.enter_thread)  # loading has a thread of its own
     for rows, length in ((1, 16), (2, 16), (3, 5), (8, 40)):
         request = {
             "x": GENERATOR.standard_normal((rows, length), np.float32),
             "scale": GENERATOR.standard_normal(rows, np.float32),
         }
-        for model, module in ((one, first), (two, second)):
+        for model, module in zip(models, modules, strict=True):
             (answer,) = forward_thread.submit(model.predict_batch, [request]).result()
             expected = module.predict(**{name: torch.from_numpy(array) for name, array in request.items()})
             for name, value in expected.items():
@@ -158,10 +158,12 @@ def test_a_compiled_model_is_not_compiled_again_for_new_weights_or_sizes() -> No
 class Named(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(1))
+        for name in ("weight", "bias", "factor", "offset", "power"):  # a file keeps no order of them
+            setattr(self, name, nn.Parameter(torch.randn(1)))
 
     def predict(self, x: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-        y = torch.tanh(x * self.weight) * scale.unsqueeze(1)
+        y = torch.tanh(x * self.weight + self.bias + self.power) * self.factor + self.offset
+        y = y * scale.unsqueeze(1)
         return {"sum": y.sum(1), "y": y}
 
 

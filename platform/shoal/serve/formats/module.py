@@ -57,9 +57,10 @@ class ModuleTemplate:
             self._bind = GraphedModule(module, self._called).bind
 
     def load(self, snapshot: WeightSnapshot) -> Forward:
-        state = {name: torch.from_numpy(array.copy()) for name, array in snapshot.tensors().items()}
-        self._check(snapshot.version, state)
-        state = self._precision.convert(state)
+        tensors = {name: torch.from_numpy(array.copy()) for name, array in snapshot.tensors().items()}
+        self._check(snapshot.version, tensors)
+        # In the module's order: a compiled graph is guarded by the order of its arguments, and a file has none.
+        state = self._precision.convert({name: tensors[name] for name in self._expected})
         state = {name: tensor.to(self._setting.device) for name, tensor in state.items()}
         return torch_forward(self._bind(state), self._setting, by_name=self._by_name)
 
