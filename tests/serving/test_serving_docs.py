@@ -1,0 +1,96 @@
+"""The page on serving: every block of Python and YAML is used, against an endpoint of this process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import shoal.runs
+from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.served_here import TOKEN, served
+from shoal.client.status import EndpointStatus, ModelStatus, RolloutEvent, VersionStatus
+from shoal.flows.serving_spec import check, from_file
+from shoal.registry import Registry
+from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.options import ModelOptions
+
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+APPS = PAGE.parents[1] / "serve_apps"
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for name, text in found if name == language]
+
+
+class Host(FakeHost):
+    """Promotes what it is told to."""
+
+    async def administer(self, change: Mapping[str, Any], *caller: object) -> dict[str, Any]:
+        await super().administer(change, *caller)
+        return dict(msgspec.to_builtins(ModelStatus("mine", versions=[VersionStatus(2, "stable", 1.0)])))
+
+    async def status(self) -> dict[str, Any]:
+        events = [RolloutEvent(0.0, str(change["action"])) for change in self.changes]
+        return dict(msgspec.to_builtins(EndpointStatus("shop", events=events)))
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    """An endpoint with the page's model, in the run record."""
+    monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
+    double = FakeModel(
+        "mine",
+        tensors(input=("FP32", [-1, 4])),
+        tensors(output=("FP32", [-1, 2])),
+        lambda inputs: {"output": np.repeat(inputs["input"].sum(1, keepdims=True), 2, 1)},
+    )
+    host = Host(double)
+    with served(host) as (url, _), shoal.runs.create("serve", "") as recorder:
+        recorder.endpoint("mine", "inference", url, "ready")
+        yield host
+
+
+def test_the_python_of_the_page_runs(endpoint: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    for block in blocks("python"):
+        exec(compile(block, str(PAGE), "exec"), names)
+    assert Registry().get("mine@champion").snapshot().tensors().keys() == {"weight", "bias"}
+    said = capsys.readouterr().out
+    assert "[[4. 4.]\n [4. 4.]] 7" in said
+    assert str([7] * 32) in said
+    assert "['canary', 'metric', 'promote']" in said
+    assert [call.sticky for call in endpoint.models_by_name["mine"].calls[:2]] == ["", "customer 17"]
+
+
+def test_the_yaml_of_the_page_is_a_spec(tmp_path: Path) -> None:
+    exec(compile(blocks("python")[0], str(PAGE), "exec"), {})
+    (text,) = blocks("yaml")
+    (tmp_path / "shop.yaml").write_text(text)
+    spec = from_file(tmp_path / "shop.yaml")
+    check(spec)
+    assert (spec.models, spec.endpoint.name, spec.endpoint.model.deadline_s) == (["mine@champion"], "shop", 0.5)
+    assert spec.endpoint.keys[0].models == ["mine"]
+
+
+@pytest.mark.parametrize("path", sorted(APPS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_apps_files_are_specs(path: Path) -> None:
+    spec = from_file(path)
+    assert spec.models
+    assert spec.endpoint.name != EndpointSpec(name="x").name
+
+
+def test_the_fields_that_the_page_names_are_fields() -> None:
+    endpoint, model = EndpointSpec.model_fields, ModelOptions.model_fields
+    tables = re.findall(r"\| field of `([\w.]+)` .*?\n\|[-|]+\n(.*?)\n\n", PAGE.read_text(), re.DOTALL)
+    assert [name for name, _ in tables] == ["endpoint", "endpoint.model"]
+    for (_, rows), fields in zip(tables, (endpoint, model), strict=True):
+        for row in rows.splitlines():
+            for name in re.findall(r"`([a-z_]+)\.?`", row.split("|")[1]):
+                assert name in fields, name
