@@ -76,7 +76,9 @@ def test_jobs_and_serve_apps_are_imported_by_nobody() -> None:
         assert not {name for name in imports_of(path) if name.partition(".")[0] in ("jobs", "serve_apps")}
 
 
-@pytest.mark.parametrize("module", ["shoal", "shoal.wire", "shoal.actor", "shoal.weights", "shoal.home"])
+@pytest.mark.parametrize(
+    "module", ["shoal", "shoal.wire", "shoal.actor", "shoal.client", "shoal.weights", "shoal.home"]
+)
 def test_a_game_client_loads_neither_torch_nor_ray_nor_the_platforms_libraries(module: str) -> None:
     heavy = ["torch", "ray", "pydantic", "pandas", "click", "rich", "yaml"]
     program = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
