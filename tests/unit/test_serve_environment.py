@@ -73,7 +73,7 @@ def test_only_the_front_listens_and_only_on_loopback(tmp_path: Path, ports: dict
 def test_inference_over_grpc_goes_to_the_http_servers_of_replicas_and_nowhere_else(tmp_path: Path) -> None:
     config = serves_config(tmp_path, 8000, replica_port=1, grpc_port=2, grpc_replica_port=3)
     replica = "server replica 127.0.0.1:1 check"
-    config = config.replace(replica, f"{replica}\n    server serves_proxy 127.0.0.1:9 check backup")
+    config = config.replace(replica, f"server serves_proxy 127.0.0.1:9 check backup\n    {replica}")
     lines = [line.strip() for line in haproxy.rewrite(config, "errors").splitlines()]
     servers = [line for line in lines[lines.index("backend unary-app") :] if line.startswith("server ")]
     assert len(servers) == 1
