@@ -7,6 +7,7 @@ Called by jobs, serve apps and the CLI. Needs a cluster that was started with th
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from shoal.serve.sources import LiveModel, RegisteredModel, RegistryCatalogue, S
 UPSCALE_DELAY_S = 3.0  # a burst that a queue of a second absorbs needs no replica, whose start takes as long
 DOWNSCALE_DELAY_S = 60.0
 LOOK_BACK_S = 5.0
+COUNT_S = 1.0  # Serve's 10 s would see a burst when it is over
 
 
 class ReplicaWorker(GrpcMethods):
@@ -162,9 +164,10 @@ def application(spec: EndpointSpec, live: Mapping[str, LiveModel], controller: R
                 "upscale_delay_s": UPSCALE_DELAY_S,
                 "downscale_delay_s": DOWNSCALE_DELAY_S,
                 "look_back_period_s": LOOK_BACK_S,
+                "metrics_interval_s": COUNT_S,
             }
         }
-    deployment = serve.deployment(serve.ingress()(ReplicaWorker)).options(
+    options = dict(
         name="replica",
         max_ongoing_requests=spec.max_ongoing_requests,
         ray_actor_options={"num_cpus": spec.num_cpus},
@@ -175,6 +178,10 @@ def application(spec: EndpointSpec, live: Mapping[str, LiveModel], controller: R
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
         **scaling,
     )
+    with warnings.catch_warnings():
+        # The environment variable that is to replace this field is read by nothing (Ray 2.60).
+        warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
+        deployment = serve.deployment(serve.ingress()(ReplicaWorker)).options(**options)
     return deployment.bind(spec, live, controller)
 
 
