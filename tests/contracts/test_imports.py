@@ -76,12 +76,17 @@ def test_jobs_and_serve_apps_are_imported_by_nobody() -> None:
         assert not {name for name in imports_of(path) if name.partition(".")[0] in ("jobs", "serve_apps")}
 
 
-@pytest.mark.parametrize(
-    "module", ["shoal", "shoal.wire", "shoal.actor", "shoal.client", "shoal.weights", "shoal.home"]
-)
+@pytest.mark.parametrize("module", ["shoal", "shoal.wire", "shoal.actor", "shoal.weights", "shoal.home"])
 def test_a_game_client_loads_neither_torch_nor_ray_nor_the_platforms_libraries(module: str) -> None:
     heavy = ["torch", "ray", "pydantic", "pandas", "click", "rich", "yaml"]
     program = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_client_of_an_endpoint_loads_neither_torch_nor_ray() -> None:
+    heavy = ["torch", "ray", "pydantic", "pandas", "pyarrow", "yaml", "shoal.runs", "shoal.serve"]
+    program = f"import sys, shoal.client; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
     assert done.stdout.strip() == "[]"
 
