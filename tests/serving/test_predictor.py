@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import numpy as np
@@ -246,11 +247,38 @@ class InPlace(nn.Module):
         return x.add_(1)
 
 
-def test_an_input_that_may_not_be_written_to_is_not() -> None:
+def test_a_model_that_writes_to_its_inputs_leaves_the_callers_alone() -> None:
+    """It is noticed in the warm-up. A shadow asks another version with the same arrays."""
     model = predictor(InPlace).load(WeightSnapshot.of(1, {}))
     body = rows(3)["x"].tobytes()
-    request = {"x": np.frombuffer(body, np.float32).reshape(1, 2)}
-    assert [model.predict_batch([request])[0]["y"].tolist() for _ in range(2)] == [[[4.0, 4.0]]] * 2
+    for request in (rows(3), {"x": np.frombuffer(body, np.float32).reshape(1, 2)}):
+        assert [model.predict_batch([request])[0]["y"].tolist() for _ in range(2)] == [[[4.0, 4.0]]] * 2
+
+
+def test_versions_that_are_loaded_while_others_answer_never_mix() -> None:
+    """Every answer is exactly what its version alone would give, however fast versions follow each other."""
+    subject = predictor()
+    newest = [subject.load(weights(1))]
+    mixtures: list[object] = []
+
+    def predict_all_along() -> set[int]:
+        seen = set()
+        while len(newest) < 40:
+            model = newest[-1]
+            seen.add(model.version)
+            mixtures.extend(
+                answer
+                for answer in model.predict_batch([ONES] * 4)
+                if answer["y"].tolist() != [[4.0 * model.version] * 2]
+            )
+        return seen
+
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(predict_all_along) for _ in range(2)]
+        while len(newest) < 40:
+            newest.append(subject.load(weights(len(newest) + 1)))
+        assert all(each.result(5.0) for each in asked)
+    assert mixtures == []
 
 
 def test_inputs_go_in_the_signatures_order_whatever_the_requests() -> None:

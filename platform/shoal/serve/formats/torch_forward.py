@@ -5,7 +5,7 @@ Called by `module` and `exported`. Knows the datatypes, the device and the preci
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,37 +25,48 @@ def torch_forward(call: Callable[..., Any], setting: Setting, *, by_name: bool =
     device = torch.device(setting.device)
     bf16_inputs, outputs = setting.bf16_inputs, setting.outputs
     inference_mode = torch.inference_mode
+    writes = False  # whether the model was seen to write to its inputs, which are the callers' (a shadow asks again)
 
-    def run(inputs: Arrays) -> dict[str, Any]:
-        tensors = [_tensor(array) for array in inputs.values()]
+    def tensors_of(inputs: Arrays) -> list[Any]:
+        # Not in inference mode, in which a tensor does not count how often it is written to.
+        tensors = [_tensor(array, writes) for array in inputs.values()]
         if bf16_inputs:
             pairs = zip(inputs, tensors, strict=True)
             tensors = [each.view(torch.bfloat16) if name in bf16_inputs else each for name, each in pairs]
         if device.type != "cpu":
             tensors = [each.to(device) if isinstance(each, Tensor) else each for each in tensors]
-        result = call(**dict(zip(inputs, tensors, strict=True))) if by_name else call(*tensors)
+        return tensors
+
+    def run(names: Iterable[str], tensors: list[Any]) -> dict[str, Any]:
+        nonlocal writes
+        result = call(**dict(zip(names, tensors, strict=True))) if by_name else call(*tensors)
+        if not writes:
+            writes = any(map(_was_written, tensors))
         return _all(result) if outputs is None else _promised(result, outputs)
 
     def forward(inputs: Arrays) -> Arrays:
+        tensors = tensors_of(inputs)
         with inference_mode():
-            return {name: _array(value) for name, value in run(inputs).items()}
+            return {name: _array(value) for name, value in run(inputs, tensors).items()}
 
     def forward_bf16(inputs: Arrays) -> Arrays:
+        tensors = tensors_of(inputs)
         # Weights are bfloat16 already, where they should be: there is nothing to cache.
         with inference_mode(), torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
-            return {name: _array(value) for name, value in run(inputs).items()}
+            return {name: _array(value) for name, value in run(inputs, tensors).items()}
 
     return forward_bf16 if setting.options.precision == "bf16" else forward
 
 
-def _tensor(array: np.ndarray) -> Any:
-    """The array as a tensor, in the same memory if that may be written to: a model may write to its inputs.
-
-    BYTES, which torch does not know, stay an array.
-    """
-    if not array.flags.writeable:
+def _tensor(array: np.ndarray, copies: bool) -> Any:
+    """The array as a tensor, in the same memory unless it may not be written to. BYTES, which torch has not, stay."""
+    if copies or not array.flags.writeable:
         array = array.copy()
     return array if array.dtype == object else torch.from_numpy(array)
+
+
+def _was_written(value: Any) -> bool:
+    return isinstance(value, Tensor) and value._version > 0
 
 
 def _promised(result: Any, specs: Sequence[TensorSignature]) -> dict[str, Any]:
