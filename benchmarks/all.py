@@ -16,7 +16,7 @@ NAMES = (
     *("time_to_solve", "experience", "weights"),
     *("training_step", "training_start", "checkpoint", "input", "fashion_mnist", "pipeline", "cost"),
     *("serving.validate", "serving.small", "serving.binary", "serving.bodies", "serving.simulated"),
-    *("serving.admission", "serving.real", "serving.swaps", "serving.soak"),
+    *("serving.admission", "serving.real", "serving.swaps", "serving.soak", "serving.seen"),
 )
 
 

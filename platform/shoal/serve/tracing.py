@@ -17,6 +17,7 @@ span that cannot be exported is dropped, and never waited for: at most `MAX_WAIT
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -132,7 +133,7 @@ class Tracer:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, TraceIdRatioBased
+        from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         where = Destination.parse(destination)
@@ -151,12 +152,15 @@ class Tracer:
             provider.add_span_processor(spans)
             return provider.get_tracer("shoal.serve")
 
-        self._requests = tracer(ParentBased(TraceIdRatioBased(where.ratio)))
+        self._ratio = where.ratio
+        self._requests = tracer(ParentBased(ALWAYS_ON))
         self._batches = tracer(ALWAYS_ON)  # of those that have a traced request
         self._extract = TraceContextTextMapPropagator().extract
 
     def request(self, name: str, model: str, traceparent: str = "", tracestate: str = "") -> RequestTrace | None:
         """The span of a request that has just arrived; None when it is not among those that are traced."""
+        if not traceparent and random.random() >= self._ratio:
+            return None
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
