@@ -1,0 +1,238 @@
+"""`shoal serve deploy` and `delete` around their job: what is submitted, waited for, stopped and said. No Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import shoal.runs
+from shoal.cli import cli, serve_jobs
+from shoal.cluster.handle import ClusterHandle
+from shoal.cluster.jobs import JobInfo, JobStatus
+from shoal.errors import ClusterError, ConfigError, RunError
+from shoal.flows.serving_spec import ServingSpec, spec_from_words
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.weights import WeightSnapshot
+
+CLUSTER = ClusterHandle("127.0.0.1:6379", "http://127.0.0.1:8265", "token", {}, temp_dir=Path("/tmp/none"))
+
+
+class FakeJob:
+    """A job that is as it was told to be."""
+
+    def __init__(self, submission_id: str) -> None:
+        self.submission_id = submission_id
+        self.state = JobStatus.RUNNING
+        self.said = ""
+        self.on_look: Callable[[], None] = lambda: None
+        self.stopped = 0
+        self.is_known = True
+
+    def status(self) -> JobStatus:
+        self.on_look()
+        return self.state
+
+    def logs(self) -> str:
+        return self.said
+
+    def stop(self, timeout_s: float = 30.0) -> JobStatus:
+        if not self.is_known:
+            raise RunError(f"no job {self.submission_id}")
+        self.stopped += 1
+        self.state = JobStatus.STOPPED
+        return self.state
+
+
+@dataclasses.dataclass
+class FakeCluster:
+    """Takes what is submitted; `begin` is called with each job."""
+
+    jobs: dict[str, FakeJob] = dataclasses.field(default_factory=dict)
+    entrypoints: list[Sequence[str]] = dataclasses.field(default_factory=list)
+    environments: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    begin: Callable[[FakeJob], None] = lambda job: None
+
+    def submit(
+        self, cluster: ClusterHandle, entrypoint: Sequence[str], *, env: dict[str, str], submission_id: str
+    ) -> FakeJob:
+        job = self.jobs[submission_id] = FakeJob(submission_id)
+        self.entrypoints.append(entrypoint)
+        self.environments.append(env)
+        self.begin(job)
+        return job
+
+    def job(self, cluster: ClusterHandle, submission_id: str) -> FakeJob:
+        if submission_id in self.jobs:
+            return self.jobs[submission_id]
+        unknown = FakeJob(submission_id)
+        unknown.is_known = False
+        return unknown
+
+    def infos(self, cluster: ClusterHandle) -> list[JobInfo]:
+        return [JobInfo(job.submission_id, job.state, "", "", 0.0) for job in self.jobs.values()]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    fake = FakeCluster()
+    monkeypatch.setattr(serve_jobs, "find_cluster", lambda address: CLUSTER)
+    monkeypatch.setattr(serve_jobs, "submit", fake.submit)
+    monkeypatch.setattr(serve_jobs, "Job", fake.job)
+    monkeypatch.setattr(serve_jobs, "list_jobs", fake.infos)
+    monkeypatch.setattr(serve_jobs, "end_as_by_ctrl_c", lambda: None)
+    monkeypatch.setattr(serve_jobs, "ignore_further_interrupts", lambda: None)
+    tensors = {"weight": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)}
+    tensor = [TensorSignature(name="x", datatype="FP32", shape=[-1, 1])]
+    for name in ("fashion", "tabular"):
+        Registry().register(
+            name,
+            WeightSnapshot.of(1, tensors),
+            model=ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1}),
+            signature=Signature(inputs=tensor, outputs=tensor),
+        )
+    return fake
+
+
+@pytest.fixture
+def recorders() -> Iterator[list[Any]]:
+    opened: list[Any] = []
+    yield opened
+    for recorder in opened:
+        recorder.close()
+
+
+def shoal_program(*words: str) -> Result:
+    return CliRunner().invoke(cli, ["serve", *words])
+
+
+def becomes_ready(recorders: list[Any], name: str = "fashion") -> Callable[[FakeJob], None]:
+    def begin(job: FakeJob) -> None:
+        recorder = shoal.runs.create("serve", "", job.submission_id)
+        recorders.append(recorder)
+        recorder.endpoint(name, "inference", "http://127.0.0.1:8000", "starting")
+        job.on_look = lambda: recorder.endpoint(name, "inference", "http://127.0.0.1:8000", "ready")
+
+    return begin
+
+
+def test_deploy_submits_what_was_typed_and_returns_when_it_is_ready(
+    cluster: FakeCluster, recorders: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.begin = becomes_ready(recorders)
+    monkeypatch.setattr(sys, "argv", ["shoal", "serve", "deploy", "fashion", "endpoint.keys=[{key: hush}]"])
+    keys = "endpoint.keys=[{name: a, key: hush-hush-hush-hush}]"
+    words = ["fashion@champion", "tabular@1", "--replicas", "2", "endpoint.models.fashion.deadline_s=0.1", keys]
+    result = shoal_program("deploy", *words)
+    assert result.exit_code == 0, result.exception
+    assert "endpoint fashion is ready at http://127.0.0.1:8000" in result.output
+    (entrypoint,), ((run_id, job),) = cluster.entrypoints, cluster.jobs.items()
+    assert entrypoint[1:3] == ["-m", "shoal.flows.serving"]
+    spec = spec_from_words(entrypoint[3:]).override(entrypoint[3:])
+    assert spec.models == ["fashion@champion", "tabular@1"]
+    assert (spec.endpoint.num_replicas, spec.endpoint.options("fashion").deadline_s) == (2, 0.1)
+    assert cluster.environments[0]["SHOAL_RUN_ID"] == run_id
+    assert "hush" not in cluster.environments[0]["SHOAL_COMMAND"]
+    assert job.stopped == 0
+
+
+def test_a_file_goes_along_by_its_place(cluster: FakeCluster, recorders: list[Any], tmp_path: Path) -> None:
+    cluster.begin = becomes_ready(recorders, "shop")
+    (tmp_path / "shop.yaml").write_text("models: [fashion]\nendpoint: {name: shop, max_body_bytes: 5}\n")
+    assert shoal_program("deploy", str(tmp_path / "shop.yaml"), "endpoint.port=80").exit_code == 0
+    words = cluster.entrypoints[0][3:]
+    spec = spec_from_words(words).override(words)
+    assert (spec.endpoint.name, spec.endpoint.max_body_bytes, spec.endpoint.port) == ("shop", 5, 80)
+    assert spec.file == str(tmp_path / "shop.yaml")
+
+
+def test_a_job_that_fails_says_why(cluster: FakeCluster) -> None:
+    def begin(job: FakeJob) -> None:
+        job.state, job.said = JobStatus.FAILED, "something\nerror: fashion cannot be served: weights are damaged\n"
+
+    cluster.begin = begin
+    error = shoal_program("deploy", "fashion").exception
+    assert isinstance(error, RunError)
+    assert str(error) == "fashion cannot be served: weights are damaged"
+
+
+def test_one_that_takes_too_long_is_stopped(cluster: FakeCluster) -> None:
+    error = shoal_program("deploy", "fashion", "--timeout-s", "0.01").exception
+    assert isinstance(error, ClusterError)
+    assert "was not ready within 0.01 s" in str(error)
+    assert [job.stopped for job in cluster.jobs.values()] == [1]
+
+
+def test_ctrl_c_stops_the_job(cluster: FakeCluster) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def begin(job: FakeJob) -> None:
+        job.on_look = interrupted
+
+    cluster.begin = begin
+    result = shoal_program("deploy", "fashion")
+    assert result.exit_code == 130
+    assert "stopped: nothing is served" in result.output
+    assert [job.stopped for job in cluster.jobs.values()] == [1]
+
+
+def test_a_second_endpoint_is_refused_before_a_job_is_started(cluster: FakeCluster, recorders: list[Any]) -> None:
+    cluster.begin = becomes_ready(recorders)
+    assert shoal_program("deploy", "fashion").exit_code == 0
+    error = shoal_program("deploy", "tabular").exception
+    assert isinstance(error, ClusterError)
+    assert "this cluster has an endpoint, fashion, and cannot have two: `shoal serve deploy MODEL --into" in str(error)
+    assert len(cluster.jobs) == 1
+
+
+def test_delete_stops_the_job_of_the_endpoint(cluster: FakeCluster, recorders: list[Any]) -> None:
+    cluster.begin = becomes_ready(recorders)
+    assert shoal_program("deploy", "fashion").exit_code == 0
+    result = shoal_program("delete", "fashion")
+    assert "endpoint fashion is gone" in result.output
+    assert [job.stopped for job in cluster.jobs.values()] == [1]
+
+
+def test_an_endpoint_of_another_run_is_not_deleted(cluster: FakeCluster, recorders: list[Any]) -> None:
+    becomes_ready(recorders, "cartpole")(job := FakeJob("somebody-elses"))
+    job.on_look()
+    error = shoal_program("delete").exception
+    assert isinstance(error, RunError)
+    assert "endpoint cartpole was not deployed by `shoal serve deploy` but by 'serve'" in str(error)
+
+
+def test_a_cluster_elsewhere_is_refused(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = dataclasses.replace(CLUSTER, temp_dir=None, dashboard_url="http://head.example:8265")
+    monkeypatch.setattr(serve_jobs, "find_cluster", lambda address: elsewhere)
+    error = shoal_program("deploy", "fashion").exception
+    assert "http://head.example:8265 is on another machine" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fashion", "endpoint.prot=1"], "did you mean 'port'?"),
+        (["fashion", "endpoint.models.tabular.precision=bf16"], "endpoint.models = 'tabular': is not served"),
+        (["fashion", "endpoint.models.fashion.precision=fp7"], "endpoint.models.fashion.precision = 'fp7'"),
+        (["fashion", "endpoint.host=0.0.0.0"], "listens on loopback"),
+        (["fashion", "nonsense=1"], "no such field"),
+    ],
+)
+def test_words_are_looked_at_before_a_job_is_started(cluster: FakeCluster, words: list[str], message: str) -> None:
+    error = shoal_program("deploy", *words).exception
+    assert isinstance(error, ConfigError)
+    assert message in str(error)
+    assert not cluster.jobs
+
+
+def test_models_are_a_list_or_one_word() -> None:
+    assert ServingSpec.parse({"models": "a@1, b@champion"}).models == ["a@1", "b@champion"]
+    with pytest.raises(ConfigError, match="a is there twice"):
+        ServingSpec.parse({"models": ["a@1", "a@2"]})
