@@ -66,7 +66,7 @@ class World:
         deadline_s = None if within_s is None else self.now_s + within_s
         job = Job(queue, rows, self.now_s, deadline_s, group, tenant)
         self.jobs.append(job)
-        refusal = self.schedule.refusal(self.queues[queue], job, self.now_s)
+        refusal = self.schedule.admit(self.queues[queue], job, self.now_s)
         if refusal is not None:
             self.settle(job, "full" if isinstance(refusal, QueueFull) else "late")
         self.fill_slots()
@@ -293,7 +293,7 @@ def test_a_group_that_nobody_waits_for_is_let_go() -> None:
     for deadline_s in (None, 1.0):
         version = Version()
         gone = weakref.ref(version)
-        assert schedule.refusal(queue, Waiting(1, 0.0, deadline_s, version), 0.0) is None
+        assert schedule.admit(queue, Waiting(1, 0.0, deadline_s, version), 0.0) is None
         batch, _ = schedule.take(0.0)
         assert batch is not None
         schedule.finished(batch, 0.0, [])
@@ -334,6 +334,14 @@ def test_a_free_slot_tries_what_the_model_thinks_hopeless_and_so_learns_that_it_
     assert world.queues["a"].latency.seconds(1) < 0.1
 
 
+def test_while_a_forward_hangs_a_short_deadline_is_refused_at_once() -> None:
+    world = World(exact=True)
+    world.submit()
+    world.now_s += 5.0  # and it has not ended
+    assert world.submit(within_s=3.0).end == "late"
+    assert world.submit(within_s=6.0).end == ""
+
+
 def test_admission_counts_other_queues_only_for_their_share() -> None:
     world = World(exact=True, weights={"a": 1.0, "b": 1.0})
     for _ in range(4):
@@ -349,7 +357,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     for _ in range(4):
         world.submit(rows=MAX_BATCH)
     job = Job("a", 1, world.now_s, None, 0, "")
-    refusal = world.schedule.refusal(world.queues["a"], job, world.now_s)
+    refusal = world.schedule.admit(world.queues["a"], job, world.now_s)
     assert isinstance(refusal, QueueFull)
     assert refusal.status == 429
     assert refusal.retry_after_s == pytest.approx(4 * world.seconds(MAX_BATCH))

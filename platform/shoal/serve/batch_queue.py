@@ -171,7 +171,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         entry: Entry[RequestT, AnswerT] = Entry(num_rows, now_s, deadline_s, group, tenant)
         entry.queue, entry.request, entry.future = self, request, slots.loop.create_future()
         with slots.lock:
-            refusal = slots.schedule.refusal(policy, entry, now_s)
+            refusal = slots.schedule.admit(policy, entry, now_s)
             wake = refusal is None and slots.claim_wakeup()
         if refusal is not None:
             self._count_refusal(refusal)

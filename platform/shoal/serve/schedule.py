@@ -121,7 +121,7 @@ class Schedule(Generic[WaitingT]):
         """Whether anything waits."""
         return any(queue.line.rows for queue in self._queues)
 
-    def refusal(self, queue: QueuePolicy[WaitingT], waiting: WaitingT, now_s: float) -> QueueFull | TooLate | None:
+    def admit(self, queue: QueuePolicy[WaitingT], waiting: WaitingT, now_s: float) -> QueueFull | TooLate | None:
         """Why this request is not taken in, or None when it was."""
         line = queue.line
         queue.asked_rows += waiting.num_rows
@@ -190,7 +190,9 @@ class Schedule(Generic[WaitingT]):
         """When a batch of this queue starts that has forwards of `before_s` of the same queue before it."""
         free_s = now_s
         if len(self.in_hand) >= self.slots:
-            free_s = min([max(now_s, batch.started_s + batch.expected_s) for batch in self.in_hand])
+            # A forward that takes longer than expected is taken to last as long again: when one hangs, who has little
+            # time hears so at once.
+            free_s += min([abs(batch.started_s + batch.expected_s - now_s) for batch in self.in_hand])
         others_s = 0.0
         for other in self._queues:
             if other is not queue and other.line.rows:
