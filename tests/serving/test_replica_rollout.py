@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from serving.replica_set import SIGNATURE, Asked, ReplicaSet, ask, infer, register, until
+from serving.replica_set import LINEAR, SIGNATURE, Asked, ReplicaSet, ask, constant, infer, register, until
 from shoal.errors import InferenceError, ShoalError
 from shoal.registry import Registry, Signature, TensorSignature
 from shoal.serve.options import GuardOptions, ModelOptions
-from shoal.serve.sources import registered
+from shoal.serve.sources import LiveModel, RegisteredModel, ServedModel, registered
+from shoal.weights import WeightStore
 
 TWICE = Signature(inputs=SIGNATURE.inputs, outputs=[TensorSignature(name="z", datatype="FP32", shape=[-1, 2])])
 
@@ -333,5 +335,54 @@ def test_each_model_is_served_as_it_says() -> None:
             [replica] = await endpoint.start()
             answers: list[Asked] = [await infer(replica, name, rows=3) for name in ("linear", "other")]
             assert [answer.status for answer in answers] == [200, 422]
+
+    asyncio.run(body())
+
+
+def test_a_live_model_has_no_other_versions_to_choose_from() -> None:
+    store = WeightStore()
+    store.publish(constant(4))
+
+    async def body() -> None:
+        async with ReplicaSet(ServedModel("linear", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
+            [replica] = await endpoint.start()
+            assert (replica.host.ready, replica.host.model("linear").versions) == (True, [4])
+            for change in (
+                {"action": "canary", "version": 1, "percent": 1},
+                {"action": "deploy"},
+                {"action": "rollback"},
+            ):
+                with pytest.raises(InferenceError, match="follows the weights of a run") as caught:
+                    await endpoint.administer(model="linear", **change)
+                assert caught.value.status == 409
+            await until(lambda: endpoint.status.model("linear")["state"] == "READY")
+            model = endpoint.status.model("linear")
+            assert (model["phase"], model["state"], [each["version"] for each in model["versions"]]) == (
+                "live",
+                "READY",
+                [4],
+            )
+            store.close()
+
+    asyncio.run(body())
+
+
+def test_a_replica_that_hangs_while_it_stages_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    register()
+    release = threading.Event()
+    monkeypatch.setattr("shoal.serve.host.HANGING_S", 0.05)
+
+    async def body() -> None:
+        async with ReplicaSet(registered("linear@1"), stage_timeout_s=0.2) as endpoint:
+            [replica] = await endpoint.start()
+            replica.check_health()
+            monkeypatch.setattr(RegisteredModel, "package", lambda source, version: release.wait(10))
+            with pytest.raises(InferenceError, match="had not staged version 2 after"):
+                await endpoint.administer(action="deploy", model="linear", version=2)
+            with pytest.raises(ShoalError, match="has been loading for"):
+                replica.check_health()
+            assert (await infer(replica)).version == 1
+            release.set()
 
     asyncio.run(body())

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shoal.serve.tracing import Tracer
 
 DRAIN_POLL_S = 0.02
+HANGING_S = 900.0  # of staging; the controller has given up by then
 RETIRE, LIVE = 0, -1  # keys of the tasks that retire a model and build a live one, beside those that stage versions
 T = TypeVar("T")
 
@@ -171,7 +172,9 @@ class ReplicaHost:
         return ReplicaReport(self._replica, os.getpid(), generation, self.ready, models)
 
     def check_health(self) -> None:
-        """Raises ShoalError when a thread has died."""
+        """Raises ShoalError when a thread has died, or a version is being loaded that will never be there."""
+        if self._stager.busy_s > HANGING_S:
+            raise ShoalError(f"a version has been loading for {self._stager.busy_s:.0f} s")
         for name, follower in self.followers.items():
             if not follower.alive:
                 raise ShoalError(f"the thread that follows the weights of {name!r} has died")
@@ -235,9 +238,14 @@ class ReplicaHost:
             return
         hosted = self._models[name] = Hosted(name, predictor, self._batcher, is_live=True, tracer=self._tracer)
 
+        loop = asyncio.get_running_loop()
+
         def take(snapshot: WeightSnapshot) -> None:
+            is_first = not hosted.version
             hosted.table.follow(predictor.load(snapshot))
             hosted.counts.serving(snapshot.version)
+            if is_first:
+                loop.call_soon_threadsafe(self.changed)
 
         self.followers[name] = WeightFollower(model.weights, take)
 

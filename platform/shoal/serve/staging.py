@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Stager:
     def __init__(self, torch_threads: int) -> None:
         self._torch_threads = torch_threads
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-stage")
+        self._since_s: float | None = None  # when it began what it does now
 
     async def stage(
         self,
@@ -69,13 +71,26 @@ class Stager:
         """A predictor without a version. Raises StagingFailed."""
         return await self._run(factory.factory, lambda: Predictor(factory, signature, options, self._torch_threads))
 
+    @property
+    def busy_s(self) -> float:
+        """How long it has been at one version."""
+        since_s = self._since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
     def close(self) -> None:
         """Start nothing more; what is being loaded is not waited for. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, what: str, work: Callable[[], T]) -> T:
+        def timed() -> T:
+            self._since_s = time.monotonic()
+            try:
+                return work()
+            finally:
+                self._since_s = None
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
         except Exception as error:
             logger.exception("%s cannot be staged", what)
             raise StagingFailed(f"{type(error).__name__}: {error}") from error
