@@ -3,8 +3,11 @@
 import json
 import os
 import queue
+import re
 import signal
 import socket
+import stat
+import urllib.request
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -229,17 +232,45 @@ def controller_pid(endpoint: EndpointProcess) -> int:
         return 0
 
 
-def test_http_listens_on_loopback_only(endpoint: EndpointProcess) -> None:
-    """HAProxy, with its statistics and metrics, and the replicas' HTTP. Ray's own ports are Ray's, behind its token."""
+def test_a_scrape_through_haproxy_sees_every_replica(endpoint: EndpointProcess) -> None:
+    def scrape() -> set[str]:
+        with urllib.request.urlopen(f"{endpoint.url}/metrics", timeout=STATE_TIMEOUT_S) as answer:
+            assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+            return set(re.findall(r'nv_inference_count\{model="linear",.*replica="(\w+)"', answer.read().decode()))
+
+    assert all(len(scrape()) == 2 for _ in range(4))
+
+
+def test_every_change_is_in_the_audit_log_with_who_asked_from_where(endpoint: EndpointProcess) -> None:
+    file = endpoint.temp_dir / "home" / "audit.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    asked = [(line["action"], line["by"], line["from"], line["result"]) for line in lines if line["entry"] == "asked"]
+    done = [
+        (action, "anyone", "127.0.0.1", "done") for action in ("canary", "promote", "rollback", "canary", "promote")
+    ]
+    assert asked == done
+    assert ("deploy", "registry") in {(line["action"], line["by"]) for line in lines if line["entry"] == "changed"}
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_nothing_of_rays_or_haproxys_is_behind_the_port(endpoint: EndpointProcess) -> None:
+    """And HAProxy listens nowhere else. Ray's own ports are Ray's, behind its token."""
+    client = Client(endpoint.url)
+    for path in ("/-/healthz", "/-/routes", "/%2D/healthz"):
+        status, _, content = client.request("GET", path)
+        assert (status, list(content)) == (404, ["error"])
+    client.close()
     driver = psutil.Process(endpoint._child.pid)
     listening = {
-        connection.laddr.ip
+        connection.laddr
         for process in driver.children(recursive=True)
         if process.name() == "haproxy"
         for connection in process.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     }
-    assert listening == {"127.0.0.1"}
+    fronts = {urlsplit(endpoint.url).port, int(endpoint.grpc.rpartition(":")[2])}
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+    assert {address.port for address in listening} == fronts
 
 
 def test_closed_it_is_gone_and_closing_twice_is_harmless(endpoint: EndpointProcess) -> None:
