@@ -53,8 +53,8 @@ class OutputCheck:
             if not fits or (shape[1:] != sizes and not _matches(shape[1:], sizes)):
                 expected = f"{spec.datatype} {[num_rows, *sizes]}"
                 raise InferenceError(500, f"output {name!r}: expected {expected}, got {_described(array, spec)}")
-            if is_finite is not None and not (finite := is_finite(array)).all():
-                raise NotFiniteOutput(name, int(array.size - np.count_nonzero(finite)), array.size)
+            if is_finite is not None and (num_finite := np.count_nonzero(is_finite(array))) != array.size:
+                raise NotFiniteOutput(name, array.size - int(num_finite), array.size)
             outputs[name] = array
         return outputs
 

@@ -24,36 +24,39 @@ def torch_forward(call: Callable[..., Any], setting: Setting, *, by_name: bool =
     """`call`, which takes tensors (by name, or in order) and gives tensors, as a forward of arrays."""
     device = torch.device(setting.device)
     bf16_inputs, outputs = setting.bf16_inputs, setting.outputs
+    as_they_are = device.type == "cpu" and not bf16_inputs
     inference_mode = torch.inference_mode
     writes = False  # whether the model was seen to write to its inputs, which are the callers' (a shadow asks again)
 
     def tensors_of(inputs: Arrays) -> list[Any]:
         # Not in inference mode, in which a tensor does not count how often it is written to.
         tensors = [_tensor(array, writes) for array in inputs.values()]
-        if bf16_inputs:
-            pairs = zip(inputs, tensors, strict=True)
-            tensors = [each.view(torch.bfloat16) if name in bf16_inputs else each for name, each in pairs]
-        if device.type != "cpu":
-            tensors = [each.to(device) if isinstance(each, Tensor) else each for each in tensors]
-        return tensors
+        if as_they_are:
+            return tensors
+        pairs = zip(inputs, tensors, strict=True)
+        tensors = [each.view(torch.bfloat16) if name in bf16_inputs else each for name, each in pairs]
+        return [each.to(device) if isinstance(each, Tensor) else each for each in tensors]
 
     def run(names: Iterable[str], tensors: list[Any]) -> dict[str, Any]:
         nonlocal writes
         result = call(**dict(zip(names, tensors, strict=True))) if by_name else call(*tensors)
         if not writes:
-            writes = any(map(_was_written, tensors))
+            for each in tensors:
+                writes = writes or (isinstance(each, Tensor) and each._version > 0)
         return _all(result) if outputs is None else _promised(result, outputs)
 
     def forward(inputs: Arrays) -> Arrays:
         tensors = tensors_of(inputs)
         with inference_mode():
-            return {name: _array(value) for name, value in run(inputs, tensors).items()}
+            found = run(inputs, tensors)
+        for name in found:
+            found[name] = _array(found[name])
+        return found
 
     def forward_bf16(inputs: Arrays) -> Arrays:
-        tensors = tensors_of(inputs)
         # Weights are bfloat16 already, where they should be: there is nothing to cache.
-        with inference_mode(), torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
-            return {name: _array(value) for name, value in run(inputs, tensors).items()}
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+            return forward(inputs)
 
     return forward_bf16 if setting.options.precision == "bf16" else forward
 
@@ -65,12 +68,10 @@ def _tensor(array: np.ndarray, copies: bool) -> Any:
     return array if array.dtype == object else torch.from_numpy(array)
 
 
-def _was_written(value: Any) -> bool:
-    return isinstance(value, Tensor) and value._version > 0
-
-
 def _promised(result: Any, specs: Sequence[TensorSignature]) -> dict[str, Any]:
     """The signature's outputs of what a model gave: a dict by name, a tensor or a tuple in the signature's order."""
+    if isinstance(result, Tensor) and len(specs) == 1:
+        return {specs[0].name: _ours(result, specs[0])}
     if not isinstance(result, Mapping):
         values = (result,) if isinstance(result, Tensor | np.ndarray) else result
         result = {spec.name: value for spec, value in zip(specs, values, strict=False)}
@@ -78,7 +79,7 @@ def _promised(result: Any, specs: Sequence[TensorSignature]) -> dict[str, Any]:
     for spec in specs:
         if spec.name not in result:
             raise InferenceError(500, f"output {spec.name!r} is missing: the model gave {', '.join(map(repr, result))}")
-        promised[spec.name] = _ours(result[spec.name], _FLOATS.get(spec.datatype, torch.float32))
+        promised[spec.name] = _ours(result[spec.name], spec)
     return promised
 
 
@@ -88,14 +89,16 @@ def _all(result: Any) -> dict[str, Any]:
         result = {f"output_{index}": value for index, value in enumerate(result)}
     elif not isinstance(result, Mapping):
         result = {"output": result}
-    return {name: _ours(value, torch.float32) for name, value in result.items()}
+    return {name: _ours(value, None) for name, value in result.items()}
 
 
-def _ours(value: Any, wanted: torch.dtype) -> Any:
+def _ours(value: Any, spec: TensorSignature | None) -> Any:
     """The value as a tensor object of our own, so that the model's may be let go; bfloat16 as what is wanted of it."""
     if not isinstance(value, Tensor):
         return value
-    return value.to(wanted) if value.dtype == torch.bfloat16 and wanted != torch.bfloat16 else value.detach()
+    if value.dtype == torch.bfloat16:
+        value = value.to(_FLOATS.get(spec.datatype, torch.float32) if spec else torch.float32)
+    return value.detach()
 
 
 def _array(value: Any) -> np.ndarray:
