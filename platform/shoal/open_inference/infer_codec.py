@@ -8,6 +8,7 @@ object before the tensors' bytes (Inference-Header-Content-Length), is a number 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+
 import msgspec
 import numpy as np
 
