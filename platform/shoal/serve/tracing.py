@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shoal.serve.call import Arrays, Prediction
 
 MAX_WAITING_SPANS = 8192
-EXPORT_TIMEOUT_S = 10.0
+EXPORT_TIMEOUT_S = 3.0  # what a replica that is being stopped waits for a collector that does not answer
 EXPORT_EVERY_S = 2.0
 CLIENT_GONE = 499
 
