@@ -18,7 +18,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 
 WINDOW = 50
-QUANTILE = 0.9
+QUANTILE = 0.8
 CLASSES_PER_OCTAVE = 4
 
 
@@ -59,7 +59,7 @@ class LatencyModel:
         self._curve = all_rows, all_seconds
 
     def seconds(self, rows: float) -> float:
-        """What a forward over so many rows is expected to take at most, nine times out of ten."""
+        """What a forward over so many rows is expected to take at most, four times out of five."""
         all_rows, all_seconds = self._curve
         if not all_rows:
             return 0.0
