@@ -237,6 +237,22 @@ def test_a_wrong_call_is_refused(http_port: int, directly: bool) -> None:
     asyncio.run(test())
 
 
+def test_a_deadline_is_kept_by_the_replica_too(http_port: int, directly: bool) -> None:
+    """The client, and HAProxy, may go on waiting."""
+    model = FakeModel()
+    model.hold = asyncio.Event()
+    message = request().SerializeToString()
+
+    async def test() -> None:
+        async with served(FakeHost(model), http_port, directly):
+            body = b"\0" + len(message).to_bytes(4, "big") + message
+            answer = await exchange(http_port, POST, body, "grpc-timeout: 200m")
+            assert b"grpc-status: 4\r\n" in answer
+            assert model.waiting == 0
+
+    asyncio.run(test())
+
+
 async def exchange(http_port: int, line: str, body: bytes, header: str) -> bytes:
     """What the replica's server answers to these bytes, until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", http_port)
