@@ -61,6 +61,7 @@ def test_a_scrape_of_any_replica_sees_all_of_them() -> None:
             assert seen["shoal_batch_rows_sum"] == {"r1": 1, "r2": 5}
             assert seen["shoal_serving_version"] == {"r1": 1, "r2": 1}
             assert seen["shoal_replica_ready"] == {"r1": 1, "r2": 1}
+            assert seen["shoal_http_answers_total"]["r1"] > 2  # the scrapes too
 
     asyncio.run(body())
 

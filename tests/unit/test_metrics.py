@@ -190,5 +190,6 @@ def test_a_quantile_of_what_came_since() -> None:
     later = histogram.snapshot()
     assert quantile(since(earlier, later), 0.5) == 1.5
     assert since(earlier, later)["sum"] == 8
+    assert quantile(since(later, earlier), 0.5) is None  # who counted has left
     histogram.observe(1e9)
     assert quantile(since(later, histogram.snapshot()), 0.5) == 1024

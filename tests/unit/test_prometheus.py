@@ -54,7 +54,8 @@ def worked(live: bool = False) -> ModelStatistics:
 
 def report(statistics: ModelStatistics, replica: str = "a") -> ReplicaReport:
     models = {"m": ModelReport(counts=statistics.snapshot(), queued_rows=7)}
-    return ReplicaReport(replica, ready=True, models=models, callers={"ada": {"admitted": 3}, "": {"unknown": 2}})
+    callers = {"ada": {"admitted": 3}, "": {"unknown": 2}}
+    return ReplicaReport(replica, ready=True, models=models, callers=callers, statuses={"200": 4, "401": 2})
 
 
 def test_what_triton_counts_has_tritons_names() -> None:
@@ -86,6 +87,7 @@ def test_what_triton_does_not_count() -> None:
     assert value(series, "shoal_shadow_disagreed_total", **labels, version="2") == 1
     assert value(series, "shoal_caller_requests_total", replica="a", key="ada", result="admitted") == 3
     assert value(series, "shoal_caller_requests_total", replica="a", result="unknown") == 2
+    assert value(series, "shoal_http_answers_total", replica="a", status="401") == 2
     assert value(series, "shoal_replica_ready", replica="a") == 1
 
 

@@ -68,6 +68,7 @@ METRICS: dict[str, Metric] = {
     "shoal_caller_requests_total": Metric(
         "counter", ("key", "result"), "Requests by the name of the key, and what became of them"
     ),
+    "shoal_http_answers_total": Metric("counter", ("status",), "All answers over HTTP, also what reached no model"),
     "shoal_replica_ready": Metric("gauge", (), "Whether the replica has every model ready"),
 }
 
@@ -94,6 +95,8 @@ def series(report: ReplicaReport) -> Iterator[Series]:
     for key, results in report.callers.items():
         for result, count in results.items():
             yield "shoal_caller_requests_total", {"key": key, "result": result}, count
+    for status, count in report.statuses.items():
+        yield "shoal_http_answers_total", {"status": status}, count
     for name, model in report.models.items():
         yield "shoal_queued_rows", {"model": name}, model.queued_rows
         if model.counts is not None:

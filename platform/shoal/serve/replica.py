@@ -124,7 +124,8 @@ class EndpointReplica:
 
     def report(self) -> ReplicaReport:
         """What the controller, the replica's scrapes and its exporter are told."""
-        return replace(self.host.report(), callers=self._access.counts())
+        statuses = {str(status): count for status, count in sorted(self.app.statuses().items())}
+        return replace(self.host.report(), callers=self._access.counts(), statuses=statuses)
 
     def _scrape(self) -> bytes:
         return render([self.report(), *self._follower.peers])

@@ -48,7 +48,8 @@ class ModelReport:
 class ReplicaReport:
     """One replica. It has done what the document `generation` says, but for what is still being staged.
 
-    callers: `Access.counts()`: requests by the name of the key, and what became of them
+    callers:  `Access.counts()`: requests by the name of the key, and what became of them
+    statuses: all answers over HTTP by status, of inferences and of everything else
     """
 
     replica: str
@@ -57,6 +58,7 @@ class ReplicaReport:
     ready: bool = False
     models: Mapping[str, ModelReport] = field(default_factory=dict)
     callers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    statuses: Mapping[str, int] = field(default_factory=dict)
 
 
 def total_forwards(reports: Iterable[Forwards]) -> Forwards:

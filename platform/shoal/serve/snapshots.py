@@ -150,9 +150,12 @@ def _sum_histograms(one: HistogramSnapshot, other: HistogramSnapshot) -> Histogr
 
 
 def since(earlier: HistogramSnapshot, later: HistogramSnapshot) -> HistogramSnapshot:
-    """What was observed between two snapshots of one histogram."""
-    counts = [new - old for new, old in zip(later["counts"], earlier["counts"], strict=True)]
-    return {"bounds": later["bounds"], "counts": counts, "sum": later["sum"] - earlier["sum"]}
+    """What was observed between two snapshots of one histogram.
+
+    A replica that has left has taken its counts with it: what is less than before was not observed.
+    """
+    counts = [max(0, new - old) for new, old in zip(later["counts"], earlier["counts"], strict=True)]
+    return {"bounds": later["bounds"], "counts": counts, "sum": max(0.0, later["sum"] - earlier["sum"])}
 
 
 def quantile(histogram: HistogramSnapshot, q: float) -> float | None:
