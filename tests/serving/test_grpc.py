@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -13,58 +10,15 @@ import numpy as np
 import pytest
 
 from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.grpc_asking import raw, refused, run, served
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.open_inference.datatypes import DATATYPES, NUMPY
 from shoal.serve.access import Access
-from shoal.serve.call import Arrays, InferCall, Prediction
-from shoal.serve.grpc_server import METHODS, SERVICE, GrpcServer
-from shoal.serve.grpc_service import STREAM_WINDOW, InferenceServicer
+from shoal.serve.call import Arrays
+from shoal.serve.grpc_server import METHODS
 from shoal.serve.grpc_tensors import FIELDS
 from shoal.serve.options import ApiKey, ModelOptions
-
-TIMEOUT_S = 10.0
-Ask = Callable[..., Any]
-
-
-@asynccontextmanager
-async def served(host: FakeHost, access: Access | None = None) -> AsyncIterator[Ask]:
-    """`ask(method, request, metadata=..., timeout=...)` is a call of the service; those without streams are awaited."""
-    server = GrpcServer(InferenceServicer(host, access or Access(None, [])), "127.0.0.1", 0, max_message_bytes=1 << 20)
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-
-        def ask(name: str, request: Any = None, **options: Any) -> Any:
-            method = METHODS[name]
-            make = channel.stream_stream if method.streams else channel.unary_unary
-            call = make(f"/{SERVICE}/{name}", method.request.SerializeToString, method.response.FromString)
-            options.setdefault("timeout", TIMEOUT_S)
-            return call(method.request() if request is None else request, **options)
-
-        try:
-            yield ask
-        finally:
-            await server.close(0.0)
-
-
-def run(test: Awaitable[None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 4 * TIMEOUT_S))  # type: ignore[arg-type]
-
-
-def raw(model: str = "m", *arrays: np.ndarray, **fields: Any) -> pb.ModelInferRequest:
-    """A request with one input `x`, which travels raw."""
-    request = pb.ModelInferRequest(model_name=model, **fields)
-    for array in arrays or (np.ones((2, 3), np.float32),):
-        request.inputs.add(name="x", datatype="FP32", shape=array.shape)
-        request.raw_input_contents.append(array.tobytes())
-    return request
-
-
-async def refused(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value
-
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
@@ -329,141 +283,5 @@ def test_a_load_s_parameters_reach_the_host() -> None:
             request.parameters["config"].string_param = "{}"
             await ask("RepositoryModelLoad", request)
             assert host.parameters == [{"version": 3, "config": "{}"}]
-
-    run(test())
-
-
-# -- ends before the answer -------------------------------------------------------------------------------------------
-
-
-async def until(predicate: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not predicate():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.01)
-
-
-@pytest.mark.parametrize("how", ["cancelled", "deadline", "stream cancelled", "stream deadline"])
-def test_a_call_that_nobody_waits_for_leaves_the_model(how: str) -> None:
-    async def test() -> None:
-        model = FakeModel("m")
-        model.hold = asyncio.Event()
-        async with served(FakeHost(model)) as ask:
-            timeout_s = 0.5 if "deadline" in how else TIMEOUT_S
-            if "stream" in how:
-                call = ask("ModelStreamInfer", iter([raw(), raw(), raw()]), timeout=timeout_s)
-                waiting = asyncio.ensure_future(anext(aiter(call)))
-            else:
-                call = ask("ModelInfer", raw(), timeout=timeout_s)
-                waiting = asyncio.ensure_future(call)  # type: ignore[arg-type]
-            await until(lambda: model.waiting == (3 if "stream" in how else 1))
-            if "cancelled" in how:
-                call.cancel()
-            with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError, StopAsyncIteration)):
-                await waiting
-            await until(lambda: model.waiting == 0)
-
-    run(test())
-
-
-# -- streams ----------------------------------------------------------------------------------------------------------
-
-
-class Reversing(FakeModel):
-    """Answers a full house of calls, the last one first."""
-
-    def __init__(self, num_calls: int) -> None:
-        super().__init__("m")
-        self._num_calls, self._stack = num_calls, list[asyncio.Event]()
-
-    async def infer(self, call: InferCall) -> Prediction:
-        event = asyncio.Event()
-        self._stack.append(event)
-        if len(self._stack) == self._num_calls:
-            self._stack[-1].set()
-        await event.wait()
-        number = self._stack.index(event)
-        if number:
-            self._stack[number - 1].set()
-        return await super().infer(call)
-
-
-def test_a_stream_fills_batches_and_is_answered_in_its_order() -> None:
-    async def test() -> None:
-        model = Reversing(16)
-        async with served(FakeHost(model)) as ask:
-            requests = [raw(id=str(number)) for number in range(16)]
-            answers = [each async for each in ask("ModelStreamInfer", iter(requests))]
-            assert [each.infer_response.id for each in answers] == [str(number) for number in range(16)]
-            assert all(each.infer_response.parameters["triton_final_response"].bool_param for each in answers)
-
-    run(test())
-
-
-def test_a_stream_has_a_bounded_number_of_requests_in_hand() -> None:
-    async def test() -> None:
-        model = FakeModel("m")
-        model.hold = asyncio.Event()
-        async with served(FakeHost(model)) as ask:
-            num_requests = 3 * STREAM_WINDOW
-            call = ask("ModelStreamInfer", iter([raw() for _ in range(num_requests)]))
-            answers = asyncio.ensure_future(_collected(call))
-            await until(lambda: model.waiting == STREAM_WINDOW)
-            await ask("ServerLive")  # the server goes on, and reads no further
-            assert model.waiting == STREAM_WINDOW
-            model.hold.set()
-            assert len(await answers) == num_requests
-
-    run(test())
-
-
-async def _collected(call: Any) -> list[pb.ModelStreamInferResponse]:
-    return [each async for each in call]
-
-
-def test_an_error_in_a_stream_is_an_answer_and_the_stream_goes_on() -> None:
-    async def test() -> None:
-        async with served(FakeHost()) as ask:
-            requests = [raw(id="a"), raw("nobody", id="b"), raw(id="c")]
-            answers = await _collected(ask("ModelStreamInfer", iter(requests)))
-            assert [each.infer_response.id for each in answers] == ["a", "b", "c"]
-            assert [bool(each.error_message) for each in answers] == [False, True, False]
-            assert "no model 'nobody'" in answers[1].error_message
-            assert not answers[1].infer_response.outputs
-
-    run(test())
-
-
-def test_a_bug_in_a_stream_is_an_answer_too() -> None:
-    async def test() -> None:
-        model = FakeModel("m")
-        model.error = KeyError("x")
-        async with served(FakeHost(model)) as ask:
-            (answer,) = await _collected(ask("ModelStreamInfer", iter([raw(id="a")])))
-            assert "failed" in answer.error_message
-
-    run(test())
-
-
-def test_closing_twice_is_closing_once_and_lets_what_is_in_hand_finish() -> None:
-    async def test() -> None:
-        model = FakeModel("m")
-        model.hold = asyncio.Event()
-        server = GrpcServer(
-            InferenceServicer(FakeHost(model), Access(None, [])), "127.0.0.1", 0, max_message_bytes=1024
-        )
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            method = METHODS["ModelInfer"]
-            make = channel.unary_unary(
-                f"/{SERVICE}/ModelInfer", method.request.SerializeToString, method.response.FromString
-            )
-            call = asyncio.ensure_future(make(raw(), timeout=TIMEOUT_S))  # type: ignore[arg-type]
-            await until(lambda: model.waiting == 1)
-            closing = asyncio.ensure_future(server.close(TIMEOUT_S))
-            model.hold.set()
-            assert (await call).model_version == "7"
-            await closing
-            await server.close()
 
     run(test())
