@@ -45,7 +45,6 @@ from shoal.serve.sources import Catalogue, RegistryCatalogue
 
 LEASE_S = 6.0  # a replica that was not heard of for this long is no longer waited for
 STAGE_TIMEOUT_S = 600.0
-TICK_S = 0.25
 MAX_POLL_S = 2.0  # of one `follow`; well below the lease
 logger = logging.getLogger(__name__)
 
@@ -156,12 +155,6 @@ class EndpointController:
         self._heard_s[replica] = self._clock()
 
     # -- the clock --------------------------------------------------------------------------------------------------
-
-    async def run(self) -> None:
-        """Tick until closed."""
-        while not self._closed:
-            self.tick()
-            await asyncio.sleep(TICK_S)
 
     def tick(self) -> None:
         """Notice what nobody reports: replicas that fell silent, aliases that moved, time that ran out."""

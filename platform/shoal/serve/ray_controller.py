@@ -1,7 +1,7 @@
 """The controller as a Ray actor that outlives its maker and comes back when it dies, and the replicas' end of it.
 
 The actor holds plain objects and forwards to them. Whoever needs it makes it when it is not there: its state is a file.
-It ends when nobody has asked for `IDLE_S`, as after an endpoint that was removed without a word.
+It ends when no replica has asked for a while, as after an endpoint that was removed without a word.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from shoal.serve.status import StatusBook
 NAMESPACE = "shoal"
 CALL_TIMEOUT_S = 10.0
 CHANGE_TIMEOUT_S = 3700.0  # above what a change may ask for
-IDLE_S = 120.0
+TICK_S = 0.25
 logger = logging.getLogger(__name__)
 
 
@@ -42,6 +43,7 @@ class ControllerSetting:
     folder:     for its state
     registry:   where models that are loaded later come from
     options:    how those are served, by name; "" for all others
+    idle_s:     when no replica has asked for so long, there is none any more
     """
 
     name: str
@@ -50,6 +52,7 @@ class ControllerSetting:
     folder: Path
     registry: str
     options: Mapping[str, dict[str, Any]]
+    idle_s: float = 120.0
 
     @property
     def actor(self) -> str:
@@ -74,7 +77,7 @@ class ControllerWorker:
         self._administration = Administration(self._controller, setting.registry, setting.options)
         self._status = StatusBook(self._controller)
         self._running: asyncio.Task[None] | None = None
-        self._asked_s = time.monotonic()
+        self._asked_s, self._idle_s = time.monotonic(), setting.idle_s
 
     async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
         self._asked_s = time.monotonic()
@@ -115,14 +118,14 @@ class ControllerWorker:
 
     async def _run(self) -> None:
         try:
-            while time.monotonic() - self._asked_s < IDLE_S:
+            while time.monotonic() - self._asked_s < self._idle_s:
                 self._controller.tick()
                 self._status.sample()
-                await asyncio.sleep(0.25)
+                await asyncio.sleep(TICK_S)
         except Exception:
             logger.exception("the controller of %r failed", self._controller.name)
             os._exit(1)  # Ray starts it again, and its state file knows where it was
-        ray.actor.exit_actor()
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 class RayController:
@@ -172,12 +175,15 @@ class RayController:
             raise self._translated(error) from error
 
     def end(self) -> None:
-        """End the actor and forget its state. Idempotent."""
+        """End the actor, if there is one, and forget its state. Idempotent."""
+        StateFile(self._setting.folder / f"{self._setting.name}.json").remove()
         try:
-            self.get("forget")
-        except ConnectionLost:
-            StateFile(self._setting.folder / f"{self._setting.name}.json").remove()
-        ray.kill(self.handle, no_restart=True)
+            actor = ray.get_actor(self._setting.actor, NAMESPACE)
+        except ValueError:
+            return
+        with suppress(RayActorError, GetTimeoutError):
+            ray.get(actor.forget.remote(), timeout=CALL_TIMEOUT_S)
+        ray.kill(actor, no_restart=True)
 
     async def _ask(self, method: str, *arguments: object, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         try:

@@ -1,0 +1,44 @@
+"""The controller as an actor: made by whoever needs it, gone when nobody does. How it dies is in test_serve."""
+
+from pathlib import Path
+
+import pytest
+import ray
+
+from shoal.cluster.embedded import EmbeddedCluster
+from shoal.errors import ConnectionLost, InferenceError
+from shoal.serve.controller_state import Deployment
+from shoal.serve.options import ModelOptions
+from shoal.serve.ray_controller import NAMESPACE, ControllerSetting, RayController
+from waiting import wait_for
+
+STATE_TIMEOUT_S = 60.0
+
+
+def is_there(setting: ControllerSetting) -> bool:
+    try:
+        ray.get_actor(setting.actor, NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def test_whoever_asks_finds_the_same_one_until_nobody_asks(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    options = ModelOptions().model_dump(mode="json")
+    model = Deployment("live", "", "", options)
+    setting = ControllerSetting("e", "1", (model,), tmp_path / "endpoints", str(tmp_path), {"": options}, idle_s=1.0)
+    first, second = RayController(setting), RayController(setting)
+    assert first.get("pid") == second.get("pid")
+    plan = first.get("follow", "r1", -1, 0.0)
+    assert [each.name for each in plan.models] == ["live"]
+    with pytest.raises(InferenceError, match="there is no model 'x'") as caught:
+        second.get("administer", {"action": "delete", "model": "x"}, "me")
+    assert caught.value.status == 404
+    wait_for(lambda: not is_there(setting), STATE_TIMEOUT_S, "end of the idle controller")
+    with pytest.raises(ConnectionLost):
+        first.get("status")
+    assert first.get("status")["models"][0]["name"] == "live"  # a new one, which goes on from its file
+    first.end()
+    first.end()
+    wait_for(lambda: not is_there(setting), STATE_TIMEOUT_S, "end of the controller")
+    assert not list((tmp_path / "endpoints").glob("*.json"))
