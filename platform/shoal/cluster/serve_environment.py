@@ -32,8 +32,8 @@ for argument; do
     [ "$previous" = -f ] && config=$argument
     previous=$argument
 done
-[ -z "$config" ] || PYTHON -I -S REWRITE "$config" ERRORS || exit 1
-exec BINARY "$@"
+[ -z "$config" ] || {python} -I -S {rewrite} "$config" {errors} || exit 1
+exec {program} "$@"
 """
 
 
@@ -102,15 +102,12 @@ def _prepare(folder: Path) -> None:
     haproxy.write_errors(errors)
     wrapper = folder / "haproxy"
     words = {
-        "PYTHON": sys.executable,
-        "REWRITE": haproxy.__file__,
-        "ERRORS": errors,
-        "BINARY": _program(folder / "bin"),
+        "python": sys.executable,
+        "rewrite": haproxy.__file__,
+        "errors": errors,
+        "program": _program(folder / "bin"),
     }
-    script = WRAPPER
-    for word, value in words.items():
-        script = script.replace(word, shlex.quote(str(value)))
-    wrapper.write_text(script)
+    wrapper.write_text(WRAPPER.format_map({name: shlex.quote(str(word)) for name, word in words.items()}))
     wrapper.chmod(0o700)
 
 
