@@ -1,61 +1,74 @@
 """The small model with binary tensors over HTTP, and over gRPC, beside its own JSON and beside peers that take bytes.
 
 python -m benchmarks.serving.binary [--runs N] [--quick]
+
+Our three ways are asked of one endpoint in turn. Small requests: here a tensor of 64 numbers, as 256 bytes or as JSON.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.children import scratch
-from benchmarks.result import Row, compare, options, write
-from benchmarks.serving.drive import Outcome, Target, closed
+from benchmarks.result import Better, Row, compare, options, write
+from benchmarks.serving.drive import Target, closed
 from benchmarks.serving.grpc_call import INFER_PATH, messages
 from benchmarks.serving.servers import MOSEC, OURS, UVICORN, Server, server_of
 
 CONNECTIONS = (1, 16, 64)
 JSON, BINARY, GRPC = "JSON", "binary over HTTP", "gRPC"
 PEERS = (MOSEC, UVICORN)
-Found = dict[tuple[str, str, int], list[Outcome]]
+METRICS: tuple[tuple[str, str, str, Better], ...] = (
+    ("per_s", "throughput", "requests/s", "higher"),
+    ("cpu_us", "processor time of the server", "µs", "lower"),
+)
+Found = dict[tuple[str, str, int, str], list[float]]  # by server, way, connections, metric
 
 
 def targets(server: Server) -> dict[str, Target]:
-    """The ways to ask our endpoint that was started for binary requests."""
+    """The ways to ask our endpoint."""
+    grpc = messages(server.workload, server.said["model"])
     return {
+        JSON: replace(server, workload="mlp").target(),
         BINARY: server.target(),
-        GRPC: Target(f"http://{server.said['grpc']}", messages(server.workload, server.said["model"]), INFER_PATH),
+        GRPC: Target(f"http://{server.said['grpc']}", grpc, INFER_PATH),
     }
 
 
 def measure(folder: Path, seconds: float, found: Found) -> None:
     """One run of everything."""
 
-    def keep(server: Server, way: str, target: Target) -> None:
-        for num in CONNECTIONS:
-            outcome = closed(folder, target, num, seconds, seconds / 4)
-            print(f"{server.name}, {way}, {num:2} connections: {outcome.line()}", flush=True)
-            found.setdefault((server.name, way, num), []).append(outcome)
+    def keep(server: Server, way: str, target: Target, num: int) -> None:
+        before_s = server.child.cpu_s()
+        outcome = closed(folder, target, num, seconds, seconds / 4)
+        used_s = (server.child.cpu_s() - before_s) / 1.25
+        print(f"{server.name}, {way}, {num:2} connections: {outcome.line()}", flush=True)
+        found.setdefault((server.name, way, num, "per_s"), []).append(outcome.per_s)
+        found.setdefault((server.name, way, num, "cpu_us"), []).append(1e6 * used_s / max(1, len(outcome.due_s)))
 
-    with server_of(OURS, "mlp", folder) as server:
-        keep(server, JSON, server.target())
     with server_of(OURS, "mlp_binary", folder, grpc_port=0) as server:
-        for way, target in targets(server).items():
-            keep(server, way, target)
+        for num in CONNECTIONS:
+            for way, target in targets(server).items():
+                keep(server, way, target, num)
     for name in PEERS:
         with server_of(name, "mlp_binary", folder) as server:
-            keep(server, BINARY, server.target())
+            for num in CONNECTIONS:
+                keep(server, BINARY, server.target(), num)
 
 
 def rows_of(found: Found) -> list[Row]:
-    """Each way beside our JSON, then binary beside the peers."""
+    """Each way beside our JSON, then binary beside the peers. The bar is for throughput."""
     rows = []
-    for num in CONNECTIONS:
-        beside = [(way, OURS, JSON, 1.0) for way in (BINARY, GRPC)] + [(BINARY, peer, BINARY, None) for peer in PEERS]
-        for way, name, other, bar in beside:
-            title = f"small model, {way}, throughput, {num} connection{'s' if num > 1 else ''}"
-            ours, theirs = ([one.per_s for one in found[key]] for key in ((OURS, way, num), (name, other, num)))
-            peer = f"{name}, {other}" if name == OURS else name
-            rows.append(compare(title, "requests/s", "higher", ours, theirs, peer, bar, "ratio" if bar else None))
+    beside = [(way, OURS, JSON) for way in (BINARY, GRPC)] + [(BINARY, peer, BINARY) for peer in PEERS]
+    for metric, word, unit, better in METRICS:
+        for num in CONNECTIONS:
+            for way, name, other in beside:
+                title = f"small model, {way}, {word}, {num} connection{'s' if num > 1 else ''}"
+                ours, theirs = found[OURS, way, num, metric], found[name, other, num, metric]
+                bar = 1.0 if name == OURS and metric == "per_s" else None
+                peer = f"{name}, {other}" if name == OURS else name
+                rows.append(compare(title, unit, better, ours, theirs, peer, bar, "ratio" if bar else None))
     return rows
 
 
