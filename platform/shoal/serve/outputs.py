@@ -34,25 +34,20 @@ class OutputCheck:
 
     def __init__(self, signature: Signature, *, finite: bool) -> None:
         self._specs = [
-            (spec, spec.name, NUMPY[spec.datatype], len(spec.shape), tuple(spec.shape[1:]), _finiteness(spec, finite))
+            (spec, spec.name, NUMPY[spec.datatype], tuple(spec.shape[1:]), _finiteness(spec, finite))
             for spec in signature.outputs
         ]
 
     def checked(self, found: Arrays, num_rows: int) -> dict[str, np.ndarray]:
         """The signature's outputs, in its order. Raises InferenceError (500)."""
         outputs = {}
-        for spec, name, dtype, num_dimensions, sizes, is_finite in self._specs:
+        for spec, name, dtype, sizes, is_finite in self._specs:
             array = found.get(name)
             if array is None:
                 given = ", ".join(map(repr, found)) or "none"
                 raise InferenceError(500, f"output {name!r} is missing: the model gave {given}")
-            if dtype.kind == "O":
-                array = _as_bytes(array, name)
-            shape = array.shape
-            fits = array.dtype == dtype and len(shape) == num_dimensions and shape[0] == num_rows
-            if not fits or (shape[1:] != sizes and not _matches(shape[1:], sizes)):
-                expected = f"{spec.datatype} {[num_rows, *sizes]}"
-                raise InferenceError(500, f"output {name!r}: expected {expected}, got {_described(array, spec)}")
+            if array.shape != (num_rows, *sizes) or array.dtype != dtype or dtype.kind == "O":
+                array = _fitting(array, spec, num_rows)
             if is_finite is not None and (num_finite := np.count_nonzero(is_finite(array))) != array.size:
                 raise NotFiniteOutput(name, array.size - int(num_finite), array.size)
             outputs[name] = array
@@ -61,12 +56,20 @@ class OutputCheck:
     def empty(self) -> dict[str, np.ndarray]:
         """The answer to no rows."""
         return {
-            name: np.empty((0, *[max(size, 0) for size in sizes]), dtype) for _, name, dtype, _, sizes, _ in self._specs
+            name: np.empty((0, *[max(size, 0) for size in sizes]), dtype) for _, name, dtype, sizes, _ in self._specs
         }
 
 
-def _matches(sizes: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    return all(want in (-1, have) for have, want in zip(sizes, expected, strict=True))
+def _fitting(array: np.ndarray, spec: TensorSignature, num_rows: int) -> np.ndarray:
+    """The array, whose open dimensions may have any size, and strings as bytes. Raises InferenceError (500)."""
+    if spec.datatype == "BYTES":
+        array = _as_bytes(array, spec.name)
+    expected = [num_rows, *spec.shape[1:]]
+    fits = len(array.shape) == len(expected) and array.dtype == NUMPY[spec.datatype] and array.shape[0] == num_rows
+    if not fits or any(want not in (-1, have) for have, want in zip(array.shape, expected, strict=True)):
+        got = _described(array, spec)
+        raise InferenceError(500, f"output {spec.name!r}: expected {spec.datatype} {expected}, got {got}")
+    return array
 
 
 def _finiteness(spec: TensorSignature, finite: bool) -> Any:

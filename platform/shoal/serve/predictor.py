@@ -146,9 +146,9 @@ class LoadedModel:
         what the model raised.
         """
         if len(requests) == 1:
-            (request,) = requests
+            request = requests[0]
             inputs = {name: request[name] for name in self._input_names}
-            return [self._predict(inputs, len(request[self._first_input]))]
+            return [self._predict(inputs, len(inputs[self._first_input]))]
         joined = self._joiner.join(requests)
         outputs = self._predict(joined.inputs, joined.bounds[-1])
         return self._joiner.split(outputs, joined, requests)
