@@ -29,6 +29,7 @@ def host() -> FakeHost:
         FakeModel("two", tensors(a=("FP32", [-1, 2]), b=("INT64", [-1]))),
         FakeModel("picture", tensors(image=("FP32", [-1, 1, 4, 4]))),
         FakeModel("colours", tensors(image=("UINT8", [-1, 4, 4, 3]))),
+        FakeModel("planes", tensors(image=("UINT8", [-1, 3, 4, 4]))),
         FakeModel("words", tensors(text=("BYTES", [-1]))),
         FakeModel("flags", tensors(on=("BOOL", [-1, 2]))),
         FakeModel("long", tensors(x=("FP32", [-1, 20]))),
@@ -114,6 +115,8 @@ def test_pictures_in_the_models_size_and_channels(tmp_path: Path) -> None:
     both = rows("colours", "--image", "grey.png", "--image", "large.png")
     np.testing.assert_array_equal(both[0]["image"], np.stack([GREY] * 3, axis=2))
     assert np.shape(both[1]["image"]) == (4, 4, 3)
+    (found,) = rows("planes", "--image", "grey.png")
+    np.testing.assert_array_equal(found["image"], np.stack([GREY] * 3))
 
 
 def test_arrays_alone_by_name_and_together(tmp_path: Path) -> None:

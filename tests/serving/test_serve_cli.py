@@ -211,6 +211,8 @@ def test_without_an_endpoint_it_says_how_to_have_one() -> None:
     with shoal.runs.create("serve", "") as recorder:
         recorder.endpoint("gone", "inference", "http://127.0.0.1:1", "closed")
         assert "no endpoint is up" in complaint("serve", "status")
+        recorder.endpoint("left", "inference", "http://127.0.0.1:1", "ready")
+    assert "no endpoint is up" in complaint("serve", "status")  # whoever kept it up is no more
 
 
 def test_of_several_endpoints_one_must_be_named(recorded: str) -> None:
@@ -237,6 +239,8 @@ def test_a_load_is_simulated_from_what_was_measured(recorded: str) -> None:
     low, high = live["loads"]
     assert 0.0205 < low["p50_s"] < high["p50_s"]
     assert (low["refused"], high["refused"]) == (0, 0)
+    alone = ["--latency", "1:0.0205,32:0.036", "--max-batch", "32", "--rate", "500", "--requests", "2000", "--json"]
+    assert json.loads("\n".join(lines("serve", "simulate", *alone)))["loads"][0]["p50_s"] == high["p50_s"]
     table = lines("serve", "simulate", *given, "--deadline", "0.1", "--requests", "500")
     assert "within 0.1 s" in table[0]
     assert len(table) == 1 + 6 + 1
