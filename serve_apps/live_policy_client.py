@@ -10,6 +10,7 @@ import numpy as np
 
 from shoal.client import Client
 from shoal.client.find import find_endpoint, token_for
+from shoal.errors import ConnectionLost, InferenceError
 
 
 def play(client: Client, environment: gymnasium.Env[np.ndarray, int], seed: int) -> tuple[float, set[int]]:
@@ -30,7 +31,11 @@ def main() -> None:
     # A replica that is replaced loses what it had in hand; asking again changes nothing.
     with Client(found.url, token=token_for(found.url), retry_lost=True) as client:
         for episode in range(int(sys.argv[1]) if len(sys.argv) > 1 else 20):
-            total, versions = play(client, environment, seed=episode)
+            try:
+                total, versions = play(client, environment, seed=episode)
+            except (ConnectionLost, InferenceError) as error:
+                print(f"the endpoint has ended: {error}")
+                break
             print(f"episode {episode}: return {total:.0f}, played by versions {min(versions)} to {max(versions)}")
     environment.close()
 
