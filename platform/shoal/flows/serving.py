@@ -18,6 +18,7 @@ from shoal.cluster.driver import expected_run_id, job_main
 from shoal.errors import ClusterError
 from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, spec_from_words
 from shoal.home import access_token
+from shoal.registry import Registry
 from shoal.rl.ray_rl import require_room
 from shoal.runs import RunRecorder
 from shoal.serve.ray_serve import Endpoint, deploy
@@ -40,8 +41,9 @@ def serve_models(spec: ServingSpec, job: str) -> None:
         try:
             _require_all_served(endpoint)
             recorder.endpoint(name, INFERENCE, endpoint.url, "ready")
-            for model in served:
-                print(f"serving {model.name} at {endpoint.url}/v2/models/{model.name}", flush=True)
+            for ref, model in zip(spec.models, served, strict=True):
+                now = Registry().get(ref).ref
+                print(f"serving {ref} (now {now}) at {endpoint.url}/v2/models/{model.name}", flush=True)
             _record_changes(endpoint, recorder)
         finally:
             recorder.endpoint(name, INFERENCE, endpoint.url, "closed")
