@@ -3,8 +3,8 @@
     python -m benchmarks.serving.options [--runs N] [--quick] [--write]
 
 One thread, and its processor time, which says the same whatever else the machine does. Interleaved: every run times
-each option once, and medians are compared. `--write` renews the table in docs/serving-models.md. The rows are kept apart
-from the README's: they compare us with ourselves.
+each option once, and medians are compared. `--write` renews the table in docs/serving-models.md. The rows are kept
+apart from the README's: they compare us with ourselves.
 """
 
 from __future__ import annotations
