@@ -43,6 +43,7 @@ class Outcome:
     versions: np.ndarray
     seconds: float
     cpu_s: float
+    examples: dict[str, str]  # by kind, the first body that was no answer
 
     @property
     def latency_s(self) -> np.ndarray:
@@ -117,7 +118,9 @@ class Drive:
         with np.load(self._out) as found:
             columns = {name: found[name] for name in ("due_s", "sent_s", "done_s", "kinds", "versions")}
             share = plan.seconds / (plan.seconds + plan.warm_up_s)
-            return Outcome(**columns, seconds=plan.seconds, cpu_s=float(found["cpu_s"]) * share)
+            examples = dict(zip(found["example_kinds"].tolist(), found["examples"].tolist(), strict=True))
+            cpu_s = float(found["cpu_s"]) * share
+        return Outcome(**columns, seconds=plan.seconds, cpu_s=cpu_s, examples=examples)
 
     def __enter__(self) -> Drive:
         return self

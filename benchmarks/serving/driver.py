@@ -32,6 +32,7 @@ from benchmarks.talk import say
 
 READ_BYTES = 1 << 20
 LOOK_EVERY_S = 0.25  # for requests that are never answered
+EXAMPLE_BYTES = 300
 IN_BACKGROUND = (errno.EINPROGRESS, errno.EAGAIN)
 
 
@@ -69,6 +70,7 @@ class Log:
         self._due_s, self._sent_s, self._done_s = array("d"), array("d"), array("d")
         self._kinds, self._versions = array("B"), array("q")
         self._known: dict[str, int] = {}
+        self.examples: dict[str, str] = {}  # the first body of each kind that is not ok
 
     def add(self, due_s: float, sent_s: float, kind: str, version: int = 0) -> None:
         self._due_s.append(due_s)
@@ -84,6 +86,7 @@ class Log:
         columns = {"sent_s": self._sent_s, "done_s": self._done_s, "versions": self._versions}
         kinds = np.array(list(self._known))[np.array(self._kinds)][kept]
         arrays = {name: np.array(one)[kept] for name, one in columns.items()}
+        arrays |= {"example_kinds": np.array(list(self.examples)), "examples": np.array(list(self.examples.values()))}
         np.savez(path, due_s=due_s[kept], kinds=kinds, cpu_s=cpu_s, **arrays)  # type: ignore[arg-type]
 
 
@@ -202,6 +205,8 @@ class Driver:
             values = {value for output in body["outputs"] for value in output["data"]}
             if values != {answer.version} or body["model_version"] != str(answer.version):
                 return "mixed"
+        if answer.kind != OK:
+            self.log.examples.setdefault(answer.kind, answer.body[:EXAMPLE_BYTES].decode(errors="replace"))
         return answer.kind
 
     def ended(self, line: Line) -> None:

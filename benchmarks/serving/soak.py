@@ -30,6 +30,8 @@ from benchmarks.serving.exchange import OK
 from benchmarks.serving.servers import OURS, Server, server_of
 
 LOAD = 0.7
+DEADLINE_S = 2.0  # what cannot be answered by then, as when a killed replica leaves all to the other, is refused
+TIMEOUT_S = 75.0  # above what HAProxy waits for an answer
 PUBLISH_EVERY_S, BAD_EVERY_S, SAMPLE_EVERY_S = 1.0, 0.2, 2.0
 NUM_KILLS = 12  # over the whole time
 REPLICA = "ServeReplica"
@@ -118,11 +120,13 @@ def quarters(times_s: np.ndarray, values: np.ndarray, judge: Callable[[np.ndarra
 def measure(folder: Path, minutes: float) -> tuple[Outcome, Trouble, float]:
     """The whole time, the trouble that was made, and the load in requests a second."""
     seconds = 60.0 * minutes
-    with server_of(OURS, "numbered", folder, num_replicas=2, num_cpus=0.5) as server:
+    model = {"deadline_s": DEADLINE_S}
+    with server_of(OURS, "numbered", folder, num_replicas=2, num_cpus=0.5, model=model) as server:
         target = server.target()
         rate = LOAD * closed(folder, target, 32, 3.0, 1.0).per_s
         print(f"{minutes:g} minutes at {rate:,.0f}/s", flush=True)
-        with Drive(folder, target, rate=rate, seconds=seconds, warm_up_s=5.0, check="version") as drive:
+        plan = {"rate": rate, "seconds": seconds, "warm_up_s": 5.0, "timeout_s": TIMEOUT_S, "check": "version"}
+        with Drive(folder, target, **plan) as drive:
             trouble = Trouble(server, max(15.0, seconds / NUM_KILLS))
             outcome = drive.outcome()
             trouble.close()
@@ -164,6 +168,8 @@ def main() -> None:
     with scratch() as folder:
         outcome, trouble, rate = measure(folder, minutes)
     print(outcome.line(), flush=True)
+    for kind, example in outcome.examples.items():
+        print(f"{kind}: {example}", flush=True)
     write(
         "serving_soak",
         rows_of(outcome, trouble, rate, minutes),
