@@ -16,6 +16,7 @@ import shoal.runs
 from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
 from shoal.cli import cli, serve_display
+from shoal.cli.serve import serve
 from shoal.client.status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
 from shoal.errors import ShoalError
 
@@ -92,6 +93,13 @@ def complaint(*words: str) -> str:
     result = shoal_program(*words)
     assert isinstance(result.exception, ShoalError), (result.output, result.exception)
     return str(result.exception)
+
+
+@pytest.mark.parametrize("verb", sorted(serve.commands))
+def test_every_verb_has_help_with_examples(verb: str) -> None:
+    text = "\n".join(lines("serve", verb, "--help"))
+    assert "Examples:" in text
+    assert f"shoal serve {verb}" in text
 
 
 def test_status_without_a_terminal_is_a_line_for_each_version(recorded: str) -> None:
