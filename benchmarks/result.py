@@ -190,12 +190,16 @@ def _git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def options(description: str | None, runs: int, only: Sequence[str] = ()) -> argparse.Namespace:
-    """The command line that all benchmarks share: `runs`, `quick`, `results`; with `only`, which peers to run."""
+def options(
+    description: str | None, runs: int, only: Sequence[str] = (), minutes: float | None = None
+) -> argparse.Namespace:
+    """The command line that all benchmarks share: `runs`, `quick`, `results`; for some, which peers, or how long."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=None, help=f"repetitions of each side (default {runs})")
     parser.add_argument("--quick", action="store_true", help="one short run, to see that it works; not a measurement")
     parser.add_argument("--results", type=Path, default=None, help="the folder for NAME.json")
+    if minutes is not None:
+        parser.add_argument("--minutes", type=float, default=minutes, help=f"how long (default {minutes:g})")
     if only:
         parser.add_argument("--only", nargs="+", choices=only, default=list(only), help="the peers to run")
     chosen = parser.parse_args()
