@@ -21,16 +21,28 @@ from ray.serve.config import gRPCOptions
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.grpc_server import METHODS, SERVICE, Context, Method, answer, answers, handlers, refusals, time_left_s
 from shoal.serve.grpc_service import InferenceServicer
+from shoal.serve.ray_listen import listen_on_loopback
 
 # The handlers of this process's replica, by the method's path, when they answer directly.
 _direct: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 _call: ContextVar[grpc.aio.ServicerContext[Any, Any]] = ContextVar("call")
 
 
+class LoopbackOptions(gRPCOptions):  # type: ignore[misc]  # Ray has no types
+    """Whichever process of Serve receives these makes its gRPC servers on loopback, when the cluster is there.
+
+    Serve's fallback proxy has no other place for it: nothing of ours runs there before its server listens.
+    """
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        super().__setstate__(state)
+        listen_on_loopback()
+
+
 def grpc_options(spec: EndpointSpec, port: int) -> gRPCOptions:
     """For `serve.start`. Without reflection: it would answer who shows no key."""
     function = f"{__name__}.{add_to_server.__name__}"
-    return gRPCOptions(port=port, grpc_servicer_functions=[function], enable_reflection=False)
+    return LoopbackOptions(port=port, grpc_servicer_functions=[function], enable_reflection=False)
 
 
 def limit_messages(max_body_bytes: int) -> None:
