@@ -9,7 +9,6 @@ request has an answer or a code, but for the few that a killed replica had half 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -24,7 +23,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from benchmarks.children import scratch
-from benchmarks.result import QUICK_RESULTS, RESULTS, Row, compare, write
+from benchmarks.result import Row, compare, options, write
 from benchmarks.serving.drive import Drive, Outcome, closed, http_request
 from benchmarks.serving.exchange import OK
 from benchmarks.serving.servers import OURS, Server, server_of
@@ -159,22 +158,14 @@ def rows_of(outcome: Outcome, trouble: Trouble, rate: float, minutes: float) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--quick", action="store_true", help="one minute, to see that it works; not a measurement")
-    parser.add_argument("--results", type=Path, default=None, help="the folder for serving_soak.json")
-    chosen = parser.parse_args()
+    chosen = options(__doc__, runs=1, minutes=30.0)
     minutes = 1.0 if chosen.quick else chosen.minutes
     with scratch() as folder:
         outcome, trouble, rate = measure(folder, minutes)
     print(outcome.line(), flush=True)
     for kind, example in outcome.examples.items():
         print(f"{kind}: {example}", flush=True)
-    write(
-        "serving_soak",
-        rows_of(outcome, trouble, rate, minutes),
-        chosen.results or (QUICK_RESULTS if chosen.quick else RESULTS),
-    )
+    write("serving_soak", rows_of(outcome, trouble, rate, minutes), chosen.results)
 
 
 if __name__ == "__main__":
