@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from shoal.cli.models import models
-from shoal.errors import ConfigError, WeightsError
+from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.registry import ModelFactory, Registry, RegistrySource, Signature
 from shoal.registry.manifest import Format
 from shoal.serve.formats import exported
@@ -109,6 +109,23 @@ def test_an_onnx_file_says_what_it_takes_and_answers() -> None:
     answers = two.predict_batch([{"x": X[:1]}, {"x": X[1:]}])
     np.testing.assert_array_equal(np.concatenate([each["y"] for each in answers]), X * 2)
     np.testing.assert_array_equal(three.predict_batch([{"x": X}])[0]["y"], X * 3)
+
+
+def test_strings_go_through_an_onnx_file_as_text() -> None:
+    graph = helper.make_graph(
+        [helper.make_node("Identity", ["x"], ["y"])],
+        "same",
+        [helper.make_tensor_value_info("x", TensorProto.STRING, ["batch", 2])],
+        [helper.make_tensor_value_info("y", TensorProto.STRING, ["batch", 2])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    payload = bytes(model.SerializeToString())
+    loaded = predictor("onnx", onnx_format.signature_of(payload, "file")).load(WeightSnapshot.from_payload(1, payload))
+    words = [[b"plain", "é".encode()]]
+    assert loaded.predict_batch([{"x": np.array(words, object)}])[0]["y"].tolist() == words
+    with pytest.raises(InferenceError, match="input 'x': expected text in UTF-8") as caught:
+        loaded.predict_batch([{"x": np.array([[b"plain", b"\xff"]], object)}])
+    assert caught.value.status == 422
 
 
 @pytest.mark.parametrize("kind", ["torch_export", "onnx"])

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.errors import ConfigError, WeightsError
+import numpy as np
+
+from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.registry.manifest import Signature, TensorSignature
 from shoal.serve.formats.template import Arrays, Forward, Setting
 from shoal.weights import WeightSnapshot
@@ -31,13 +33,25 @@ class OnnxTemplate:
             snapshot.payload, f"version {snapshot.version}", self._setting.device, self._setting.torch_threads
         )
         taken = [each.name for each in session.get_inputs()]
+        texts = [each.name for each in session.get_inputs() if each.type == "tensor(string)"]
         given = [each.name for each in session.get_outputs()]
 
         def forward(inputs: Arrays) -> Arrays:
-            found = session.run(None, dict(zip(taken, inputs.values(), strict=False)))
-            return dict(zip(given, found, strict=True))
+            fed = dict(zip(taken, inputs.values(), strict=False))
+            for name in texts:
+                fed[name] = _decoded(name, fed[name])
+            return dict(zip(given, session.run(None, fed), strict=True))
 
         return forward
+
+
+def _decoded(name: str, texts: np.ndarray) -> np.ndarray:
+    """As onnxruntime wants them: it would take bytes for what Python prints of them."""
+    try:
+        decoded = [each.decode() for each in texts.ravel().tolist()]
+    except UnicodeDecodeError as error:
+        raise InferenceError(422, f"input {name!r}: expected text in UTF-8: {error}") from None
+    return np.array(decoded, object).reshape(texts.shape)
 
 
 def has_cuda() -> bool:
