@@ -178,8 +178,8 @@ class BatchQueue(Generic[RequestT, AnswerT]):
             raise refusal
         self._submitted += 1
         if wake:
-            # At the end of this turn of the loop, so that what arrived together is computed together: a thread woken now
-            # takes the interpreter's lock from the others of this turn after a millisecond, and a part of their batch.
+            # At the end of this turn of the loop, so that what arrived together is computed together: a thread woken at
+            # once takes the interpreter's lock in the middle of the turn, and a part of the batch.
             slots.loop.call_soon(slots.wakeups.put, None)
         tick = None if deadline_s is None else self._expiry.add(entry, deadline_s)
         try:
