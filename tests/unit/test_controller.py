@@ -460,6 +460,30 @@ def test_many_replicas_that_die_with_a_candidate_roll_it_back(cluster: Cluster) 
     assert "replicas died" in cluster.rollout.reason
 
 
+def test_a_promotion_waits_for_replicas_that_came_after_the_canary_was_opened(cluster: Cluster) -> None:
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    late = cluster.add()
+    late.stage_one()
+    cluster.tell(late)
+    assert (late.is_ready, late.staged) == (True, {1})
+    cluster.ask(action="promote")
+    cluster.catalogue.promote("m", 2, "champion")  # nor does the alias go ahead
+    cluster.controller.tick()
+    assert cluster.rollout.phase is Phase.CANARY
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 2)
+
+
+def test_a_canary_that_a_later_replica_cannot_have_is_rolled_back(cluster: Cluster) -> None:
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    cluster.add().bad.add(2)
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 1)
+    assert "cannot stage version 2: the file is gone" in cluster.rollout.reason
+
+
 def test_a_promotion_whose_alias_cannot_be_moved_does_not_happen(cluster: Cluster) -> None:
     cluster.ask(action="canary", version=2, percent=10)
     cluster.settle()

@@ -148,9 +148,22 @@ class Administration:
         elif version != rollout.candidate:
             raise InferenceError(409, f"the candidate of {change.model!r} is version {rollout.candidate}: roll it back")
         else:
-            self._controller.adjust(change.model, replace(rollout, kind="promote", by=by, why=change.reason))
+            await self._everywhere(change, model)
+            self._controller.adjust(change.model, replace(model.rollout, kind="promote", by=by, why=change.reason))
             self._controller.flip(change.model)
         await self._settled(change, version)
+
+    async def _everywhere(self, change: Change, model: ModelState) -> None:
+        """Wait for replicas that came after the candidate was opened, and are staging it."""
+        candidate, attempt = model.rollout.candidate, model.rollout.attempt
+
+        def over() -> bool:
+            return model.rollout.phase is not Phase.CANARY or self._controller.has_candidate(change.model)
+
+        if not await self._controller.wait_until(over, change.timeout_s):
+            raise InferenceError(503, f"not every replica had staged version {candidate} after {change.timeout_s:g} s")
+        if model.rollout.phase is not Phase.CANARY or model.rollout.attempt != attempt:
+            raise InferenceError(409, f"version {candidate} of {change.model!r} is no candidate any more")
 
     async def _rollback(self, change: Change, by: str) -> None:
         name, model = change.model, self._registered(change.model)

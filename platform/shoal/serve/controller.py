@@ -33,6 +33,7 @@ from shoal.serve.rollout import (
     Proceed,
     Rollout,
     abandoned,
+    cannot_stage,
     decide,
     dropped,
     flipped,
@@ -198,7 +199,7 @@ class EndpointController:
             return
         ref = f"{name}@{deployment.version}" if deployment.version else name
         if rollout.phase is Phase.CANARY:
-            if meant == rollout.candidate:
+            if meant == rollout.candidate and self.has_candidate(name):
                 self._set(name, replace(rollout, kind="promote", by="registry", why=f"{ref} moved"))
                 self.flip(name)
             return
@@ -218,7 +219,7 @@ class EndpointController:
             book = self._books[name]
             evidence = book.evidence(reports, model.metrics, rollout.lost_replicas)
             guard = ModelOptions.parse(model.deployment.options).guard
-            if reason := judge(guard, evidence):
+            if reason := cannot_stage(name, rollout, reports) or judge(guard, evidence):
                 self.drop(name, "rollback", "guard", reason)
         elif rollout.phase in (Phase.STAGING, Phase.FLIPPING):
             waited_s = self._clock() - self._entered_s[name]
@@ -275,6 +276,12 @@ class EndpointController:
         """Other shares, or another purpose, in the same phase."""
         assert rollout.phase is self.state.models[name].rollout.phase, rollout
         self._set(name, rollout)
+
+    def has_candidate(self, name: str) -> bool:
+        """Whether every replica has staged the candidate, also those that came after it was opened."""
+        candidate = self.state.models[name].rollout.candidate
+        models = [report.models.get(name) for report in self.reports.values()]
+        return all(model is not None and candidate in model.staged for model in models)
 
     def is_followed(self) -> bool:
         """Whether every replica has heard of the last change."""

@@ -156,12 +156,17 @@ class ReplicaHost:
 
     @property
     def is_staged(self) -> bool:
-        """Whether all that the plan wants to answer now can answer; live models may still lack their first weights."""
-        return self._plan is not None and all(
-            name in self._models and (not plan.registry or self._models[name].version)
-            for name, plan in self._plans.items()
-            if plan.staged or not plan.registry
-        )
+        """Whether all that the plan names is there, but for candidates that cannot be had and for live weights."""
+        return self._plan is not None and all(self._has(plan) for plan in self._plans.values())
+
+    def _has(self, plan: ModelPlan) -> bool:
+        hosted = self._models.get(plan.name)
+        if not plan.registry:
+            return hosted is not None
+        loaded = hosted.versions if hosted is not None else []
+        failed = self._failures[plan.name].version if plan.name in self._failures else 0
+        is_answering = not plan.staged or (hosted is not None and hosted.version > 0)
+        return is_answering and all(version in loaded or version == failed for version in plan.staged)
 
     def report(self) -> ReplicaReport:
         """What the controller is told."""

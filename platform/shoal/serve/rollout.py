@@ -265,15 +265,22 @@ def decide(
         late = [report.replica for report in replicas if report.generation < rollout.generation]
         return Wait(tuple(late)) if late else Proceed()
     assert rollout.phase is Phase.STAGING, rollout.phase
-    late = []
-    for report in replicas:
-        of_model = report.models.get(model)
-        if of_model is not None and rollout.candidate in of_model.staged:
-            continue
-        failure = of_model.failure if of_model is not None else None
-        if failure is not None and (failure.version, failure.attempt) == (rollout.candidate, rollout.attempt):
-            return Abandon(f"replica {report.replica} cannot stage version {rollout.candidate}: {failure.reason}")
-        late.append(report.replica)
+    if reason := cannot_stage(model, rollout, replicas):
+        return Abandon(reason)
+    late = [
+        report.replica
+        for report in replicas
+        if model not in report.models or rollout.candidate not in report.models[model].staged
+    ]
     if late and waited_s > stage_timeout_s:
         return Abandon(f"replica {late[0]} had not staged version {rollout.candidate} after {stage_timeout_s:g} s")
     return Wait(tuple(late)) if late else Proceed()
+
+
+def cannot_stage(model: str, rollout: Rollout, replicas: Sequence[ReplicaReport]) -> str:
+    """Why a replica will not have the candidate; "" when all have it or may still get it."""
+    for report in replicas:
+        failure = report.models[model].failure if model in report.models else None
+        if failure is not None and (failure.version, failure.attempt) == (rollout.candidate, rollout.attempt):
+            return f"replica {report.replica} cannot stage version {rollout.candidate}: {failure.reason}"
+    return ""
