@@ -109,6 +109,7 @@ class StateFile:
             incoming.replace(self._path)
 
     def remove(self) -> None:
-        """The endpoint is gone. Idempotent."""
+        """The endpoint is gone, and what is saved from now on is not kept: a last report may still come. Idempotent."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+            self._path = None
