@@ -143,7 +143,8 @@ class Administration:
             if not change.word:
                 raise InferenceError(409, f"model {change.model!r} has no open candidate: name a version")
             self._require_open(model)
-            if version != rollout.stable:
+            alias = model.deployment.alias
+            if version != rollout.stable or (alias and self._meant(model.deployment, alias) != version):
                 self._controller.begin(change.model, version, Goal.FLIP, kind="promote", by=by, why=change.reason)
         elif version != rollout.candidate:
             raise InferenceError(409, f"the candidate of {change.model!r} is version {rollout.candidate}: roll it back")

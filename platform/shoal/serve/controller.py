@@ -377,7 +377,9 @@ class EndpointController:
             planned(name, model.deployment.registry, model.deployment.options, model.rollout)
             for name, model in self.state.models.items()
         )
-        is_new = models != self._plan.models or self._plan.generation != self.state.generation
+        # A flip to the version that answers already (an alias comes back to it) is a plan of its own too.
+        announced = max((model.rollout.generation for model in self.state.models.values()), default=0)
+        is_new = models != self._plan.models or self._plan.generation != max(announced, self.state.generation)
         if is_new:
             self.state.generation += 1
             self._plan = EndpointPlan(self.state.generation, models)
