@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from serving.fake_host import FakeHost, FakeModel
-from shoal.open_inference import inference_pb2 as pb
+from serving.grpc_asking import request, until
 from shoal.serve.access import Access
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.grpc_server import METHODS, NOT_SERVED, SERVICE
@@ -95,19 +95,6 @@ async def replica(model: FakeModel, directly: bool) -> AsyncIterator[Callable[..
 
 def run(test: Awaitable[None]) -> None:
     asyncio.run(asyncio.wait_for(test, 4 * TIMEOUT_S))  # type: ignore[arg-type]
-
-
-def request(num_rows: int = 1, model: str = "m", **fields: Any) -> pb.ModelInferRequest:
-    made = pb.ModelInferRequest(model_name=model, raw_input_contents=[bytes(12 * num_rows)], **fields)
-    made.inputs.add(name="x", datatype="FP32", shape=[num_rows, 3])
-    return made
-
-
-async def until(predicate: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not predicate():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.01)
 
 
 def test_the_client_s_deadline_reaches_the_model(directly: bool) -> None:

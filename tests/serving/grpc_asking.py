@@ -55,6 +55,13 @@ def raw(model: str = "m", *arrays: np.ndarray, **fields: Any) -> pb.ModelInferRe
     return request
 
 
+def request(num_rows: int = 1, model: str = "m", **fields: Any) -> pb.ModelInferRequest:
+    """A request of `num_rows` rows of three zeros, raw, without an array."""
+    made = pb.ModelInferRequest(model_name=model, raw_input_contents=[bytes(12 * num_rows)], **fields)
+    made.inputs.add(name="x", datatype="FP32", shape=[num_rows, 3])
+    return made
+
+
 async def refused(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call

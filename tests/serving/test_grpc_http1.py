@@ -16,6 +16,7 @@ import pytest
 import uvicorn
 
 from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.grpc_asking import request, until
 from serving.haproxy_process import HaproxyProcess
 from shoal.cluster.serve_environment import free_port
 from shoal.errors import InferenceError
@@ -91,19 +92,6 @@ def run(
             await asyncio.wait_for(test(ask), 2 * TIMEOUT_S)
 
     asyncio.run(main())
-
-
-def request(num_rows: int = 1, model: str = "m", **fields: Any) -> pb.ModelInferRequest:
-    made = pb.ModelInferRequest(model_name=model, raw_input_contents=[bytes(12 * num_rows)], **fields)
-    made.inputs.add(name="x", datatype="FP32", shape=[num_rows, 3])
-    return made
-
-
-async def until(predicate: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not predicate():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.01)
 
 
 def test_a_call_is_answered_with_its_metadata(proxy: HaproxyProcess, http_port: int, directly: bool) -> None:
