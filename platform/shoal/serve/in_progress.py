@@ -3,8 +3,8 @@
 HAProxy waits for the first 16 kB of a body and passes on the rest as it comes, however slowly; so the application looks
 at the pace itself. To notice a disconnect at once takes two tasks per request (Serve's default: a fifth of the
 throughput, measured); here a request that has waited for `look_s` is asked after. One timer looks at all of them: who
-is answered sooner costs an entry in a dict. A deadline has a timer of its own: in the queue the batcher keeps it, this
-is what holds when a forward takes too long.
+is answered sooner costs an entry in a dict. A deadline has a timer of its own, for whatever a model does outside of the
+batcher, which keeps deadlines too.
 
 Called by the REST application, on one event loop; knows ASGI's `receive` and nothing else of HTTP.
 """
