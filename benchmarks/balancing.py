@@ -7,7 +7,9 @@ what is measured. The size of the network, and so the work of a step, is that of
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 
@@ -44,6 +46,15 @@ def balancing_weights(spec: RLSpec) -> dict[str, np.ndarray]:
     model = ActorCritic(4, 2, spec.hidden)
     balance(model)
     return model_arrays(model)
+
+
+def first_weights(spec: RLSpec) -> dict[str, np.ndarray]:
+    """What the network of any environment begins with."""
+    environment: Any = gymnasium.make(spec.env)
+    torch.manual_seed(spec.learner.seed)
+    return model_arrays(
+        ActorCritic(environment.observation_space.shape[0], int(environment.action_space.n), spec.hidden)
+    )
 
 
 def still(spec: RLSpec) -> RLSpec:

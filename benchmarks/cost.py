@@ -87,7 +87,7 @@ def predicted(case: Case) -> dict[str, object] | None:
 
 
 def measured(case: Case, cuts: object, folder: Path) -> dict[str, float]:
-    """What a real run of ten steps measures."""
+    """What a real run of twenty steps measures."""
     task = case.recipe
     if cuts:
         pinned = folder / f"pinned_{case.recipe}.py"
@@ -95,7 +95,7 @@ def measured(case: Case, cuts: object, folder: Path) -> dict[str, float]:
         task = f"{pinned}:Pinned"
     home = Path(tempfile.mkdtemp(dir=folder))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.workers}"]
-    words = [f"task={task}", *case.all_words(), "stop={steps: 10}", "name=cost-benchmark"]
+    words = [f"task={task}", *case.all_words(), "stop={steps: 20}", "name=cost-benchmark"]
     subprocess.run(
         [sys.executable, *launcher, "-m", "shoal.train", *words],
         cwd=ROOT,

@@ -7,6 +7,7 @@
     shoal run transformer parallel=tensor workers=2                   # half of the heads each
     shoal run transformer parallel=pipeline workers=2                 # half of the blocks each
     shoal run transformer parallel='{data: 2, tensor: 2}' workers=4
+    shoal run transformer parallel='{data: 2, shard: true, tensor: 2, pipeline: 2}' workers=8
     ray job submit --working-dir . -- python jobs/transformer.py      # the same on a cluster that is up
     python -m shoal.train task=transformer                            # in this process, without Ray
 

@@ -101,8 +101,9 @@ def main(name: str, setting: dict[str, Any]) -> None:
     experience = experience_spec(environment.observation_space, environment.action_space, spec)
     folder = Path(setting["folder"])
     folder.mkdir(parents=True, exist_ok=True)
-    if setting["balancing"]:
+    if setting["still"] or setting["balancing"]:
         spec = still(spec)
+    if setting["balancing"]:
         write_checkpoint(spec, experience, folder / "checkpoints")
     with ExitStack() as closing:
         engine = ENGINES[name](spec, experience, setting, closing)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import Mixture, SmallTransformer
+from cases import Mixture, SmallTransformer, full
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -57,6 +57,12 @@ class Named(Learnable):
 
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
         return super().metrics(outputs, (batch["targets"],))
+
+
+class Flat(Learnable):
+    """The cuts of a CNN with stages that hand on views."""
+
+    cuts: list[str] | None = ["3", "8", "9"]  # noqa: RUF012
 
 
 class Block(nn.Module):
@@ -165,10 +171,12 @@ def build(
     return pipeline, whole, share
 
 
-def compare(world: World, model: str, schedule: ScheduleName, learnable: Any = None, **more: Any) -> Difference:
+def compare(
+    world: World, model: str, schedule: ScheduleName, learnable: Any = None, *, flat: bool = False, **more: Any
+) -> Difference:
     """Three steps of each, with a clipped gradient and Adam; then an evaluation of a number that does not divide."""
+    learnable = learnable or (Flat() if flat else Learnable())
     pipeline, whole, share = build(world, model, schedule, learnable, **more)
-    learnable = learnable or Learnable()
     parts = MICRO_BATCHES * more.get("accumulate", 1)
     alike = ParallelSpec(accumulate=parts, precision=more.get("precision", "fp32"))
     single = Single(whole, learnable, alike, World.alone("cpu"), SEED)
@@ -189,7 +197,7 @@ def compare(world: World, model: str, schedule: ScheduleName, learnable: Any = N
                 found.strange.append(f"{name} at step {step}")
             elif parameter.grad is not None:
                 reference = expected[name].grad
-                difference = float((parameter.grad - reference).abs().max() / (1.0 + reference.abs().max()))
+                difference = float((full(parameter.grad) - reference).abs().max() / (1.0 + reference.abs().max()))
                 found.gradient = max(found.gradient, difference)
         norm = single.clip(0.5)
         found.norm = max(found.norm, float((pipeline.clip(0.5) - norm).abs() / norm))
@@ -199,29 +207,41 @@ def compare(world: World, model: str, schedule: ScheduleName, learnable: Any = N
             pipeline.evaluate(batch_of(model, 7), 7)  # of other shapes: training goes on undisturbed
     own = {name: value for name, value in whole.state_dict().items() if name in pipeline.model_state()}
     found.weight = _difference(pipeline.model_state(), own)
-    full = pipeline.full_weights()
+    gathered = pipeline.full_weights()
     if world.is_first:
-        found.weight = max(found.weight, _difference(full, whole.state_dict()))
+        found.weight = max(found.weight, _difference(gathered, whole.state_dict()))
     found.names = sorted(pipeline.model_state())
     found.strange += _copies_that_differ(world, pipeline)
-    if not more.get("data", 1) > 1 and not isinstance(learnable, Named):
-        odd = batch_of(model, 7)
-        theirs_evaluated, evaluated = single.evaluate(odd, 7), pipeline.evaluate(odd, 7)
-        found.evaluated = max(abs(float(evaluated[name] - theirs_evaluated[name])) for name in theirs_evaluated)
-        found.strange += [name for name, value in pipeline.evaluate(odd, 0).items() if value != 0]
+    if not isinstance(learnable, Named):
+        _evaluate_odd(pipeline, single, model, found)
     pipeline.close()
     return found
 
 
+def _evaluate_odd(pipeline: Pipelined, single: Single, model: str, found: Difference) -> None:
+    """Seven samples: all of them, or five and two, or none, as there are data ranks."""
+    odd = batch_of(model, 7)
+    shares = [(0, 7)] if pipeline.num_data_ranks == 1 else [(0, 5), (5, 7), (0, 0), (0, 0)]
+    begin, end = shares[pipeline.data_rank]
+    sums = pipeline.evaluate(tuple(each[begin : max(end, 1)] for each in odd), end - begin)
+    totals = pipeline.total(torch.stack(list(sums.values())))
+    for (name, expected), value in zip(single.evaluate(odd, 7).items(), totals.tolist(), strict=True):
+        found.evaluated = max(found.evaluated, abs(float(expected) - value))
+        found.strange += [] if name in sums else [name]
+    found.strange += [name for name, value in pipeline.evaluate(odd, 0).items() if value != 0]
+
+
 def _difference(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
-    return max(float((mine[name].double() - value.double()).nan_to_num().abs().max()) for name, value in theirs.items())
+    return max(
+        float((full(mine[name]).double() - value.double()).nan_to_num().abs().max()) for name, value in theirs.items()
+    )
 
 
 def _copies_that_differ(world: World, pipeline: Pipelined) -> list[str]:
     """Parameters of which two ranks hold copies that are not equal bit for bit."""
     everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, {name: value.detach() for name, value in pipeline.named_parameters()})
+    dist.all_gather_object(everyone, {name: full(value).detach() for name, value in pipeline.named_parameters()})
     first: dict[str, Tensor] = {}
     return [
         name

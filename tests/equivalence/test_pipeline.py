@@ -26,12 +26,21 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"model": "layers", "schedule": "1f1b", "precision": "bf16"},
     "mixture": {"model": "mixture", "schedule": "interleaved_zero_bubble"},
     "layers": {"model": "layers", "schedule": "1f1b"},
+    "views": {"model": "cnn", "schedule": "zbv", "flat": True},
     "gpt2": {"model": "gpt2", "schedule": "1f1b"},
     "gpt2-interleaved_zero_bubble": {"model": "gpt2", "schedule": "interleaved_zero_bubble"},
 }
 WITH_DATA: dict[str, dict[str, Any]] = {
     "cnn": {"model": "cnn", "schedule": "1f1b", "data": 2},
     "transformer": {"model": "transformer", "schedule": "interleaved_1f1b", "data": 2},
+    "sharded": {"model": "transformer", "schedule": "interleaved_1f1b", "data": 2, "shard": True, "accumulate": 2},
+    "sharded mixture": {"model": "mixture", "schedule": "gpipe", "data": 2, "shard": True},
+    "tensor": {"model": "layers", "schedule": "1f1b", "tensor": 2},
+    "tensor mixture": {"model": "mixture", "schedule": "interleaved_zero_bubble", "tensor": 2},
+}
+ALL_DEGREES: dict[str, dict[str, Any]] = {
+    "all": {"model": "layers", "schedule": "1f1b", "data": 2, "shard": True, "tensor": 2, "accumulate": 2},
+    "hybrid": {"model": "transformer", "schedule": "1f1b", "data": 4, "shard": True, "replicate": 2},
 }
 
 
@@ -100,6 +109,11 @@ def four_ranks() -> list[dict[str, Any]]:
     return run_ranks(compare_all, 4, WITH_DATA, timeout_s=150)
 
 
+@pytest.fixture(scope="module")
+def eight_ranks() -> list[dict[str, Any]]:
+    return run_ranks(compare_all, 8, ALL_DEGREES, timeout_s=150)
+
+
 def check(found: Any) -> None:
     assert found.loss < TOLERANCE
     assert found.gradient < TOLERANCE
@@ -118,6 +132,12 @@ def test_stages_train_as_one_process(two_ranks: list[dict[str, Any]], case: str)
 @pytest.mark.parametrize("case", WITH_DATA)
 def test_stages_with_data_ranks_train_as_one_process(four_ranks: list[dict[str, Any]], case: str) -> None:
     for found in four_ranks:
+        check(found[case])
+
+
+@pytest.mark.parametrize("case", ALL_DEGREES)
+def test_every_degree_composes_with_every_other(eight_ranks: list[dict[str, Any]], case: str) -> None:
+    for found in eight_ranks:
         check(found[case])
 
 

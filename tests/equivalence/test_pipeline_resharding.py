@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cases import EPS, build, global_batch, share, trained
@@ -23,15 +24,25 @@ CHAIN: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def links(world: World, name: str, folder: str, rate: float = 0.02) -> list[float]:
+ALL_DEGREES: list[tuple[int, dict[str, Any]]] = [
+    (4, {**PIPELINE, "data": 2, "shard": True}),
+    (4, {**PIPELINE, "tensor": 2}),
+    (4, {"shard": True, "accumulate": 4}),
+    (4, {**PIPELINE, "tensor": 2, "schedule": "zbv"}),
+    (4, {**PIPELINE, "data": 2, "shard": True, "schedule": "interleaved_1f1b"}),
+    (1, {"accumulate": 4}),
+]
+
+
+def links(world: World, name: str, folder: str, chain: list[tuple[int, dict[str, Any]]]) -> list[float]:
     """One step under each plan of this many ranks, each resumed from the one before; the losses."""
     losses = []
-    for step, (size, plan) in enumerate(CHAIN):
+    for step, (size, plan) in enumerate(chain):
         if size != world.size:
             continue
         parallel = build(name, ParallelSpec.parse(plan), world)
         optimizer = torch.optim.AdamW(
-            [each for _, each in parallel.named_parameters()], rate if not step else 1.0, eps=EPS
+            [each for _, each in parallel.named_parameters()], 0.02 if not step else 1.0, eps=EPS
         )
         state = {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}
         if step:
@@ -47,14 +58,15 @@ def links(world: World, name: str, folder: str, rate: float = 0.02) -> list[floa
     return losses
 
 
-def all_links(world: World, folder: str) -> dict[str, list[float]]:
-    return {name: links(world, name, f"{folder}/{name}") for name in ("mixture", "transformer")}
+def all_links(world: World, folder: str, chain: list[tuple[int, dict[str, Any]]]) -> dict[str, list[float]]:
+    return {name: links(world, name, f"{folder}/{name}", chain) for name in ("mixture", "transformer")}
 
 
-def test_a_run_goes_on_under_other_plans(tmp_path: Path) -> None:
-    found = run_ranks(all_links, 2, str(tmp_path))
-    (rest,) = run_ranks(all_links, 1, str(tmp_path))
+@pytest.mark.parametrize("chain", [CHAIN, ALL_DEGREES], ids=["two ranks", "all degrees"])
+def test_a_run_goes_on_under_other_plans(tmp_path: Path, chain: list[tuple[int, dict[str, Any]]]) -> None:
+    found = run_ranks(all_links, chain[0][0], str(tmp_path), chain)
+    (rest,) = run_ranks(all_links, 1, str(tmp_path), chain)
     for name in rest:
-        expected = trained(name, ParallelSpec(accumulate=4), World.alone("cpu"), len(CHAIN))["losses"]
+        expected = trained(name, ParallelSpec(accumulate=4), World.alone("cpu"), len(chain))["losses"]
         for losses in found:
             torch.testing.assert_close(losses[name] + rest[name], expected, rtol=2e-4, atol=2e-5)

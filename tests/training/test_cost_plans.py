@@ -27,6 +27,10 @@ PLANS = {
     "pipeline": ["parallel=pipeline"],
     "interleaved": ["parallel=pipeline", "parallel.schedule=interleaved_1f1b", "args.cuts=[conv2, flat, middle]"],
 }
+OF_FOUR = {
+    "sharded stages": ["parallel={data: 2, shard: true, pipeline: 2}"],
+    "split stages": ["parallel={data: 1, tensor: 2, pipeline: 2}"],
+}
 WITHIN = 0.1
 
 
@@ -66,9 +70,9 @@ def spec_of(words: list[str], workers: int) -> TrainSpec:
     return TrainSpec(batch_size=32, workers=workers).override(words)
 
 
-def measured(world: World) -> list[dict[str, float]]:
+def measured(world: World, plans: dict[str, list[str]]) -> list[dict[str, float]]:
     """A probe's numbers for each plan, one after the other."""
-    return [_measured(world, spec_of(words, world.size)) for words in PLANS.values()]
+    return [_measured(world, spec_of(words, world.size)) for words in plans.values()]
 
 
 def _measured(world: World, spec: TrainSpec) -> dict[str, float]:
@@ -92,11 +96,12 @@ def _measured(world: World, spec: TrainSpec) -> dict[str, float]:
     return found
 
 
-def test_two_ranks_take_what_was_predicted_for_them() -> None:
-    found = run_ranks(measured, 2)
+@pytest.mark.parametrize(("plans", "size"), [(PLANS, 2), (OF_FOUR, 4)], ids=["two", "four"])
+def test_ranks_take_what_was_predicted_for_them(plans: dict[str, list[str]], size: int) -> None:
+    found = run_ranks(measured, size, plans)
     assert found[0] == found[1]  # every rank knows of all
-    for (name, words), real in zip(PLANS.items(), found[0], strict=True):
-        spec = spec_of(words, 2)
+    for (name, words), real in zip(plans.items(), found[0], strict=True):
+        spec = spec_of(words, size)
         predicted = predict(Pictures(**spec.args), spec, make_optimizer)
         for quantity in ("flops_step", "flops_rank", "memory_parameters", "memory_gradients", "memory_optimizer"):
             assert predicted[quantity] == real[quantity], f"{name}: {quantity}"

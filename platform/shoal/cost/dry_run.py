@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from shoal.parallel.pipeline import Pipelined
 from shoal.parallel.pipeline_layout import Layout
 
 MOST_TIMED, TIMED_S = 5, 0.2
+LEAST_OF_PIPELINE = 3
 NUM_WARM = 2  # DDP arranges its buckets anew before its second step, optimisers make their states in the first
 
 MakeOptimizer = Callable[[Any, Any, Iterable[nn.Parameter]], Optimizer]  # of task, spec.optimizer, parameters
@@ -57,14 +58,18 @@ def representatives(degrees: Degrees) -> list[int]:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank did in a step.
+    """What one rank did in a step. In a pipeline:
 
-    busy_s: seconds by (stage, "forward" or "backward"), of a pipeline's stages
-    layout: which stage has what, in a pipeline
+    busy_s:       seconds by (stage, "forward" or "backward")
+    besides_s:    seconds that its schedules took besides, though nobody kept them waiting
+    handed_bytes: by stage, the tensor that it hands on for each micro-batch
+    layout:       which stage has what
     """
 
     values: dict[str, float]
-    busy_s: dict[tuple[int, str], float]
+    busy_s: dict[tuple[int, str], float] = field(default_factory=dict)
+    besides_s: float = 0.0
+    handed_bytes: dict[int, float] = field(default_factory=dict)
     layout: Layout | None = None
 
 
@@ -90,19 +95,24 @@ def dry_run(
         batch = first_batch(data, batch_size // degrees.data, device)
         model = parallelize(task.model(), task, _eager(spec.parallel), degrees, world, batch, spec.seed)
         try:
+            if isinstance(model, Pipelined) and device.type == "cpu":
+                model.clock.now_s = time.thread_time  # stages are timed in turn: who disturbs one slows no other
             parameters = [parameter for _, parameter in model.named_parameters()]
             optimizer = make(task, spec.optimizer, parameters)
             steps = count()
-            seconds = [_seconds(model, optimizer, batch, next(steps), spec.clip_norm) for _ in range(NUM_WARM)]
-            before = model.busy_by_stage
+            *_, warm = (_timed(model, optimizer, batch, next(steps), spec.clip_norm) for _ in range(NUM_WARM))
             timed = [
-                _seconds(model, optimizer, batch, next(steps), spec.clip_norm) for _ in range(_repeats(seconds[-1]))
+                _timed(model, optimizer, batch, next(steps), spec.clip_norm) for _ in range(_repeats(warm, degrees))
             ]
-            chunks = {name: (value - before[name]) / len(timed) for name, value in model.busy_by_stage.items()}
             with metering(model, optimizer, is_pretended=True) as found:
                 _step(model, optimizer, batch, next(steps), spec.clip_norm)
-            layout = model.layout if isinstance(model, Pipelined) else None
-            return DryRun({**found, "step_s": min(timed)}, chunks, layout)
+            values = {**found, "step_s": min(each.step_s for each in timed)}
+            if not isinstance(model, Pipelined):
+                return DryRun(values)
+            busy_s = {name: min(each.busy_s[name] for each in timed) for name in warm.busy_s}
+            besides_s = min(each.besides_s for each in timed)
+            handed_bytes = {stage: float(size) for stage, size in model.handed_bytes.items()}
+            return DryRun(values, busy_s, besides_s, handed_bytes, model.layout)
         finally:
             model.close()
 
@@ -113,16 +123,28 @@ def _eager(parallel: ParallelSpec) -> ParallelSpec:
     return parallel.model_copy(update={"compile": False, "precision": precision})
 
 
-def _repeats(step_s: float) -> int:
-    return max(1, min(MOST_TIMED, int(TIMED_S / max(step_s, 1e-9))))
+@dataclass(frozen=True)
+class _Timed:
+    """One step: seconds of all of it; by stage and way, of what was computed; and of the schedules besides."""
+
+    step_s: float
+    busy_s: dict[tuple[int, str], float]
+    besides_s: float
 
 
-def _seconds(model: ParallelModel, optimizer: Optimizer, batch: Any, step: int, clip_norm: float | None) -> float:
-    began_s = time.perf_counter()
+def _repeats(warm: _Timed, degrees: Degrees) -> int:
+    least = LEAST_OF_PIPELINE if degrees.pipeline > 1 else 1
+    return max(least, min(MOST_TIMED, int(TIMED_S / max(warm.step_s, 1e-9))))
+
+
+def _timed(model: ParallelModel, optimizer: Optimizer, batch: Any, step: int, clip_norm: float | None) -> _Timed:
+    before_s, scheduled_s, began_s = model.busy_by_stage, model.scheduled_s, time.perf_counter()
     _step(model, optimizer, batch, step, clip_norm)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    return time.perf_counter() - began_s
+    step_s = time.perf_counter() - began_s
+    busy_s = {name: seconds - before_s.get(name, 0.0) for name, seconds in model.busy_by_stage.items()}
+    return _Timed(step_s, busy_s, model.scheduled_s - scheduled_s - sum(busy_s.values()))
 
 
 def _step(model: ParallelModel, optimizer: Optimizer, batch: Any, step: int, clip_norm: float | None) -> None:

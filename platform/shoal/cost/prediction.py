@@ -16,12 +16,13 @@ from torch import nn
 
 from shoal.cost.alone import Alone, Costed, first_batch, look, undisturbed
 from shoal.cost.dry_run import Configured, DryRun, MakeOptimizer, dry_run, representatives
+from shoal.cost.message import transfer_s
 from shoal.cost.pretence import NotSaidYet, Play
 from shoal.cost.table import CostTable, most
 from shoal.data import Batch, Data
 from shoal.parallel.pipeline_bubble import predict as play
 from shoal.parallel.pipeline_layout import Layout
-from shoal.parallel.pipeline_schedules import stage_ranks
+from shoal.parallel.pipeline_schedules import order, stage_ranks
 from shoal.parallel.placement import Placed, placement
 from shoal.parallel.plan import Degrees
 from shoal.parallel.tensor_plan import tensor_plan
@@ -52,7 +53,7 @@ def predict(task: Costed, spec: Configured, make_optimizer: MakeOptimizer) -> Co
     values = _of_model(alone) | most(ranks)
     values["flops_step"] *= degrees.workers / len(ranks)  # the ranks of a stage do alike
     if degrees.pipeline > 1:
-        values |= _pipeline(spec, degrees, runs)
+        values |= _pipeline(spec, degrees, runs, device)
     cuts = tuple(cut.module for cut in layout.cuts) if layout is not None else ()
     return CostTable(values, alone.unknown, notes, cuts, ranks, placed)
 
@@ -123,7 +124,8 @@ def _scaled(one: DryRun, two: DryRun, by: float) -> DryRun:
     alive = ("memory_parameters", "memory_optimizer", "memory_activations")  # all of them, when backward begins
     values["memory_peak"] = max(values["memory_peak"], sum(values[name] for name in alive))
     busy_s = {name: one.busy_s[name] + (two.busy_s[name] - one.busy_s[name]) * by for name in one.busy_s}
-    return DryRun(values, busy_s, two.layout)
+    handed = {stage: size + (two.handed_bytes[stage] - size) * by for stage, size in one.handed_bytes.items()}
+    return DryRun(values, busy_s, two.besides_s, handed, two.layout)
 
 
 def _placed(
@@ -139,14 +141,19 @@ def _placed(
     return tuple(placement(model, degrees, split, along))
 
 
-def _pipeline(spec: Configured, degrees: Degrees, runs: dict[int, DryRun]) -> dict[str, float]:
+def _pipeline(spec: Configured, degrees: Degrees, runs: dict[int, DryRun], device: torch.device) -> dict[str, float]:
     """The bubble and the length of a step, from what each stage computes, played through in the schedule's order."""
     busy_s = {name: seconds for run in runs.values() for name, seconds in run.busy_s.items()}
+    schedule, accumulate = spec.parallel.schedule, spec.parallel.accumulate
     micro = spec.parallel.num_micro_batches(degrees)
-    each = micro * spec.parallel.accumulate
     stages = range(1 + max(stage for stage, _ in busy_s))
     forward_s, backward_s = (
-        [busy_s.get((stage, way), 0.0) / each for stage in stages] for way in ("forward", "backward")
+        [busy_s.get((stage, way), 0.0) / (micro * accumulate) for stage in stages] for way in ("forward", "backward")
     )
-    played = play(spec.parallel.schedule, degrees.pipeline, micro, forward_s, backward_s)
-    return {"bubble": played.idle_share, "step_s": played.step_s * spec.parallel.accumulate}
+    handed = {stage: int(size) for run in runs.values() for stage, size in run.handed_bytes.items()}
+    took_s = transfer_s(handed.values()) if device.type == "cpu" else dict.fromkeys(handed.values(), 0.0)
+    num_works = sum(len(works) for works in order(schedule, degrees.pipeline, micro)) * accumulate
+    between_s = sum(run.besides_s for run in runs.values()) / num_works
+    messages_s = [took_s[handed[stage]] for stage in stages[:-1]]
+    played = play(schedule, degrees.pipeline, micro, forward_s, backward_s, messages_s, between_s)
+    return {"bubble": played.idle_share, "step_s": played.step_s * accumulate}

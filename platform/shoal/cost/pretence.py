@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -78,6 +79,7 @@ def pretended(rank: int, size: int, device: torch.device, play: Play) -> Iterato
     finally:
         DistributedDataParallel.__init__, dist.send, dist.recv = originals  # type: ignore[method-assign]
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # of distributed tensors, which still names this rank's groups
 
 
 def _made_to_answer(original: Callable[..., None]) -> Callable[..., None]:

@@ -3,6 +3,10 @@
 Owns the counting of a life's first steps: some to warm up, some on the clock, and one looked at operator by operator;
 all others run as if there were no probe. Called by the Trainer, on every rank at the same steps.
 
+The bubble of a step is the share of its schedule in which ranks do not compute. A rank that has done its last action
+before the others leaves the schedule, and waits later: in `clip`, or for the first message of the next step. So the
+schedule is as long as it is on the rank that is in it for longest.
+
     probe = CostProbe(model, optimizer, world)
     with probe.step():                    # around train_step, clip and optimizer.step
         ...
@@ -12,9 +16,11 @@ all others run as if there were no probe. Called by the Trainer, on every rank a
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch.optim import Optimizer
@@ -24,7 +30,20 @@ from shoal.cost.table import CostTable, most
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.world import World
 
-WARM, TIMED = 3, 4
+WARM, TIMED = 3, 7
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One step on one rank: seconds of all of it, of its pipeline schedules, and of what the rank computed in them.
+
+    pipeline: which one of several that are fed other samples; its ranks wait for each other
+    """
+
+    pipeline: int
+    step_s: float
+    busy_s: float
+    scheduled_s: float
 
 
 class CostProbe:
@@ -33,8 +52,7 @@ class CostProbe:
     def __init__(self, model: ParallelModel, optimizer: Optimizer, world: World) -> None:
         self._model, self._optimizer, self._world = model, optimizer, world
         self._num_seen = 0
-        self._seconds: list[float] = []
-        self._busy_s = self._scheduled_s = 0.0
+        self._timed_steps: list[Timed] = []
         self._found: dict[str, float] = {}
         self._is_told = False
 
@@ -57,20 +75,18 @@ class CostProbe:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        busy_s, scheduled = sum(self._model.busy_by_stage.values()), self._model.scheduled_s
+        busy_s, scheduled_s = sum(self._model.busy_by_stage.values()), self._model.scheduled_s
         began_s = self._now_s()
         yield
-        self._seconds.append(self._now_s() - began_s)
-        self._busy_s += sum(self._model.busy_by_stage.values()) - busy_s
-        self._scheduled_s += self._model.scheduled_s - scheduled
+        step_s = self._now_s() - began_s
+        busy_s = sum(self._model.busy_by_stage.values()) - busy_s
+        self._timed_steps.append(Timed(self._model.data_rank, step_s, busy_s, self._model.scheduled_s - scheduled_s))
 
     @contextmanager
     def _metered(self) -> Iterator[None]:
         with metering(self._model, self._optimizer) as found:
             yield
-        found["step_s"] = sorted(self._seconds)[len(self._seconds) // 2]
-        if self._scheduled_s > 0:
-            found["bubble"] = 1.0 - self._busy_s / self._scheduled_s
+        found["step_s"] = statistics.median(timed.step_s for timed in self._timed_steps)
         self._found = found
 
     def _now_s(self) -> float:
@@ -81,5 +97,21 @@ class CostProbe:
     def measured(self) -> CostTable:
         """The table of all ranks. Collective."""
         self._is_told = True
-        ranks = dict(enumerate(self._world.gather(self._found)))
-        return CostTable(most(ranks), ranks=ranks)
+        everyone = self._world.gather((self._found, self._timed_steps))
+        ranks = {rank: found for rank, (found, _) in enumerate(everyone)}
+        values = most(ranks)
+        if self._model.busy_by_stage:
+            steps = zip(*(timed_steps for _, timed_steps in everyone), strict=True)
+            values["bubble"] = statistics.median(bubble(step) for step in steps)
+        return CostTable(values, ranks=ranks)
+
+
+def bubble(step: Sequence[Timed]) -> float:
+    """The share of one step's schedules in which its ranks have waited.
+
+    step: as each rank has timed it
+    """
+    longest_s: dict[int, float] = {}
+    for rank in step:
+        longest_s[rank.pipeline] = max(rank.scheduled_s, longest_s.get(rank.pipeline, 0.0))
+    return 1.0 - sum(rank.busy_s for rank in step) / sum(longest_s[rank.pipeline] for rank in step)

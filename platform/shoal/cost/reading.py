@@ -28,6 +28,7 @@ def metering(model: ParallelModel, optimizer: Optimizer, is_pretended: bool = Fa
     device = next((each.device for each in state["parameters"]), torch.device("cpu"))
     buckets = _kept_gradients(parameters)
     held = [*state["parameters"], *state["optimizer"]]
+    past_group_bytes = model.sent_past_group_bytes
     with growth(device) as grown, metered(held, buckets, is_pretended) as reading:
         yield found
     found |= {
@@ -38,7 +39,7 @@ def metering(model: ParallelModel, optimizer: Optimizer, is_pretended: bool = Fa
         "memory_optimizer": float(bytes_of(state["optimizer"])),
         "memory_activations": float(reading.saved_bytes),
         "memory_peak": float(reading.held_bytes + grown.peak_bytes),
-        "sent_bytes": reading.sent_bytes,
+        "sent_bytes": reading.sent_bytes + model.sent_past_group_bytes - past_group_bytes,
     }
 
 

@@ -86,14 +86,12 @@ class CostTable:
 
 
 def most(ranks: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """One table of many ranks: the largest of each number, the sum of what all do together, the mean bubble."""
+    """One table of many ranks: the largest of each number, the sum of what all do together."""
     rows = list(ranks.values())
     names = {name for row in rows for name in row}
     values = {name: max(row[name] for row in rows if name in row) for name in names}
     if "flops_rank" in names:
         values["flops_step"] = sum(row.get("flops_rank", 0.0) for row in rows)
-    if "bubble" in names:
-        values["bubble"] = sum(row.get("bubble", 0.0) for row in rows) / len(rows)
     return {name: values[name] for name in BY_NAME if name in values}
 
 

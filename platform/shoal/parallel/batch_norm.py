@@ -14,31 +14,44 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.parallel.host_sum import HostSum
+
 
 class DataRanks:
-    """The ranks that share a global batch, and the seconds that this one has waited for the others."""
+    """The ranks that share a global batch, and the seconds that this one has waited for the others.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    on_host: how they sum when all of them are on one host; None when not, or when that is not wanted
+    """
+
+    def __init__(self, group: dist.ProcessGroup, on_host: HostSum | None = None) -> None:
+        self.group, self.on_host = group, on_host
         self.size = dist.get_world_size(group)
-        self.waited_s = 0.0
+        self._waited_s = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        return self._waited_s + (self.on_host.waited_s if self.on_host else 0.0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataRanks:
         return self  # a copy of a model speaks with the same ranks
 
     def gather(self, mine: Tensor) -> Tensor:
         """Every rank's values, [R, *mine]."""
+        if self.on_host:
+            return self.on_host.gather(mine)
         start_s = time.perf_counter()
         everyone = mine.new_empty(self.size * mine.numel())
         dist.all_gather_single(everyone, mine, self.group)
-        self.waited_s += time.perf_counter() - start_s
+        self._waited_s += time.perf_counter() - start_s
         return everyone.view(self.size, *mine.shape)
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over the ranks, in place."""
+        if self.on_host:
+            return self.on_host.sum(values)
         start_s = time.perf_counter()
         dist.all_reduce(values, group=self.group)
-        self.waited_s += time.perf_counter() - start_s
+        self._waited_s += time.perf_counter() - start_s
         return values
 
 

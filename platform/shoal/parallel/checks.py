@@ -29,16 +29,10 @@ def check_plan(
     if device is not None:
         check_precision(spec.precision, device)
     _check_parameters(model)
-    if degrees.pipeline > 1 and degrees.tensor > 1:
-        remedy = "use data x pipeline, or data x tensor"
-        raise PlanError("parallel.tensor", degrees.tensor, "stages cannot be split into layers as well", remedy)
-    if degrees.pipeline > 1 and degrees.shard and degrees.data > 1:
-        problem = "stages are replicated over data ranks, never sharded"
-        raise PlanError("parallel.shard", True, problem, "use shard=false with pipeline, or fsdp x tensor")
     if degrees.pipeline > 1:
         from shoal.parallel.pipeline_schedules import check
 
-        check(spec.schedule, degrees.pipeline, spec.num_micro_batches(degrees))
+        check(spec.schedule, degrees.pipeline, spec.num_micro_batches(degrees), degrees.is_sharded)
     if degrees.shard and degrees.data > 1:
         _check_shardable(model)
     if degrees.tensor > 1:

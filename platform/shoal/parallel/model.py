@@ -109,6 +109,11 @@ class ParallelModel(ABC):
         return float("nan")
 
     @property
+    def sent_past_group_bytes(self) -> float:
+        """What this rank has sent by other ways than torch.distributed so far, counted as a ring would send it."""
+        return 0.0
+
+    @property
     def busy_by_stage(self) -> dict[tuple[int, str], float]:
         """Seconds that each of this rank's pipeline stages, forward and backward, has computed so far; {} without."""
         return {}

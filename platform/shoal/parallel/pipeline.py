@@ -9,13 +9,14 @@ micro-batch, over all data ranks. Called by `parallelize`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shoal.errors import ConfigError, PlanError
@@ -23,15 +24,18 @@ from shoal.parallel import gradients, state
 from shoal.parallel.batch_norm import DataRanks, globalise_batch_norm
 from shoal.parallel.batches import map_tensors, micro_batches, num_samples, tensors_of
 from shoal.parallel.dropout import seed_dropout
+from shoal.parallel.layout import make_mesh
 from shoal.parallel.model import Learnable, ParallelModel
 from shoal.parallel.pipeline_exchange import Groups, receive, send, sum_gradients
 from shoal.parallel.pipeline_layout import Layout, lay_out
 from shoal.parallel.pipeline_schedules import SPLITTING, check, stage_ranks
 from shoal.parallel.pipeline_stages import Clock, StageDraws, StageModule, build_schedule
-from shoal.parallel.pipeline_views import GatedModel, views_of
+from shoal.parallel.pipeline_views import GatedModel, View, views_of
 from shoal.parallel.pipeline_weights import Weights
 from shoal.parallel.plan import Degrees, ParallelSpec
 from shoal.parallel.precision import autocast
+from shoal.parallel.sharded import find_blocks, shard
+from shoal.parallel.tensor import agreed_plan, part_dropouts, split_layers
 from shoal.parallel.whole import evaluating
 from shoal.parallel.world import World
 
@@ -57,15 +61,18 @@ def build_pipeline(
         if rank not in held:
             cuts = [cut.module for cut in layout.cuts]
             raise PlanError("pipeline_cuts", cuts, f"leave rank {rank} without a parameter", "cut elsewhere")
-    return Pipelined(model, learnable, spec, degrees, world, layout, seed)
+    mesh = make_mesh(degrees, world) if degrees.tensor > 1 or degrees.is_sharded else None
+    if mesh is None or degrees.tensor == 1:
+        return Pipelined(model, learnable, spec, degrees, world, layout, mesh, seed)
+    plan = agreed_plan(model, learnable, degrees.tensor, world, batch)
+    split_layers(model, plan, mesh["tensor"])
+    pipelined = Pipelined(model, learnable, spec, degrees, world, layout, mesh, seed)
+    part_dropouts(model, plan, mesh["tensor"])
+    return pipelined
 
 
 def _check(spec: ParallelSpec, degrees: Degrees, num_micro_batches: int) -> None:
-    check(spec.schedule, degrees.pipeline, num_micro_batches)
-    if degrees.tensor > 1:
-        raise PlanError("parallel.tensor", degrees.tensor, "does not go with a pipeline", "use pipeline with data")
-    if degrees.shard and degrees.data > 1:
-        raise PlanError("parallel.shard", True, "does not go with a pipeline", "use pipeline with data, unsharded")
+    check(spec.schedule, degrees.pipeline, num_micro_batches, degrees.is_sharded)
     if spec.precision == "fp16":
         raise PlanError("parallel.precision", spec.precision, "does not go with a pipeline", "use bf16")
     if spec.compile and spec.schedule in SPLITTING:
@@ -88,6 +95,7 @@ class Pipelined(ParallelModel):
         degrees: Degrees,
         world: World,
         layout: Layout,
+        mesh: DeviceMesh | None,
         seed: int,
     ) -> None:
         self.layout, self.clock, self.modules = layout, Clock(), [model]
@@ -104,13 +112,15 @@ class Pipelined(ParallelModel):
         calls, cuts = layout.calls, layout.cuts
         self._draws = StageDraws(seed, self.data_rank, degrees.data, world.device, calls, cuts)
         seed_dropout(model, self._draws)
+        self._sharded = _shard_blocks(model, layout, own, mesh) if mesh is not None and degrees.is_sharded else set()
         self._weights = Weights(model, layout, self._stage_ranks, self._rank)
         ties = [(self._groups.among(ranks), names) for ranks, names in self._weights.tied.items()]
         kept = self._weights.kept
         self._ties = [(group, [kept[name] for name in names]) for group, names in ties if group is not None]
+        views = views_of(calls, cuts)
         if spec.compile:
-            _compile(model, [name for name, stage in layout.blocks.items() if stage in own])
-        self._gated = GatedModel(model, views_of(calls, cuts))
+            _compile(model, [name for name, stage in layout.blocks.items() if stage in own], views)
+        self._gated = GatedModel(model, views)
         self._stages = {each: StageModule(each, self._weights.of_stage(each), self._compute) for each in own}
         self._schedules: dict[Any, Any] = {}
         self._handed: dict[int, Tensor] = {}  # by stage, a tensor like those that it hands on, without memory
@@ -139,14 +149,14 @@ class Pipelined(ParallelModel):
         """One schedule, start to end; the losses on the rank of the last stage."""
         losses: list[Tensor] = []
         index = torch.arange(self._num_micro_batches)
-        began_s = time.perf_counter()
+        began_s = self.clock.now_s()
         try:
             schedule.step(index, target=index, losses=losses, return_outputs=False)
         except RuntimeError as error:
             if isinstance(error.__cause__, Exception) and "failed to run forward" in str(error):
                 raise error.__cause__ from None  # what the model or the loss has raised
             raise
-        self.clock.total_s += time.perf_counter() - began_s
+        self.clock.total_s += self.clock.now_s() - began_s
         return losses
 
     def _compute(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
@@ -161,7 +171,9 @@ class Pipelined(ParallelModel):
             problem = f"was handed {list(handed.shape)} {handed.dtype}, not {list(expected.shape)} {expected.dtype}"
             remedy = "a pipeline needs the same shapes in every pass over inputs of the same shapes"
             raise PlanError("parallel.pipeline", self.layout.cuts[stage].module, problem, remedy)
-        handed = handed.contiguous()
+        # Schedules that split the backward pass cut what was handed on out of its graph, which no view can be.
+        is_view = handed._is_view()
+        handed = handed.clone(memory_format=torch.contiguous_format) if is_view else handed.contiguous()
         return handed if handed.requires_grad else handed.detach().requires_grad_()
 
     def _share_of_loss(self, loss: Tensor) -> Tensor:
@@ -194,9 +206,10 @@ class Pipelined(ParallelModel):
     def _reduce(self) -> None:
         began_s = time.perf_counter()
         if self._groups.data is not None:
-            sum_gradients(self._weights.trainable, self._groups.data, 1.0 / self.num_data_ranks)
+            others = [each for name, each in self._weights.kept.items() if name not in self._sharded]
+            sum_gradients(_trainable(others), self._groups.data, 1.0 / self.num_data_ranks)
         for group, tied in self._ties:
-            sum_gradients([parameter for parameter in tied if parameter.requires_grad], group)
+            sum_gradients(_trainable(tied), group)
         self._reduced_s += time.perf_counter() - began_s
 
     # -- evaluation
@@ -204,8 +217,9 @@ class Pipelined(ParallelModel):
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
         sums: list[Tensor] = []
         self._handed = {}
+        # Data ranks that gather one another's parameters must all do so equally often, however many samples they have.
         with evaluating(self._model), torch.no_grad():
-            for part, share in _slices(batch, self._num_micro_batches):
+            for part, share in _slices(batch, 1 if self._degrees.is_sharded else self._num_micro_batches):
                 outputs = self._forward(part)
                 if self._has_last:
                     with autocast(self._spec.precision, self._world.device):
@@ -246,7 +260,8 @@ class Pipelined(ParallelModel):
         return None
 
     def total(self, values: Tensor) -> Tensor:
-        summed = values.clone() if self._has_last else torch.zeros_like(values)
+        counts = self._has_last and self._groups.at.tensor == 0
+        summed = values.clone() if counts else torch.zeros_like(values)
         dist.all_reduce(summed)
         return summed
 
@@ -273,9 +288,10 @@ class Pipelined(ParallelModel):
         state.load_optimizer_state(self.named_parameters(), optimizer, values)
 
     def full_weights(self) -> dict[str, Tensor]:
-        if self.data_rank != 0:
+        whole = self._weights.whole()
+        if (self.data_rank, self._groups.at.tensor) != (0, 0):
             return {}
-        return self._weights.gather(self._rank, self._degrees.peers(self._world.rank, "pipeline"))
+        return self._weights.gather(whole, self._rank, self._degrees.peers(self._world.rank, "pipeline"))
 
     # -- time
 
@@ -289,16 +305,28 @@ class Pipelined(ParallelModel):
         return self.clock.total_s
 
     @property
+    def handed_bytes(self) -> dict[int, int]:
+        """By each of this rank's stages but the last, the size of the tensor that it hands on, as last scheduled."""
+        return {stage: self._handed[stage].nbytes for stage in self._stages if stage in self._handed}
+
+    @property
     def communication_s(self) -> float:
         if self._world.device.type != "cpu":
             return float("nan")  # the host does not wait for what the device does
         return self.clock.total_s - self.clock.busy_s + self._reduced_s
 
     def idle_share(self) -> float:
-        """Of the time of all schedules so far, the part in which ranks of this pipeline have waited. Collective."""
-        times = torch.tensor([self.clock.busy_s, self.clock.total_s], dtype=torch.float64, device=self._world.device)
-        dist.all_reduce(times, group=self._groups.pipeline)
-        return 1.0 - float(times[0] / times[1]) if self._world.device.type == "cpu" else float("nan")
+        """Of the time of all schedules so far, the part in which ranks of this pipeline have waited. Collective.
+
+        They have been in a schedule for as long as the rank that was in it for longest: others leave it before its end.
+        """
+        if self._world.device.type != "cpu":
+            return float("nan")
+        group = self._groups.pipeline
+        busy_s, total_s = torch.tensor([self.clock.busy_s, self.clock.total_s], dtype=torch.float64).unbind()
+        dist.all_reduce(busy_s, group=group)
+        dist.all_reduce(total_s, dist.ReduceOp.MAX, group=group)
+        return 1.0 - float(busy_s / total_s) / dist.get_world_size(group)
 
     def close(self) -> None:
         self._gated.remove()
@@ -322,7 +350,27 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=True)
 
 
-def _compile(model: nn.Module, blocks: list[str]) -> None:
+def _shard_blocks(model: nn.Module, layout: Layout, own: list[int], mesh: DeviceMesh) -> set[str]:
+    """Shard the blocks that these stages alone use; the names of their parameters. The rest stays whole."""
+    names: set[str] = set()
+    blocks = []
+    for path, block in find_blocks(model):
+        held = {f"{path}.{name}" for name, _ in block.named_parameters()}
+        if all(set(layout.parameters[name]) <= set(own) for name in held):
+            blocks.append(block)
+            names |= held
+    shard(blocks, mesh)
+    return names
+
+
+def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def _compile(model: nn.Module, blocks: list[str], views: list[View]) -> None:
+    """Those of the blocks that run as a whole, or not at all: a compiled one would not ask the gates within it."""
+    gated = {name for view in views for name in view.actions}
     for name in blocks:
-        module = model.get_submodule(name)
-        module.forward = torch.compile(module.forward)
+        if not any(each.startswith(f"{name}.") for each in gated):
+            module = model.get_submodule(name)
+            module.forward = torch.compile(module.forward)

@@ -35,13 +35,15 @@ def predict(
     micro_batches: int,
     forward_s: Sequence[float],
     backward_s: Sequence[float],
-    transfer_s: float = 0.0,
+    transfer_s: Sequence[float] = (),
+    between_s: float = 0.0,
     weight_share: float = 0.5,
 ) -> Bubble:
     """One step of the schedule.
 
     forward_s, backward_s: of each stage and micro-batch; two stages for each rank where the schedule has two
-    transfer_s:            from one rank to another, of one tensor that is handed over
+    transfer_s:            of what each stage but the last hands on to another rank, or is handed back; (): no time
+    between_s:             from one action of a rank to its next, besides waiting: what the schedule itself takes
     weight_share:          of the backward pass, the part for the weights' gradients, where a schedule splits it
 
     Raises PlanError when the schedule cannot be made of so many ranks and micro-batches.
@@ -60,13 +62,15 @@ def predict(
                     break
                 work = works.pop()
                 lasts_s = _lasts_s(work, forward_s, backward_s, weight_share)
-                done_s[work] = free_s[rank] = max(free_s[rank], ready_s) + lasts_s
+                done_s[work] = free_s[rank] = max(free_s[rank] + between_s, ready_s) + lasts_s
                 busy_s[rank] += lasts_s
         assert len(done_s) > before, "the schedule waits for itself"
     return Bubble(max(free_s), busy_s)
 
 
-def _ready_s(work: Work, done_s: dict[Work, float], ranks: Sequence[int], last: int, transfer_s: float) -> float | None:
+def _ready_s(
+    work: Work, done_s: dict[Work, float], ranks: Sequence[int], last: int, transfer_s: Sequence[float]
+) -> float | None:
     """When what an action needs from other stages is there; None while nobody knows."""
     if work.kind == "W" or (work.kind == "F" and work.stage == 0) or (work.kind != "F" and work.stage == last):
         return 0.0  # the rank's own order sees to it
@@ -75,7 +79,8 @@ def _ready_s(work: Work, done_s: dict[Work, float], ranks: Sequence[int], last: 
         needed = [Work(work.stage + 1, "B", work.micro_batch), Work(work.stage + 1, "I", work.micro_batch)]
     for each in needed:
         if each in done_s:
-            return done_s[each] + (transfer_s if ranks[each.stage] != ranks[work.stage] else 0.0)
+            stays = not transfer_s or ranks[each.stage] == ranks[work.stage]
+            return done_s[each] + (0.0 if stays else transfer_s[min(each.stage, work.stage)])
     return None
 
 

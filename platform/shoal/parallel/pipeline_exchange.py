@@ -6,12 +6,15 @@ Owns the process groups. Every rank forms all of them, in the same order. Called
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from shoal.parallel.gradients import local
 from shoal.parallel.plan import Coordinates, Degrees
 
 BUCKET_BYTES = 25 << 20
@@ -20,22 +23,31 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Groups:
-    """pipeline: the ranks with the same samples; data: those with the same stages; None where it is this rank alone."""
+    """pipeline: the ranks with the same samples, and the same part of split layers; data: those with the same stages,
+    and the same part; None where it is this rank alone."""
 
     def __init__(self, degrees: Degrees, rank: int) -> None:
         self.degrees, self.at = degrees, degrees.coordinates(rank)
-        self.pipeline = self._form([self._ranks_of_pipeline(index) for index in range(degrees.data)], rank)
-        shares = [[degrees.rank(Coordinates(p, d, 0)) for d in range(degrees.data)] for p in range(degrees.pipeline)]
+        self.pipeline = self._form([self._along_pipeline(*each) for each in self._pipelines()], rank)
+        shares = [
+            [degrees.rank(Coordinates(stage, data, tensor)) for data in range(degrees.data)]
+            for stage in range(degrees.pipeline)
+            for tensor in range(degrees.tensor)
+        ]
         self.data = self._form(shares, rank) if degrees.data > 1 else None
         self._rank = rank
 
     def among(self, pipeline_ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of some stages' ranks with the same samples; None on other ranks. Collective."""
-        sets = [[self._ranks_of_pipeline(index)[rank] for rank in pipeline_ranks] for index in range(self.degrees.data)]
+        """The group of some stages' ranks in one pipeline; None on other ranks. Collective."""
+        sets = [[self._along_pipeline(*each)[rank] for rank in pipeline_ranks] for each in self._pipelines()]
         return self._form(sets, self._rank)
 
-    def _ranks_of_pipeline(self, data: int) -> list[int]:
-        return [self.degrees.rank(Coordinates(index, data, 0)) for index in range(self.degrees.pipeline)]
+    def _pipelines(self) -> list[tuple[int, int]]:
+        """Each as (data, tensor)."""
+        return list(product(range(self.degrees.data), range(self.degrees.tensor)))
+
+    def _along_pipeline(self, data: int, tensor: int) -> list[int]:
+        return [self.degrees.rank(Coordinates(index, data, tensor)) for index in range(self.degrees.pipeline)]
 
     @staticmethod
     def _form(sets: list[list[int]], rank: int) -> dist.ProcessGroup | None:
@@ -60,8 +72,11 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, 
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        elif isinstance(parameter.grad, DTensor):  # which use of a split layer it is from decides how it is split
+            assert isinstance(parameter, DTensor)
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
     under_way: list[tuple[list[Tensor], Tensor, Any]] = []
-    for bucket in _buckets([parameter.grad for parameter in used if parameter.grad is not None]):
+    for bucket in _buckets([local(parameter.grad) for parameter in used if parameter.grad is not None]):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         under_way.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
     for bucket, flat, work in under_way:

@@ -53,8 +53,11 @@ def stage_ranks(schedule: ScheduleName, num_ranks: int) -> list[int]:
     return once + (once[::-1] if schedule in V_SHAPED else once)
 
 
-def check(schedule: ScheduleName, num_ranks: int, micro_batches: int) -> None:
-    """Raises PlanError when the schedule cannot be made of so many ranks and micro-batches."""
+def check(schedule: ScheduleName, num_ranks: int, micro_batches: int, is_sharded: bool = False) -> None:
+    """Raises PlanError when the schedule cannot be made of so many ranks and micro-batches, or of sharded stages."""
+    if is_sharded and schedule in SPLITTING:
+        problem = f"the schedule {schedule} splits the backward pass, in which FSDP2 could not gather parameters"
+        raise PlanError("parallel.shard", True, problem, "use schedule=1f1b, or shard=false")
     num_stages = len(stage_ranks(schedule, num_ranks))
     least = num_stages if schedule in ("1f1b", "dualpipev") else 1
     if micro_batches < least:

@@ -28,8 +28,9 @@ Compute = Callable[[int, int, Tensor | None], Tensor]
 
 @dataclass
 class Clock:
-    """Seconds: of whole schedules, and of what this rank's stages computed in them, by stage."""
+    """Seconds, as `now_s` tells them: of whole schedules, and of what this rank's stages computed in them, by stage."""
 
+    now_s: Callable[[], float] = time.perf_counter
     total_s: float = 0.0
     forward_s: dict[int, float] = field(default_factory=dict)
     backward_s: dict[int, float] = field(default_factory=dict)
@@ -84,9 +85,9 @@ class TimedStage(PipelineStage):
         self._timed(self.clock.backward_s, super().backward_weight_one_chunk, *args, **kwargs)
 
     def _timed(self, spent_s: dict[int, float], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        began_s = time.perf_counter()
+        began_s = self.clock.now_s()
         result = function(*args, **kwargs)
-        spent_s[self.stage_index] = spent_s.get(self.stage_index, 0.0) + time.perf_counter() - began_s
+        spent_s[self.stage_index] = spent_s.get(self.stage_index, 0.0) + self.clock.now_s() - began_s
         return result
 
 

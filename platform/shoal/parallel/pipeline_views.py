@@ -1,8 +1,9 @@
 """A model's own forward, run from one cut to another: what a stage computes, without a line of the model rewritten.
 
-Gates in place of some modules' `forward` decide, call by call: what came before the stage is skipped (zeros of the
-right shape stand for its results, so that masks, positions and whatever else the model derives on the way are there),
-at the stage's first cut the received tensor is written over the argument, and at the next cut the pass is left.
+Gates around some modules' calls (their hooks included) decide, call by call: what came before the stage is skipped
+(zeros of the right shape stand for its results, so that masks, positions and whatever else the model derives on the way
+are there), at the stage's first cut the received tensor is written over the argument, and at the next cut the pass is
+left.
 Called by `pipeline`. Knows no process group.
 """
 
@@ -18,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from shoal.errors import PlanError
@@ -92,13 +94,15 @@ class GatedModel:
         modules = dict(model.named_modules())
         self._gated = [modules[name] for name in sorted({name for view in views for name in view.actions})]
         names = {module: name for name, module in modules.items()}
-        for module in self._gated:
-            module.forward = partial(self._gate, names[module], module, module.forward)
+        self._compiled = [module._compiled_call_impl for module in self._gated]
+        for module, compiled in zip(self._gated, self._compiled, strict=True):
+            # PyTorch calls this before any hook: those that gather and split weights run with their module, or not.
+            module._compiled_call_impl = partial(self._gate, names[module], module, compiled or module._call_impl)
 
     def remove(self) -> None:
-        """Give the modules their forward back."""
-        for module in self._gated:
-            del module.forward
+        """Give the modules their calls back."""
+        for module, compiled in zip(self._gated, self._compiled, strict=False):
+            module._compiled_call_impl = compiled
         self._gated = []
 
     def run(self, stage: int, inputs: tuple[Any, ...], received: Tensor | None) -> Any:
@@ -236,5 +240,9 @@ def hollow(model: nn.Module, kept: set[str]) -> None:
 
 
 def _hollow(data: Tensor, value: float) -> Tensor:
+    if isinstance(data, DTensor):
+        part = _hollow(data.to_local(), value)
+        shape, stride = data.shape, data.stride()
+        return DTensor.from_local(part, data.device_mesh, data.placements, run_check=False, shape=shape, stride=stride)
     filling = value if data.is_floating_point() else 0
     return torch.full((), filling, dtype=data.dtype, device=data.device).expand(data.shape)

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoal.errors import SpecMismatch
 from shoal.parallel.pipeline_layout import Layout
 from shoal.parallel.pipeline_views import hollow
-from shoal.parallel.state import assign
+from shoal.parallel.state import assign, full_tensor
 
 
 class Weights:
@@ -43,10 +44,6 @@ class Weights:
             if len(ranks) > 1:
                 self.tied.setdefault(tuple(ranks), []).append(name)
 
-    @property
-    def trainable(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.kept.values() if parameter.requires_grad]
-
     def of_stage(self, stage: int) -> list[nn.Parameter]:
         """What the stage computes with."""
         return [parameter for name, parameter in self.kept.items() if stage in self._layout.parameters[name]]
@@ -70,13 +67,22 @@ class Weights:
             if isinstance(value, Tensor):
                 assign(mine[name], value)
 
-    def gather(self, rank: int, global_ranks: list[int]) -> dict[str, Tensor]:
+    def whole(self) -> dict[str, Any]:
+        """The model's state, what lies here not split over ranks. Collective over those that share it."""
+        return {
+            name: full_tensor(value) if isinstance(value, DTensor) and self._lies_here(name) else value
+            for name, value in self._model.state_dict().items()
+        }
+
+    def gather(self, values: Mapping[str, Any], rank: int, global_ranks: list[int]) -> dict[str, Tensor]:
         """The whole model's state on the CPU of global rank 0, which must be the first of `global_ranks`; else {}.
+
+        values: what `whole` gave
 
         One tensor after the other comes to rank 0. Collective over `global_ranks`, the ranks of one pipeline.
         """
         whole: dict[str, Tensor] = {}
-        for name, value in self._model.state_dict().items():
+        for name, value in values.items():
             first = self._first.get(name, name)
             if not isinstance(value, Tensor):
                 continue

@@ -57,6 +57,11 @@ class Degrees:
     def workers(self) -> int:
         return self.data * self.tensor * self.pipeline
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether data ranks hold parts of each parameter, and not whole copies."""
+        return self.shard and self.data > self.replicate
+
     def coordinates(self, rank: int) -> Coordinates:
         """Tensor ranks are neighbours, then data, then stages: the chattiest stay closest together."""
         tensor, rest = rank % self.tensor, rank // self.tensor
@@ -89,7 +94,7 @@ class ParallelSpec(Spec):
     replicate:     copies of the model among the data ranks when sharded: one for each host, say (HSDP)
     accumulate:    micro-steps of which each step of the optimiser consists
     dynamic:       which parameters a step uses may change (skipped layers, experts): replicas then look each time
-    backend:       of the process group; None: nccl on CUDA, else gloo
+    backend:       of the process group; None: nccl on CUDA, else gloo, and sums through memory within a host
     schedule:      of the pipeline, see torch.distributed.pipelining
     micro_batches: into which the pipeline splits a batch; None: two for each stage
     """

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.errors import PlanError
 from shoal.parallel.batches import micro_batches
+from shoal.parallel.host_sum import HostSum
 from shoal.parallel.model import Learnable
 from shoal.parallel.plan import ParallelSpec
 from shoal.parallel.whole import Whole, compile_module
@@ -49,10 +50,12 @@ class Replicated(Whole):
         )
         if spec.compile:
             compile_module(self._ddp)
+        if self._on_host:
+            self._ddp.register_comm_hook(self._on_host, lambda on_host, bucket: _average(on_host, bucket))
         self._forward = self._ddp
         self._waited_s = 0.0 if world.device.type == "cpu" else float("nan")  # CUDA's waits are not this process's
         self._complete_s: float | None = None
-        if world.device.type == "cpu" and order:
+        if world.device.type == "cpu" and order and not self._on_host:
             order[-1].register_post_accumulate_grad_hook(self._last_gradient)
 
     def _last_gradient(self, parameter: Tensor) -> None:
@@ -74,6 +77,13 @@ class Replicated(Whole):
     @property
     def communication_s(self) -> float:
         return self._waited_s + (self._ranks.waited_s if self._ranks else 0.0)
+
+
+def _average(on_host: HostSum, bucket: Any) -> torch.futures.Future[Tensor]:
+    """The hook that DDP calls when a bucket of gradients is complete."""
+    mean: torch.futures.Future[Tensor] = torch.futures.Future()
+    mean.set_result(on_host.sum(bucket.buffer(), 1.0 / on_host.size))
+    return mean
 
 
 def _order_of_gradients(model: nn.Module, learnable: Learnable, batch: Any) -> list[nn.Parameter]:

@@ -8,7 +8,7 @@ with one rank for each copy this is plain data parallel, for layers that are spl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_map_only
 
 from shoal.parallel.model import Learnable
 from shoal.parallel.plan import ParallelSpec
-from shoal.parallel.whole import Whole, compile_forward, trainable
+from shoal.parallel.whole import Watched, compile_forward, trainable
 from shoal.parallel.world import World
 
 LEAST_SHARE = 0.01  # of all parameters: a smaller block is gathered together with the rest of the model
 LARGEST_SHARE = 0.5  # a larger block is divided further, where it can be
 
 
-class Sharded(Whole):
+class Sharded(Watched):
     """FSDP2. Blocks are compiled one by one, as their parameters come and go between them.
 
     With `dynamic`, a parameter that some ranks did not use counts as zero there (and where nobody used it: its gradient
@@ -45,13 +45,10 @@ class Sharded(Whole):
         group: dist.ProcessGroup,
     ) -> None:
         super().__init__(model, learnable, spec, world, seed, group)
-        names = ("replicate", "shard") if mesh["replicate"].size() > 1 else ("shard",)
         blocks = list(find_blocks(model))
         for block in [block for _, block in blocks] if spec.compile and blocks else [model] * spec.compile:
             compile_forward(block)
-        for part in [*(block for _, block in blocks), model]:
-            part.register_forward_hook(_without_views)
-            fully_shard(part, mesh=mesh[names])
+        shard([*(block for _, block in blocks), model], mesh)
         if spec.dynamic:
             assert isinstance(model, FSDPModule)
             model.set_reduce_scatter_unused_params(True)
@@ -69,6 +66,14 @@ class Sharded(Whole):
 
     def _exchange(self, last: bool) -> AbstractContextManager[Any]:
         return super()._exchange(last) if last else self._delayed()
+
+
+def shard(parts: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Shard each of `parts`, in place, over [replicate, shard] of the mesh; inner ones come first. Collective."""
+    names = ("replicate", "shard") if mesh["replicate"].size() > 1 else ("shard",)
+    for part in parts:
+        part.register_forward_hook(_without_views)
+        fully_shard(part, mesh=mesh[names])
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:

@@ -56,13 +56,13 @@ def full_weights(state: Mapping[str, Any], keep: bool) -> dict[str, Tensor]:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             continue
-        full = _gathered(value) if isinstance(value, DTensor) else value
+        full = full_tensor(value) if isinstance(value, DTensor) else value
         if keep:
             whole[name] = full.detach().cpu().clone() if full is value else full.detach().cpu()
     return whole
 
 
-def _gathered(value: DTensor) -> Tensor:
+def full_tensor(value: DTensor) -> Tensor:
     """Whole, without the warning that a tensor which is split twice takes two collectives: it is not done often."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = logger.level

@@ -20,11 +20,11 @@ from shoal.parallel.model import Learnable, ParallelModel
 from shoal.parallel.plan import Degrees, ParallelSpec
 from shoal.parallel.sharded import Sharded
 from shoal.parallel.tensor_plan import TensorPlan, tensor_plan
-from shoal.parallel.whole import Whole, compile_module
+from shoal.parallel.whole import Watched, Whole, compile_module
 from shoal.parallel.world import World
 
 
-class TensorParallel(Whole):
+class TensorParallel(Watched):
     """One copy of a model, its layers split over all ranks."""
 
     def __init__(self, model: nn.Module, learnable: Learnable, spec: ParallelSpec, world: World, seed: int) -> None:
@@ -37,7 +37,7 @@ def build_tensor(
     model: nn.Module, learnable: Learnable, spec: ParallelSpec, degrees: Degrees, world: World, example: Any, seed: int
 ) -> ParallelModel:
     """Split the layers, as rank 0 has found, then spread the copies over the data ranks. Collective."""
-    plan = _agreed_plan(model, learnable, degrees.tensor, world, example)
+    plan = agreed_plan(model, learnable, degrees.tensor, world, example)
     mesh = make_mesh(degrees, world)
     split_layers(model.to(world.device), plan, mesh["tensor"])
     parallel: Whole
@@ -45,14 +45,19 @@ def build_tensor(
         parallel = TensorParallel(model, learnable, spec, world, seed)
     else:
         parallel = Sharded(model, learnable, spec, world, seed, mesh, data_group(degrees, world))
-    for name, dim in plan.dropouts.items():
-        layer = model.get_submodule(name)
-        assert isinstance(layer, SeededDropout)
-        layer.part = Part(dim, mesh["tensor"].get_local_rank(), degrees.tensor)
+    part_dropouts(model, plan, mesh["tensor"])
     return parallel
 
 
-def _agreed_plan(model: nn.Module, learnable: Learnable, size: int, world: World, example: Any) -> TensorPlan:
+def part_dropouts(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
+    """Let dropout layers that see a part of the features draw that part of their masks. They must be seeded."""
+    for name, dim in plan.dropouts.items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, SeededDropout)
+        layer.part = Part(dim, mesh.get_local_rank(), mesh.size())
+
+
+def agreed_plan(model: nn.Module, learnable: Learnable, size: int, world: World, example: Any) -> TensorPlan:
     """Ranks are fed different samples, of which a model may make different calls: one of them decides."""
     answer: TensorPlan | PlanError | None = None
     if world.is_first:

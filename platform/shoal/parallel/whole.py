@@ -19,9 +19,11 @@ from shoal.parallel import gradients, state
 from shoal.parallel.batch_norm import DataRanks, globalise_batch_norm
 from shoal.parallel.batches import micro_batches, num_samples
 from shoal.parallel.dropout import Draws, seed_dropout
+from shoal.parallel.host_sum import HostSum
 from shoal.parallel.model import Learnable, ParallelModel
 from shoal.parallel.plan import ParallelSpec
 from shoal.parallel.precision import LossScale, autocast
+from shoal.parallel.waiting import Waiting
 from shoal.parallel.world import World
 
 
@@ -43,7 +45,8 @@ class Whole(ParallelModel):
         self.num_data_ranks = dist.get_world_size(data_group) if data_group else 1
         self._learnable, self._spec, self._world = learnable, spec, world
         self._data_group = data_group
-        self._ranks = DataRanks(data_group) if data_group else None
+        self._on_host = _on_host(data_group, spec, world) if data_group else None
+        self._ranks = DataRanks(data_group, self._on_host) if data_group else None
         if self._ranks:
             globalise_batch_norm(model, self._ranks)
         self._draws = Draws(seed, self.data_rank, self.num_data_ranks, world.device)
@@ -114,6 +117,14 @@ class Whole(ParallelModel):
     def clip(self, max_norm: float) -> Tensor:
         return gradients.clip(self._trainable, max_norm)
 
+    @property
+    def sent_past_group_bytes(self) -> float:
+        return self._on_host.sent_bytes if self._on_host else 0.0
+
+    def close(self) -> None:
+        if self._on_host:
+            self._on_host.close()
+
     # -- state
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -133,6 +144,27 @@ class Whole(ParallelModel):
 
     def full_weights(self) -> dict[str, Tensor]:
         return state.full_weights(self.model_state(), keep=self._world.is_first)
+
+
+class Watched(Whole):
+    """Of which torch's own code calls the collectives: they are timed from outside."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._waiting = Waiting(self._world.device)
+
+    def train_step(self, batch: Any, step: int) -> Tensor:
+        with self._waiting.counted():
+            return super().train_step(batch, step)
+
+    @property
+    def communication_s(self) -> float:
+        return self._waiting.waited_s + (self._on_host.waited_s if self._on_host else 0.0)
+
+
+def _on_host(group: dist.ProcessGroup, spec: ParallelSpec, world: World) -> HostSum | None:
+    """Sums through memory, unless the user has named what is to carry them. Collective."""
+    return HostSum.form(group) if world.device.type == "cpu" and spec.backend is None else None
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

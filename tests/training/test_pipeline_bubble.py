@@ -26,6 +26,15 @@ def test_two_stages_for_each_rank_halve_the_bubble(ranks: int) -> None:
     assert found.idle_share == pytest.approx(bubble / (2 * ranks + bubble))
 
 
+def test_what_is_handed_on_takes_its_time_both_ways() -> None:
+    """GPipe, two micro-batches: F F then B B on each rank, the second behind the first, by hand."""
+    found = predict("gpipe", 2, 2, [1.0, 1.0], [2.0, 2.0], transfer_s=[0.25])
+    assert found.step_s == pytest.approx(1.0 + 0.25 + 2 * 1.0 + 2 * 2.0 + 0.25 + 2.0)
+    found = predict("gpipe", 3, 1, [1.0] * 3, [2.0] * 3, transfer_s=[0.25, 0.5], between_s=0.125)
+    assert found.step_s == pytest.approx(0.125 + 3 * 1.0 + 3 * 2.0 + 2 * (0.25 + 0.5) + 0.125)
+    assert found.busy_s == [3.0] * 3
+
+
 @pytest.mark.parametrize("schedule", CLASSES)
 def test_every_schedule_computes_everything_once(schedule: str) -> None:
     works = [work for rank in order(schedule, 2, 4) for work in rank]
@@ -43,8 +52,11 @@ def test_what_all_schedules_have_in_common(schedule: str) -> None:
     plain = predict(schedule, 2, 8, [1.0] * stages, [2.0] * stages)
     assert sum(plain.busy_s) == pytest.approx(8 * 3 * stages)
     assert 0 < plain.idle_share < 0.2
-    slower = predict(schedule, 2, 8, [1.0] * stages, [2.0] * stages, transfer_s=0.5)
+    slower = predict(schedule, 2, 8, [1.0] * stages, [2.0] * stages, transfer_s=[0.5] * (stages - 1))
     assert slower.step_s > plain.step_s
+    halting = predict(schedule, 2, 8, [1.0] * stages, [2.0] * stages, between_s=0.1)
+    assert halting.step_s > plain.step_s
+    assert slower.busy_s == halting.busy_s == pytest.approx(plain.busy_s)
     uneven = predict(schedule, 2, 8, [1.0] * (stages - 1) + [4.0], [2.0] * (stages - 1) + [8.0])
     assert uneven.idle_share > plain.idle_share
 

@@ -1,0 +1,57 @@
+"""Seconds that a rank waits for others within a step, where torch's own code calls the collectives: FSDP2 and DTensor.
+
+Both end a collective in one of two ways: `Work.wait`, or `wait_tensor` of functional collectives. While a step runs,
+both are timed on the thread that runs it; before and after, and on other threads, they are as they were. The functions
+are replaced, not the operator under `wait_tensor`: its kernel, called from Python, keeps the interpreter's lock while
+it waits. No other thread would run: neither the user's, nor gloo's own when it lets go of a tensor.
+Called by plans whose collectives are not their own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+
+class Waiting:
+    """waited_s: seconds so far in which collectives were under way and nothing was computed
+
+    NaN on CUDA, where a stream waits and not a thread.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_known = device.type == "cpu"
+        self.waited_s = 0.0 if self._is_known else float("nan")
+
+    def counted(self) -> AbstractContextManager[None]:
+        """Count within. Takes 20 us."""
+        return self._counted() if self._is_known else nullcontext()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        thread = threading.get_ident()
+
+        def timed(function: Callable[..., Any], *args: Any) -> Any:
+            if threading.get_ident() != thread:
+                return function(*args)
+            began_s = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                self.waited_s += time.perf_counter() - began_s
+
+        wait, wait_tensor = dist.Work.wait, functional.wait_tensor
+        dist.Work.wait = lambda *args: timed(wait, *args)  # type: ignore[method-assign]
+        functional.wait_tensor = lambda tensor: timed(wait_tensor, tensor)
+        try:
+            yield
+        finally:
+            dist.Work.wait = wait  # type: ignore[method-assign]
+            functional.wait_tensor = wait_tensor

@@ -1,0 +1,64 @@
+"""States to save, how two are compared, and what a Checkpointer has on disk; for the tests of checkpoints."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.checkpoint import Checkpointer, Found, folder
+
+
+def state_of(number: float, width: int = 5) -> dict[str, Any]:
+    return {
+        "model": {
+            "layer.weight": torch.full((3, width), number),
+            "layer.mask": torch.tensor([True, False, True]),
+            "layer.half": torch.full((2, 2), number, dtype=torch.bfloat16),
+            "count": torch.tensor(int(number)),
+            "empty": torch.empty(0, 4),
+        },
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(number), "exp_avg": torch.full((3, width), -number).T}},
+            "param_groups": [{"lr": number / 7, "betas": (0.9, 0.999), "foreach": None, "params": [0]}],
+        },
+        "best": float("inf"),
+    }
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list):
+        for left, right in zip(one, other, strict=True):
+            assert_equal(left, right)
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+def newest(checkpointer: Checkpointer) -> Found:
+    found = checkpointer.latest()
+    assert found is not None
+    return found
+
+
+def names(checkpointer: Checkpointer) -> list[str]:
+    checkpointer.wait()
+    return sorted(path.name for path in checkpointer.folder.iterdir())
+
+
+class Gate:
+    """Holds the background thread in front of a shard."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        real = folder.write_file
+        monkeypatch.setattr(folder, "write_file", lambda *words: self.open.wait(10.0) and real(*words))

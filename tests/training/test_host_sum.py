@@ -1,0 +1,172 @@
+"""Sums through memory that the ranks of one host share: right, alike in every bit, and told when somebody is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from programs import RanksFailed, run_ranks
+from shoal.parallel import World, host_sum
+from shoal.parallel.host_sum import HostSum
+
+
+def values_of(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(size, generator=generator).mul_(100).to(dtype)
+
+
+def formed() -> HostSum:
+    group = dist.group.WORLD
+    assert group is not None
+    found = HostSum.form(group)
+    assert found is not None
+    return found
+
+
+def sums(world: World, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """The program of a rank: a sum for each size, twice, so that the turns come round."""
+    host_sum.CHUNK_BYTES = 4096
+    mine = formed()
+    found = [mine.sum(values_of(world.rank, size, dtype).view(-1, 1), 0.5) for size in sizes * 2]
+    mine.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_rank_has_the_same_sum_in_every_bit(dtype: torch.dtype) -> None:
+    sizes = [1, 7, 1000, 5000]  # the last ones in several parts
+    every_rank = run_ranks(sums, 3, sizes, dtype)
+    for index, size in enumerate(sizes * 2):
+        first = every_rank[0][index]
+        assert first.shape == (size, 1)
+        assert all(torch.equal(each[index], first) for each in every_rank)
+        expected = sum(values_of(rank, size, dtype).double() for rank in range(3)) * 0.5
+        tolerance = {torch.float32: 1e-6, torch.float64: 1e-15, torch.bfloat16: 2e-2}[dtype]
+        torch.testing.assert_close(first.double().view(-1), expected, rtol=tolerance, atol=100 * tolerance)
+
+
+def gathered(world: World) -> tuple[Tensor, float]:
+    mine = formed()
+    return mine.gather(torch.tensor([[float(world.rank), 10.0]])), mine.sent_bytes
+
+
+def test_gathers_in_the_order_of_ranks() -> None:
+    for everyone, sent_bytes in run_ranks(gathered, 3):
+        assert everyone.tolist() == [[[0.0, 10.0]], [[1.0, 10.0]], [[2.0, 10.0]]]
+        assert sent_bytes == 16.0  # eight bytes to each of two
+
+
+def in_turn(world: World) -> list[float]:
+    """A rank that is slow to look at what it got must not see the next round's values."""
+    mine, found = formed(), []
+    for step in range(200):
+        if step % 7 == world.rank:
+            os.sched_yield()
+        found.append(mine.sum(torch.full((300,), float(step + world.rank))).unique().tolist())
+    return [value for [value] in found]
+
+
+def test_rounds_do_not_run_into_each_other() -> None:
+    assert run_ranks(in_turn, 2) == [[2.0 * step + 1.0 for step in range(200)]] * 2
+
+
+def left_alone(world: World) -> str:
+    mine = formed()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="Connection closed by peer") as raised:
+        _ = [mine.sum(torch.ones(3)) for _ in range(3)]
+    return str(raised.value)
+
+
+def test_a_dead_rank_is_noticed_at_once() -> None:
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(left_alone, 3)
+    assert list(raised.value.causes) == [1]
+
+
+def out_of_step(world: World) -> None:
+    """One rank has skipped a sum that the other makes."""
+    with pytest.raises(RuntimeError, match=r"ranks sum different things: [45] values here, [45] there"):
+        formed().sum(torch.ones(4 + world.rank))
+    world.barrier()
+
+
+def test_ranks_that_sum_different_things_are_told() -> None:
+    run_ranks(out_of_step, 2)
+
+
+def waits_too_long(world: World) -> None:
+    host_sum.TIMEOUT_S = 1.0
+    mine = formed()
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match="Timed out"):
+            mine.sum(torch.ones(3))
+    world.barrier()
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
+    run_ranks(waits_too_long, 2)
+
+
+def on_two_hosts(world: World, what: str) -> list[bool]:
+    """Ranks that cannot share memory, for a reason that all of them know, or that only one meets."""
+    if what == "host" and world.rank == 1:
+        host_sum._host = lambda: "elsewhere"
+    if what == "refused" and world.rank == 1:
+
+        def refused(*args: Any) -> Any:
+            raise PermissionError
+
+        host_sum._shared = refused
+    group = dist.group.WORLD
+    assert group is not None
+    return [HostSum.form(group) is None, world.gather(world.rank) == [0, 1]]
+
+
+@pytest.mark.parametrize("what", ["host", "refused"])
+def test_ranks_that_cannot_share_memory_all_know_it(what: str) -> None:
+    assert run_ranks(on_two_hosts, 2, what) == [[True, True]] * 2
+
+
+def stranger(world: World) -> list[float]:
+    """Somebody else connects to the first rank before the others do."""
+    gathered_by_all = host_sum._gathered
+
+    def gathered_and_told(value: Any, group: Any) -> list[Any]:
+        found = gathered_by_all(value, group)
+        if world.rank == 1 and isinstance(value, tuple):
+            name = found[0][1]
+            line.connect(name)
+            line.sendall(bytes(16) + (1).to_bytes(4, "little"))
+        return found
+
+    host_sum._gathered = gathered_and_told
+    with socket.socket(socket.AF_UNIX) as line:
+        total: list[float] = formed().sum(torch.tensor([float(world.rank)])).tolist()
+    return total
+
+
+def test_a_stranger_is_no_rank() -> None:
+    assert run_ranks(stranger, 2) == [[1.0], [1.0]]
+
+
+def open_files(world: World) -> tuple[list[str], list[str]]:
+    before = sorted(os.listdir("/proc/self/fd"))
+    mine = formed()
+    mine.sum(torch.ones(3))
+    mine.close()
+    mine.close()
+    return before, sorted(os.listdir("/proc/self/fd"))
+
+
+def test_nothing_is_left_open() -> None:
+    for before, after in run_ranks(open_files, 2):
+        assert after == before

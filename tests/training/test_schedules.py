@@ -1,0 +1,91 @@
+"""Schedules against PyTorch's own schedulers, their ends, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+
+from shoal.errors import ConfigError
+from shoal.train.schedules import learning_rate_at, momentum_at, steps_of_epochs, total_steps_of
+from shoal.train.spec import ScheduleSpec, TrainSpec
+
+
+def _optimizer() -> torch.optim.SGD:
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9)
+
+
+@pytest.mark.parametrize(("total", "warmup"), [(100, 0.3), (37, 0.0), (10, 0.5), (250, 0.1)])
+def test_one_cycle_is_pytorchs_in_rate_and_momentum(total: int, warmup: float) -> None:
+    optimizer = _optimizer()
+    theirs = OneCycleLR(optimizer, 1.0, total, pct_start=warmup or 0.3, final_div_factor=400.0)
+    spec = ScheduleSpec(name="one_cycle", warmup=warmup)
+    for step in range(total):
+        group = optimizer.param_groups[0]
+        assert learning_rate_at(step, spec, total) == pytest.approx(group["lr"], rel=1e-9)
+        assert momentum_at(step, spec, total) == pytest.approx(group["momentum"], rel=1e-9)
+        optimizer.step()
+        if step + 1 < total:
+            theirs.step()
+
+
+def test_cosine_is_pytorchs() -> None:
+    optimizer = _optimizer()
+    theirs = CosineAnnealingLR(optimizer, T_max=50, eta_min=0.1)
+    spec = ScheduleSpec(name="cosine", final=0.1)
+    for step in range(50):
+        assert learning_rate_at(step, spec, 50) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        optimizer.step()
+        theirs.step()
+
+
+def test_warm_up_counts_in_steps_or_in_shares_of_the_run() -> None:
+    in_steps = [learning_rate_at(step, ScheduleSpec(warmup=4), None) for step in range(6)]
+    assert in_steps == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    in_shares = [learning_rate_at(step, ScheduleSpec(warmup=0.4), 10) for step in range(6)]
+    assert in_shares == in_steps
+
+
+def test_linear_falls_evenly_to_its_end() -> None:
+    spec = ScheduleSpec(name="linear", final=0.2)
+    assert [learning_rate_at(step, spec, 4) for step in (0, 2, 4, 9)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
+
+
+@given(
+    name=st.sampled_from(["constant", "one_cycle", "cosine", "linear"]),
+    total=st.integers(1, 500),
+    warmup=st.one_of(st.floats(0, 0.99), st.integers(1, 600).map(float)),
+    step=st.integers(0, 600),
+)
+def test_every_rate_is_a_share_above_nothing(name: str, total: int, warmup: float, step: int) -> None:
+    spec = ScheduleSpec.parse({"name": name, "warmup": warmup})
+    factor = learning_rate_at(step, spec, total)
+    assert 0.0 <= factor <= 1.0 + 1e-12
+    if step < total:
+        assert factor > 0.0  # no step of the run is wasted
+
+
+def test_the_total_is_the_nearest_end_that_is_known() -> None:
+    both = TrainSpec.parse({"stop": {"steps": 500, "epochs": 3}})
+    assert total_steps_of(both, 100) == 300
+    assert total_steps_of(both, None) == 500
+    assert total_steps_of(TrainSpec.parse({"schedule": {"total_steps": 7}, "stop": {"steps": 500}}), 100) == 7
+    assert total_steps_of(TrainSpec(), None) is None
+
+
+@pytest.mark.parametrize("schedule", [{"name": "one_cycle"}, {"name": "cosine"}, {"warmup": 0.1}])
+def test_a_schedule_that_needs_an_end_is_refused_without(schedule: dict[str, object]) -> None:
+    spec = TrainSpec.parse({"schedule": schedule, "stop": {"epochs": 2}})
+    assert total_steps_of(spec, 10) == 20
+    with pytest.raises(ConfigError, match=r"schedule\.total_steps.*does not know its length.*give schedule\.total"):
+        total_steps_of(spec, None)
+    with pytest.raises(ConfigError, match="number of steps"):
+        learning_rate_at(0, spec.schedule, None)
+
+
+@given(hundredths=st.integers(1, 1000), steps_per_epoch=st.integers(1, 1000))
+def test_epochs_in_steps_are_the_fewest_that_fill_them(hundredths: int, steps_per_epoch: int) -> None:
+    exact = -(-hundredths * steps_per_epoch // 100)
+    assert steps_of_epochs(hundredths / 100, steps_per_epoch) == exact
