@@ -71,6 +71,7 @@ class Text(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         padding_BT = x == 0
+        padding_BT[:, 0] = False  # of nothing but padding there would be no mean
         hidden_BTD = self.tokens(x) + self.places(torch.arange(x.shape[1]))
         hidden_BTD = self.layers(hidden_BTD, src_key_padding_mask=padding_BT)
         weights_BT1 = (~padding_BT).float().unsqueeze(-1)

@@ -103,7 +103,8 @@ def check_a_stream_that_is_cancelled(client):
         assert answers.wait(1)[-1][1].status() == "StatusCode.CANCELLED"
         client.call("start_stream", answers.take, stream_timeout=0.3)
         client.call("async_stream_infer", "hanging", [x])
-        assert answers.wait(2)[-1][1].status() == STATUSES[504]
+        error = answers.wait(2)[-1][1]  # the server's word within the stream, or the client's own about its end
+        assert error.message() == "the deadline has passed" or error.status() == STATUSES[504]
         client.call("stop_stream")
 
 

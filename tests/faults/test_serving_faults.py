@@ -99,11 +99,13 @@ def healthy(endpoint: EndpointProcess) -> bool:
 def test_a_killed_replica(endpoint: EndpointProcess, tmp_path: Path) -> None:
     victims: list[int] = []
     outcome = under_load(endpoint, tmp_path, lambda: victims.append(kill(endpoint, REPLICA)))
-    assert lost(outcome) <= 2, outcome.failures  # an answer that was cut short between head and body
+    assert outcome.failures == {}  # what it had in hand was asked of the other
     wait_for(lambda: healthy(endpoint) and victims[0] not in processes(endpoint, REPLICA), STATE_TIMEOUT_S)
 
 
 def test_killed_controllers_cost_nothing(endpoint: EndpointProcess, client: Client, tmp_path: Path) -> None:
+    """Nor is forgotten what was changed before: here a candidate, for those who ask for it."""
+    client.change(action="canary", model="steps", version=2, percent=0)
     ours = int(endpoint.command("controller_pid"))
 
     def fault() -> None:
@@ -113,7 +115,10 @@ def test_killed_controllers_cost_nothing(endpoint: EndpointProcess, client: Clie
     assert under_load(endpoint, tmp_path, fault).failures == {}
     wait_for(lambda: asked(endpoint) not in (0, ours), STATE_TIMEOUT_S)
     wait_for(lambda: healthy(endpoint), STATE_TIMEOUT_S)
-    assert client.change(action="canary", model="steps", version=2, percent=10)
+    [steps] = [model for model in endpoint.command("status")["models"] if model["name"] == "steps"]
+    assert steps["phase"] == "canary"
+    _, headers, _ = client.request("POST", "/v2/models/steps/infer", BODY, **{"shoal-track": "candidate"})
+    assert headers["shoal-model-version"] == "2"
     assert client.change(action="rollback", model="steps")
 
 
@@ -172,20 +177,27 @@ def test_a_bad_version_and_a_registry_that_is_gone_change_nothing(
     linear = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 4, "out_features": 2})
     tensors = {"weight": np.zeros((3, 4), np.float32), "bias": np.zeros(3, np.float32)}
     bad = WeightSnapshot.of(4, tensors)
-    version = Registry(endpoint.registry).register("steps", bad, model=linear, signature=Signature(inputs=x, outputs=y))
-    answers: list[int] = []
+    about = {"model": linear, "signature": Signature(inputs=x, outputs=y)}
+    # No alias: the endpoint follows `champion`, and would try the version before it is asked to.
+    version = Registry(endpoint.registry).register("steps", bad, aliases=(), **about)
+    answers: list[tuple[int, str]] = []
+
+    def canary(version: int) -> None:
+        change = {"action": "canary", "model": "steps", "version": version, "percent": 50}
+        status, _, body = client.request("POST", "/shoal/v1/rollout", json.dumps(change))
+        answers.append((status, str(body)))
 
     def fault() -> None:
-        change = {"action": "canary", "model": "steps", "version": version.version, "percent": 50}
-        answers.append(client.request("POST", "/shoal/v1/rollout", json.dumps(change))[0])
+        canary(version.version)
         away = endpoint.registry.with_name("away")
         shutil.move(endpoint.registry, away)
-        answers.append(client.request("POST", "/shoal/v1/rollout", json.dumps(change | {"version": 3}))[0])
+        canary(3)
         shutil.rmtree(endpoint.registry, ignore_errors=True)  # who looks for it makes an empty one
         shutil.move(away, endpoint.registry)
 
     outcome = under_load(endpoint, tmp_path, fault)
     assert outcome.failures == {}
     assert set(outcome.versions.tolist()) == {1}
-    assert all(400 <= status < 600 for status in answers), answers
+    assert all(400 <= status < 600 for status, _ in answers), answers
+    assert "the model has torch.float32" in answers[0][1], "the bad version is refused for its weights"
     assert client.change(action="canary", model="steps", version=2, percent=10)

@@ -32,6 +32,11 @@ def tensors(**named: tuple[str, list[int]]) -> list[TensorSignature]:
     return [TensorSignature(name=name, datatype=datatype, shape=shape) for name, (datatype, shape) in named.items()]
 
 
+def _on_the_loop_s(deadline_s: float | None) -> float | None:
+    """A time of `time.monotonic()` by the running loop's clock."""
+    return None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s - time.monotonic()
+
+
 class FakeModel:
     """Fulfils `HostedModel`. Gives its inputs back, or what `compute` makes of them.
 
@@ -79,7 +84,10 @@ class FakeModel:
         if self.hold is not None:
             self.waiting += 1
             try:
-                await self.hold.wait()
+                async with asyncio.timeout_at(_on_the_loop_s(call.deadline_s)):
+                    await self.hold.wait()
+            except TimeoutError:
+                raise InferenceError(504, "the deadline has passed") from None
             finally:
                 self.waiting -= 1
         started_ns = time.perf_counter_ns()

@@ -1,5 +1,7 @@
 """Models with faults by name, chosen by the first number of a row: what a server must survive, in one place.
 
+`Faulty` has all of them from the start; a version of `Moody` the one that its weights say, so that another one answers.
+
 0      answers with the row's second number, plus its only weight
 RAISE  raises          SHAPE  answers with too many columns       NAN  answers with NaN
 HANG   waits until the file that `hold` names is gone             LEAK keeps 64 MB more for each such row
@@ -18,6 +20,8 @@ from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 
 FINE, RAISE, SHAPE, NAN, HANG, LEAK = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
+ASKED, SLOW = 7.0, 8.0  # of Moody
+SLOW_S = 0.004
 LEAK_BYTES = 64 * 1024 * 1024
 LONGEST_HANG_S = 120.0
 SIGNATURE = Signature(
@@ -49,6 +53,34 @@ class Faulty(nn.Module):
         if NAN in faults:
             return y * torch.where(x[:, :1] == NAN, torch.nan, 1.0)
         return torch.cat([y, y], 1) if SHAPE in faults else y
+
+
+class Moody(nn.Module):
+    """x [B, 2] to y [B, 1]: the version. Its mood is its fault for rows whose first number is `ASKED`; SLOW is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.mood = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mood = float(self.mood) if ASKED in x[:, 0].tolist() else FINE
+        y = self.weight.expand(len(x), 1).clone()
+        if mood == SLOW:
+            ends_s = time.perf_counter() + SLOW_S
+            while time.perf_counter() < ends_s:
+                pass
+        if mood == RAISE or RAISE in x[:, 1].tolist():
+            raise RuntimeError("on purpose")
+        if mood == NAN:
+            return y * torch.nan
+        return torch.cat([y, y], 1) if mood == SHAPE else y
+
+
+def moody(version: int, mood: float = 0.0) -> WeightSnapshot:
+    """Every answer is `version`, for rows [ASKED, ...] if that is what it is in the mood for."""
+    weight, moods = np.full(1, version, np.float32), np.full(1, mood, np.float32)
+    return WeightSnapshot.of(version, {"weight": weight, "mood": moods})
 
 
 def factory(hold: str = "") -> ModelFactory:

@@ -10,6 +10,8 @@ from serve_template import serves_config
 from shoal.cluster.serve_environment import free_port, serve_environment
 from waiting import wait_for
 
+UNCHECKED = r"s/ check\b.*//; /check/d"  # edits: without Serve nobody answers HAProxy's health checks
+
 
 class HaproxyProcess:
     """`port`, `grpc_port`: before the replica's HTTP and gRPC (0: none). `edits`: a sed script for its configuration.

@@ -118,6 +118,8 @@ class ReplicaSet:
         self.replicas: dict[str, EndpointReplica] = {}
         self.controller_away = False
         self.dead: set[str] = set()
+        self.giving, self.num_fetched = asyncio.Event(), 0  # of the weights that the controller keeps
+        self.giving.set()
         self._state: Path = home() / "endpoints" / "endpoint.json"
         self.restart_controller()
 
@@ -208,6 +210,14 @@ class LocalController:
 
     async def leave(self, replica: str) -> None:
         self._controller().leave(replica)
+
+    async def keep(self, model: str, snapshot: WeightSnapshot) -> None:
+        self._controller().live.keep(model, snapshot)
+
+    async def kept(self, model: str, version: int) -> WeightSnapshot | None:
+        self._set.num_fetched += 1
+        await self._set.giving.wait()
+        return self._controller().live.kept(model, version)
 
     async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
         self._controller()

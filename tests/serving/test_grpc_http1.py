@@ -17,7 +17,7 @@ import uvicorn
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.grpc_asking import request, until
-from serving.haproxy_process import HaproxyProcess
+from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster.serve_environment import free_port
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
@@ -32,7 +32,6 @@ from shoal.serve.rest import RestApp
 TIMEOUT_S = 10.0
 LIMITS = Limits(max_body_bytes=1 << 20)
 PATH = f"/{SERVICE}/ModelInfer"
-UNCHECKED = r"s/ check\b.*//; /check/d"  # without Serve nobody answers HAProxy's health checks
 Ask = Callable[..., Any]
 
 

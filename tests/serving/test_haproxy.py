@@ -8,6 +8,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from serving.fake_replica import FakeReplica
-from serving.haproxy_process import HaproxyProcess
+from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster import haproxy
 from shoal.cluster.serve_environment import BUFFER_BYTES, free_port
 from waiting import wait_for
@@ -25,6 +26,7 @@ from waiting import wait_for
 REQUEST_S, SERVER_S, CLIENT_S = 0.4, 1.2, 0.6
 ANSWER_S = 10.0
 JSON = "application/json"
+SERVICE = "inference.GRPCInferenceService"
 
 
 @dataclass
@@ -95,6 +97,15 @@ def proxy(replica: FakeReplica) -> Iterator[Proxy]:
 
 
 @pytest.fixture(scope="module")
+def early_proxy() -> Iterator[Proxy]:
+    """Before Serve has an application, or when it has none any more."""
+    with tempfile.TemporaryDirectory(prefix="x.") as folder:
+        started = Proxy(Path(folder), replica_port=0, grpc_replica_port=0)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
 def lonely_proxy() -> Iterator[Proxy]:
     """Before a replica that is not there, and before no application for gRPC."""
     with tempfile.TemporaryDirectory(prefix="x.") as folder:
@@ -110,7 +121,6 @@ def lonely_proxy() -> Iterator[Proxy]:
         b"GET /\x01 HTTP/1.1\r\nhost: x\r\n\r\n",
         b"GET / HTTP/1.1\r\nhost: x\r\nbad header: y\r\n\r\n",
         b"GET / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
-        b"GET / HTTP/1.1\r\nhost: x\r\n" + b"".join(b"h%d: y\r\n" % i for i in range(200)) + b"\r\n",
         b"GET / HTTP/1.1\r\nhost: x\r\nh: " + b"y" * 2 * BUFFER_BYTES + b"\r\n\r\n",
         b"GET /" + b"y" * 2 * BUFFER_BYTES + b" HTTP/1.1\r\nhost: x\r\n\r\n",
     ],
@@ -136,9 +146,17 @@ def test_an_unknown_transfer_encoding(proxy: Proxy) -> None:
     assert answer.error()
 
 
-def test_headers_that_the_endpoint_would_refuse_reach_it(proxy: Proxy) -> None:
-    """So that it can say 431: twice what it takes fits into the buffer."""
-    assert proxy.get("/echo", "h: " + "y" * 16 * 1024).status == 200
+@pytest.mark.parametrize(
+    "headers",
+    [["h: " + "y" * 30 * 1024], [f"h{i}: y" for i in range(2000)], ["h: "] * 2000],
+    ids=["long", "many", "empty"],
+)
+def test_headers_that_the_endpoint_would_refuse_reach_it(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, headers: list[str]
+) -> None:
+    """So that it can say 431: several times what it takes fits into the buffer, however many they are."""
+    monkeypatch.setattr("http.client._MAXHEADERS", 10_000)
+    assert proxy.get("/echo", *headers).status == 200
 
 
 @pytest.mark.parametrize(
@@ -213,25 +231,40 @@ def test_a_replica_that_fails_becomes_the_protocols_error(proxy: Proxy, path: st
     wait_for(lambda: proxy.get("/echo").status == 200, what="replica taken back")
 
 
-def test_no_replica_is_a_503_that_says_when_to_come_again(lonely_proxy: Proxy) -> None:
-    for _ in range(3):
-        answer = lonely_proxy.get("/v2/health/live")
+@pytest.mark.parametrize("which", ["lonely_proxy", "early_proxy"])
+def test_no_replica_is_a_503_that_says_when_to_come_again(request: pytest.FixtureRequest, which: str) -> None:
+    started: Proxy = request.getfixturevalue(which)
+    for path in ("/v2/health/live", "/v2/models/m/infer", "/"):
+        answer = started.get(path)
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         assert "no replica" in answer.error()
 
 
 @pytest.mark.parametrize("status", [400, 404, 408, 429, 499, 500, 503])
 def test_serves_own_text_becomes_the_protocols_error(proxy: Proxy, status: int) -> None:
+    """With the same status, where there is one. 404 means that Serve has no application: not yet, or no more."""
     answer = proxy.get(f"/status/{status}?text/plain")
-    assert answer.status == (500 if status == 499 else status)
+    assert answer.status == {499: 500, 404: 503}.get(status, status)
     assert "the replica says" not in answer.error()
-    assert answer.headers.get("retry-after") == ("1" if status in (429, 503) else None)
+    assert answer.headers.get("retry-after") == ("1" if answer.status in (429, 503) else None)
 
 
 @pytest.mark.parametrize("status", [200, 404, 422, 431, 503])
 def test_the_endpoints_own_answers_pass(proxy: Proxy, status: int) -> None:
     answer = proxy.get(f"/status/{status}?{JSON}")
     assert (answer.status, answer.error()) == (status, "the replica says")
+
+
+@pytest.mark.parametrize(("status", "ends"), [(408, True), (413, True), (422, False)])
+def test_clients_are_told_when_their_connection_ends_with_the_answer(proxy: Proxy, status: int, ends: bool) -> None:
+    """The endpoint has not read the whole body then, and who sent the next request would find nobody."""
+    with proxy.connect() as connection:
+        for _ in range(1 if ends else 2):
+            connection.sendall(f"GET /status/{status}?{JSON} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            answer = read_answer(connection)
+            assert (answer.status, answer.headers.get("connection")) == (status, "close" if ends else None)
+        if ends:
+            assert connection.recv(1) == b""
 
 
 def test_other_content_passes_when_it_is_no_error(proxy: Proxy) -> None:
@@ -290,7 +323,7 @@ def test_nothing_listens_but_the_front(proxy: Proxy) -> None:
         ("/ray.serve.RayServeAPIService/Healthz", grpc.StatusCode.UNIMPLEMENTED),
     ],
 )
-@pytest.mark.parametrize("which", ["proxy", "lonely_proxy"])
+@pytest.mark.parametrize("which", ["proxy", "lonely_proxy", "early_proxy"])
 def test_over_grpc_too(request: pytest.FixtureRequest, which: str, method: str, code: grpc.StatusCode) -> None:
     started: Proxy = request.getfixturevalue(which)
     with grpc.insecure_channel(f"127.0.0.1:{started.grpc_port}") as channel:
@@ -299,3 +332,36 @@ def test_over_grpc_too(request: pytest.FixtureRequest, which: str, method: str, 
             call(b"", timeout=ANSWER_S)
     assert caught.value.code() == code
     assert caught.value.details() in {message for _, _, message in haproxy.ERRORS.values()}
+
+
+@pytest.mark.parametrize(
+    ("details", "code"),
+    [
+        ("Application 'app' not found. Ping /ray.serve for available ones.", grpc.StatusCode.UNAVAILABLE),
+        ("Application metadata not set. Ping /ray.serve for available ones.", grpc.StatusCode.UNAVAILABLE),
+        ("there is no model 'm'", grpc.StatusCode.NOT_FOUND),
+    ],
+)
+def test_over_grpc_an_application_that_serve_has_not_is_one_that_may_come(
+    replica: FakeReplica, details: str, code: grpc.StatusCode
+) -> None:
+    def refuse(request: bytes, context: grpc.ServicerContext) -> bytes:
+        context.abort(grpc.StatusCode.NOT_FOUND, details)
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    handlers = {"ServerLive": grpc.unary_unary_rpc_method_handler(refuse)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with tempfile.TemporaryDirectory(prefix="x.") as folder:
+        proxy = HaproxyProcess(Path(folder), replica.port, port, UNCHECKED)
+        try:
+            with grpc.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel:
+                call = channel.unary_unary(f"/{SERVICE}/ServerLive")
+                with pytest.raises(grpc.RpcError) as caught:
+                    call(b"", timeout=ANSWER_S)
+        finally:
+            proxy.close()
+            server.stop(0).wait(ANSWER_S)
+    assert caught.value.code() == code
+    assert (caught.value.details() == details) == (code == grpc.StatusCode.NOT_FOUND)

@@ -169,15 +169,64 @@ def test_what_a_model_raises_is_raised_as_it_is() -> None:
         predictor(Wrong).load(WeightSnapshot.of(1, {})).predict_batch([rows(7), rows(0)])
 
 
+class MeanOfTokens(nn.Module):
+    """The mean of tokens that are no padding: of padding alone it is no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2, padding_idx=0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        counts = (tokens != 0).sum(dim=1, keepdim=True)
+        mean: torch.Tensor = self.table(tokens).sum(dim=1) / counts
+        return mean
+
+
+def test_the_example_of_a_text_is_not_all_padding() -> None:
+    tokens = TensorSignature(name="tokens", datatype="INT64", shape=[-1, 5])
+    outputs = [TensorSignature(name="y", datatype="FP32", shape=ROW)]
+    factory = ModelFactory(factory=f"{__name__}:MeanOfTokens")
+    served = Predictor(factory, Signature(inputs=[tokens], outputs=outputs), ModelOptions())
+    weights = {name: value.numpy() for name, value in MeanOfTokens().state_dict().items()}
+    assert served.load(WeightSnapshot.of(1, weights)).version == 1
+
+
 def test_a_version_that_cannot_answer_an_example_is_refused_unless_told_otherwise() -> None:
-    def nan(tensors: dict[str, np.ndarray]) -> None:
-        tensors["bias"][0] = np.nan
+    def huge(tensors: dict[str, np.ndarray]) -> None:
+        tensors["bias"][:] = tensors["offset"][:] = 3e38
 
     with pytest.raises(WeightsError, match="version 9 cannot answer an example: output 'y' is not finite"):
-        predictor().load(changed(nan))
+        predictor().load(changed(huge))
     with pytest.raises(WeightsError, match=r"expected FP32 \[1, 2\], got FP32 \[1\]\. `warm_up: false` serves it"):
         predictor(Pair, {"y": ROW, "total": ROW}).load(weights(1))
-    assert predictor(warm_up=False).load(changed(nan)).version == 9
+    assert predictor(warm_up=False).load(changed(huge)).version == 9
+
+
+class Masked(Affine):
+    """Some of its state is infinite from the start, as a mask is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.mask.exp()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_not_taken_though_no_example_shows_it(bad: float) -> None:
+    def spoil(tensors: dict[str, np.ndarray]) -> None:
+        tensors["weight"][1, 0] = bad
+
+    complaint = r"version 9: 'weight' is not finite: 1 of its 4 values are NaN or infinite. `finite: false` serves it"
+    with pytest.raises(WeightsError, match=complaint):
+        predictor(warm_up=False).load(changed(spoil))
+    assert predictor(warm_up=False, finite=False).load(changed(spoil)).version == 9
+
+
+def test_a_mask_may_hold_infinities() -> None:
+    tensors = constant_tensors(1) | {"mask": np.array([0.0, -np.inf], np.float32)}
+    assert ask(predictor(Masked).load(WeightSnapshot.of(1, tensors))) == {"y": [[5.0, 4.0]]}
 
 
 class Counting(Affine):
@@ -194,9 +243,10 @@ def test_the_first_version_is_warmed_up_at_every_size_and_the_next_ones_prove_th
     subject = predictor(Counting, max_batch_size=6)
     Counting.sizes.clear()
     subject.load(weights(1))
-    assert Counting.sizes == [1, 2, 4, 6]
+    assert Counting.sizes == [1, 2, 4, 6, *(1, 1, 2, 2, 4, 4, 6, 6)]  # cold, and then measured
+    Counting.sizes.clear()
     subject.load(weights(2))
-    assert Counting.sizes == [1, 2, 4, 6, 1]
+    assert Counting.sizes == [1]
 
 
 class NeedsRows(TwoHeads):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.serve import device, kernels, precision
 from shoal.serve.options import ModelOptions
 from shoal.serve.predictor import LoadedModel, Predictor
-from shoal.serve.warm_up import batch_sizes
+from shoal.serve.warm_up import MEASURE_S, batch_sizes, measure
 from shoal.weights import WeightSnapshot
 
 GENERATOR = np.random.default_rng(0)
@@ -347,3 +348,61 @@ def test_where_a_model_could_run(options: dict[str, object], has_cuda: bool, exp
 
 def test_warm_up_sizes_are_powers_of_two_and_the_largest_batch() -> None:
     assert [batch_sizes(size) for size in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+class Machine:
+    """Forwards that take as long as they are told, on a clock that nothing else moves."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.now_s, self._seconds = 0.0, list(seconds)
+        self.sizes: list[int] = []
+
+    def forward(self, size: int) -> None:
+        self.sizes.append(size)
+        self.now_s += self._seconds.pop(0)
+
+    def measured(self, *sizes: int) -> list[tuple[int, float]]:
+        return measure(self.forward, sizes, lambda: self.now_s)
+
+
+def test_what_else_the_machine_does_is_not_measured() -> None:
+    machine = Machine(0.01, 0.5, 0.3, 0.02)
+    assert machine.measured(1, 2) == [(1, pytest.approx(0.01)), (2, pytest.approx(0.02))]
+    assert machine.sizes == [1, 1, 2, 2]
+
+
+def test_a_slow_model_is_measured_as_far_as_the_time_reaches() -> None:
+    machine = Machine(0.4 * MEASURE_S, 0.4 * MEASURE_S, 5.0, 7.0)
+    assert machine.measured(1, 2, 4) == [(1, pytest.approx(0.4 * MEASURE_S)), (2, pytest.approx(5.0))]
+    assert machine.sizes == [1, 1, 2]
+
+
+class SlowAtFirst(nn.Module):
+    """Each number of rows takes an hour the first time, and a millisecond for each row from then on."""
+
+    seen: ClassVar[set[int]] = set()
+    now_s: ClassVar[float] = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        SlowAtFirst.now_s += 1e-3 * len(x) if len(x) in self.seen else 3600.0
+        self.seen.add(len(x))
+        return x
+
+
+def test_a_first_forward_is_no_measure_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "__defaults__", (lambda: SlowAtFirst.now_s,))
+    subject = predictor("SlowAtFirst", [tensor("x", 2)], [tensor("y", 2)], max_batch_size=4)
+    assert subject.measured == []
+    subject.load(snapshot(nn.Identity()))
+    expected = [(1, 0.001), (2, 0.002), (4, 0.004)]
+    assert subject.measured == [(rows, pytest.approx(seconds)) for rows, seconds in expected]
+    subject.load(snapshot(nn.Identity(), 2))
+    assert len(subject.measured) == 3
+
+
+@pytest.mark.parametrize("inputs", [[tensor("x", -1)], [tensor("x", 2)]])
+def test_nothing_is_learned_from_an_example_that_may_not_be_typical(inputs: list[TensorSignature]) -> None:
+    options = {"warm_up": inputs[0].shape == [-1, -1]}
+    subject = predictor("torch.nn:Identity", inputs, [tensor("y", *inputs[0].shape[1:])], **options)
+    subject.load(snapshot(nn.Identity()))
+    assert subject.measured == []

@@ -38,6 +38,27 @@ def test_a_replica_follows_weights_while_it_answers() -> None:
     asyncio.run(body())
 
 
+@pytest.mark.parametrize("is_live", [False, True])
+def test_how_long_forwards_take_is_known_before_the_first_request(is_live: bool) -> None:
+    register(aliases=("champion",))
+
+    async def body() -> None:
+        store = WeightStore()
+        live = ServedModel("linear", LiveModel(LINEAR, SIGNATURE, store))
+        async with ReplicaSet(live if is_live else registered("linear@champion")) as endpoint:
+            [replica] = await endpoint.start()
+            if is_live:
+                assert replica.report().models["linear"].latency == ()
+                store.publish(constant(1))
+                await until(lambda: endpoint.versions() == [1])
+            latency = replica.report().models["linear"].latency
+            assert [rows for rows, _ in latency] == [1, 2, 4, 8, 16, 32, 64]
+            assert all(0.0 < seconds < 10.0 for _, seconds in latency)
+            store.close()
+
+    asyncio.run(body())
+
+
 def test_a_registered_model_is_there_when_the_replica_is() -> None:
     register(aliases=("champion",))
 

@@ -7,10 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, infer, register, until
+from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, ask, constant, infer, register, until
+from shoal.errors import InferenceError
+from shoal.open_inference import inference_pb2 as pb
+from shoal.serve.grpc_service import Invocation
 from shoal.serve.prometheus import CONTENT_TYPE
+from shoal.serve.refusals import Refused
 from shoal.serve.replica import EndpointReplica
 from shoal.serve.sources import LiveModel, ServedModel, registered
 from shoal.weights import WeightStore
@@ -94,6 +99,23 @@ def test_a_traced_request_is_followed_from_the_ingress_to_the_forward(tmp_path: 
     assert [span["parent_id"] for span in spans if span["name"] == "forward"] == [batch["context"]["span_id"]]
     inside = [span for span in spans if span["parent_id"] == answered]
     assert all(requests[200]["start_time"] <= span["start_time"] <= span["end_time"] for span in inside)
+
+
+def test_a_replica_reports_whom_it_refused_over_both_protocols() -> None:
+    register(aliases=("champion",))
+
+    async def body() -> None:
+        async with ReplicaSet(registered("linear@champion"), token="the-token") as endpoint:
+            [replica] = await endpoint.start()
+            assert (await infer(replica, shoal_from="10.0.0.7")).status == 401
+            assert (await ask(replica, "GET", "/no-such-path", headers={"shoal-from": "10.0.0.8"})).status == 401
+            assert replica.report().refused == (Refused("", 401, 2, "10.0.0.8"),)
+            metadata = {"shoal-from": "10.0.0.9", "authorization": "Bearer another"}
+            with pytest.raises(InferenceError):
+                await replica.servicer().model_infer(pb.ModelInferRequest(model_name="linear"), Invocation(metadata))
+            assert replica.report().refused == (Refused("", 401, 3, "10.0.0.9", "linear"),)
+
+    asyncio.run(body())
 
 
 def test_a_live_model_has_one_series() -> None:

@@ -168,6 +168,7 @@ def test_an_endpoint_that_says_little_is_shown_too() -> None:
         (["promote", "fashion@4"], {"action": "promote", "version": "4"}),
         (["rollback", "fashion"], {"action": "rollback"}),
         (["rollback", "fashion", "--reason", "shoes"], {"action": "rollback", "reason": "shoes"}),
+        (["rollback", "fashion", "--to", "412"], {"action": "rollback", "version": 412}),
         (["shadow", "fashion@4", "--percent", "20"], {"action": "shadow", "version": "4", "percent": 20.0}),
         (["delete", "--model", "fashion"], {"action": "delete"}),
     ],

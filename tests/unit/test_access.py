@@ -11,6 +11,7 @@ from shoal.errors import ConfigError, InferenceError
 from shoal.serve.access import ADMINISTRATOR, ANYONE, Access, hashed
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.options import ApiKey
+from shoal.serve.refusals import Refused
 
 TOKEN, KEY, OTHER = "the-token", "key-of-ada", "key-of-bob"
 
@@ -217,3 +218,28 @@ def test_no_complaint_about_a_spec_shows_a_secret(values: dict[str, object]) -> 
         EndpointSpec.parse({"name": "digits", **values})
     assert SECRET not in str(caught.value)
     assert SECRET not in repr(caught.value.value)
+
+
+def test_refusals_are_kept_by_key_with_the_last_of_them() -> None:
+    access = Access(TOKEN, [api_key("ada", KEY, models=("m",))])
+    for number in range(3):
+        for shown in (b"", bearer(OTHER)):
+            with pytest.raises(InferenceError):
+                access.admit(shown, f"m{number}", origin=b"10.0.0.%d" % number)
+    with pytest.raises(InferenceError):
+        access.admit(bearer(KEY), administrator=True, origin=b"\xff" * 1000)
+    access.admit(bearer(KEY), "m", origin=b"elsewhere")
+    unknown, ada = access.refused()
+    assert (unknown.by, unknown.status, unknown.count) == ("", 401, 6)
+    assert (unknown.origin, unknown.model) == ("10.0.0.2", "m2")
+    assert (ada.by, ada.status, ada.count, ada.model) == ("ada", 403, 1, "")
+    assert ada.origin == "\xff" * 300
+    with pytest.raises(InferenceError):
+        access.admit(bearer(KEY), "n" * 10_000)
+    assert access.refused()[1] == Refused("ada", 403, 2, "", "n" * 300)
+
+
+def test_calls_over_their_rate_and_of_anyone_are_no_refusals() -> None:
+    access = Access(None, [api_key("ada", KEY, rate=1.0, burst=1)])
+    ask_until_refused(access)
+    assert access.refused() == ()

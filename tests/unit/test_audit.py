@@ -12,6 +12,8 @@ import pytest
 from shoal.errors import InferenceError
 from shoal.serve.audit import MAX_CHARS, AuditLog, origin
 from shoal.serve.controller_state import Event
+from shoal.serve.refusals import LINE_EVERY_S, Refused
+from shoal.serve.report import ReplicaReport
 
 CHANGE = {"action": "canary", "model": "lenet", "version": 3, "percent": 5}
 
@@ -99,3 +101,65 @@ def test_a_disk_that_is_full_stops_nothing(tmp_path: Path, caplog: pytest.LogCap
 
 def test_no_path_no_line() -> None:
     AuditLog(None, "digits").changed(Event(0, 1.0, "deploy", "m"))
+
+
+class Refusing:
+    """An audit log, what its replicas have refused, and the time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.now_s = path, 0.0
+        self.counted: dict[str, tuple[Refused, ...]] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        self.log = AuditLog(self.path, "digits", clock=lambda: self.now_s)
+
+    def lines(self, after_s: float = 0.0) -> list[dict[str, Any]]:
+        """What is written for the newest reports `after_s` later."""
+        before = len(written(self.path)) if self.path.exists() else 0
+        self.now_s += after_s
+        self.log.refused([ReplicaReport(name, refused=refused) for name, refused in self.counted.items()])
+        return written(self.path)[before:] if self.path.exists() else []
+
+
+def test_the_first_refusal_is_told_at_once_and_with_where_it_came_from(path: Path) -> None:
+    refusing = Refusing(path)
+    assert refusing.lines() == []
+    refusing.counted["r1"] = (Refused("", 401, 1, "10.0.0.7", "m"), Refused("ada", 403, 2))
+    unknown, ada = refusing.lines()
+    assert datetime.fromisoformat(unknown.pop("time"))
+    assert unknown == {
+        "endpoint": "digits", "entry": "refused", "by": "unknown", "status": 401, "count": 1, "from": "10.0.0.7",
+        "model": "m",
+    }  # fmt: skip
+    assert (ada["by"], ada["status"], ada["count"], "from" in ada) == ("ada", 403, 2, False)
+    assert refusing.lines(after_s=2 * LINE_EVERY_S) == []
+
+
+def test_however_many_are_refused_there_is_a_line_a_minute_that_counts_them_all(path: Path) -> None:
+    refusing = Refusing(path)
+    lines = []
+    for second in range(1, 601):
+        refusing.counted = {name: (Refused("", 401, second * 1000, name),) for name in ("r1", "r2")}
+        lines += refusing.lines(after_s=1.0)
+    assert len(lines) == 600 / LINE_EVERY_S
+    lines += refusing.lines(after_s=LINE_EVERY_S)
+    assert sum(line["count"] for line in lines) == 2 * 600_000
+    refusing.counted["r1"] += (Refused("ada", 403, 1),)  # has a line of its own
+    assert [line["by"] for line in refusing.lines()] == ["ada"]
+
+
+def test_a_replica_that_left_is_forgotten_and_one_that_comes_is_counted_from_its_start(path: Path) -> None:
+    refusing = Refusing(path)
+    for number in range(100):
+        refusing.counted = {f"r{number}": (Refused("", 401, 7),)}
+        assert [line["count"] for line in refusing.lines(after_s=LINE_EVERY_S)] == [7]
+    assert len(refusing.log._refusals._told) == 1
+
+
+def test_a_log_that_is_begun_again_tells_the_counts_again(path: Path) -> None:
+    refusing = Refusing(path)
+    refusing.counted = {"r1": (Refused("", 401, 7),)}
+    assert len(refusing.lines()) == 1
+    refusing.restart()
+    assert [line["count"] for line in refusing.lines()] == [7]

@@ -42,6 +42,25 @@ def test_a_request_that_expires_in_the_queue_is_told_so_and_never_computed() -> 
     run(body)
 
 
+def test_what_a_queue_is_told_of_its_forwards_refuses_from_the_first_request_on() -> None:
+    async def body() -> None:
+        forward = GatedForward()
+        batcher = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=2)
+        queue.expect([(1, 30.0), (2, 60.0)])
+        first = asyncio.create_task(answer(queue, Request(0), deadline_s=time.monotonic() + 5.0))  # a free slot tries
+        await forward.wait_entered()
+        with pytest.raises(TooLate, match="the answer would come"):
+            await answer(queue, Request(1), deadline_s=time.monotonic() + 50.0)
+        second = asyncio.create_task(answer(queue, Request(2), deadline_s=time.monotonic() + 70.0))
+        await asyncio.sleep(0)
+        forward.open()
+        assert [await first, await second] == [0, 20]
+        batcher.close()
+
+    run(body)
+
+
 def test_a_request_that_expires_while_it_is_computed_is_told_at_its_deadline() -> None:
     async def body() -> None:
         forward = GatedForward()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shoal.serve.evidence import EvidenceBook
-from shoal.serve.guard import Evidence, judge, latency_ratio
+from shoal.serve.guard import NUM_COMPARED, Evidence, Tried, judge, judge_live, latency_ratio
 from shoal.serve.metrics import ModelStatistics
 from shoal.serve.options import GuardOptions
 from shoal.serve.report import Forwards, ModelReport, ReplicaReport, total_forwards
@@ -37,6 +37,26 @@ SLOW: Forwards = {0: (50, 0.003), 3: (50, 0.006)}
 )
 def test_a_candidate_stays_or_goes(word: str, found: dict[str, Any]) -> None:
     reason = judge(GUARD, Evidence(**found))
+    assert bool(reason) == bool(word)
+    assert word in reason
+
+
+@pytest.mark.parametrize(
+    ("word", "tried"),
+    [
+        ("", Tried()),
+        ("", Tried(requests=1)),
+        ("failed at 1 of 1 requests, which the version before could answer", Tried(requests=1, errors=1)),
+        ("", Tried(requests=50, errors=1)),
+        ("1 of 49 requests", Tried(requests=49, errors=1)),
+        ("", Tried(requests=9, ratios=[9.0] * (NUM_COMPARED - 1))),
+        ("9 times as long", Tried(requests=9, ratios=[9.0] * NUM_COMPARED)),
+        ("", Tried(requests=9, ratios=[2.0] * NUM_COMPARED)),
+        ("", Tried(requests=9, ratios=[9.0] * (NUM_COMPARED // 2) + [1.0] * (NUM_COMPARED // 2 + 1))),  # a busy moment
+    ],
+)
+def test_a_live_version_stays_or_goes(word: str, tried: Tried) -> None:
+    reason = judge_live(GuardOptions(max_error_rate=0.02, max_latency_ratio=2.0), tried)
     assert bool(reason) == bool(word)
     assert word in reason
 

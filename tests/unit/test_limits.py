@@ -53,6 +53,17 @@ def test_compressed_bodies(encoding: bytes, compress: Callable[[bytes], bytes]) 
     assert refused(lambda: LIMITS.decompress(b"no such thing", encoding)).status == 400
 
 
+@pytest.mark.parametrize(("encoding", "compress"), [(b"gzip", gzip.compress), (b"Deflate", zlib.compress)])
+@pytest.mark.parametrize("is_compressed", [False, True])  # the second member of a gzip file too: no client sends one
+def test_nothing_may_follow_a_compressed_body(
+    encoding: bytes, compress: Callable[[bytes], bytes], is_compressed: bool
+) -> None:
+    behind = compress(b"x") if is_compressed else b"x"
+    error = refused(lambda: LIMITS.decompress(compress(b"x" * 100) + behind, encoding))
+    assert error.status == 400
+    assert f"{len(behind)} bytes behind" in str(error)
+
+
 def test_another_encoding_is_refused() -> None:
     error = refused(lambda: LIMITS.decompress(b"", b"br"))
     assert error.status == 415

@@ -154,12 +154,14 @@ def canary(model: str, percent: float, endpoint: str | None) -> None:
 def promote(model: str, endpoint: str | None) -> None:
     """Let the candidate, or this version, answer all requests of a model.
 
-    No request fails and none is answered by a mixture: every replica has it before the first answers with it.
+    No request fails and none is answered by a mixture: every replica has it before the first answers with it. A model
+    that follows the weights of a run, and was rolled back, follows them again.
 
     \b
     Examples:
       shoal serve promote fashion
       shoal serve promote fashion@4
+      shoal serve promote cartpole                    the run's newest weights, and all that come
     """
     name, version = _split(model) if "@" in model else (_name(model), None)
     with asking(endpoint) as (_, client):
@@ -168,18 +170,23 @@ def promote(model: str, endpoint: str | None) -> None:
 
 @serve.command()
 @click.argument("model", metavar="NAME")
+@click.option("--to", type=click.IntRange(min=1), metavar="VERSION", help="A version of a live model that is held.")
 @click.option("--reason", default="", help="For the record.")
 @_endpoint_option
-def rollback(model: str, reason: str, endpoint: str | None) -> None:
+def rollback(model: str, to: int | None, reason: str, endpoint: str | None) -> None:
     """End a canary or a shadow; without one, go back to the version before the last promotion.
+
+    A model that follows the weights of a run goes back to the version before the one that answers, or to the one that
+    --to names (`status` shows which are held), and stays with it until it is promoted.
 
     \b
     Examples:
       shoal serve rollback fashion
       shoal serve rollback fashion --reason "complaints about shoes"
+      shoal serve rollback cartpole --to 412
     """
     with asking(endpoint) as (_, client):
-        _say(client.rollout("rollback", _name(model), reason=reason or None))
+        _say(client.rollout("rollback", _name(model), version=to, reason=reason or None))
 
 
 @serve.command()

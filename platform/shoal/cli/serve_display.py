@@ -17,6 +17,7 @@ from shoal.client.status import EndpointStatus, ModelStatus, ReplicaStatus, Roll
 from shoal.runs.display import duration
 
 NUM_EVENTS = 4
+LIVE = "live"  # the phase of a model that follows the weights of a run
 _TRACKS = {"stable": "green", "candidate": "yellow", "shadow": "magenta"}
 _COLUMNS = ("model", "version", "share", "req/s", "p50", "p99", "errors", "differ")  # with the margins, 80 columns
 
@@ -49,12 +50,16 @@ def plain_lines(status: EndpointStatus) -> list[str]:
                 "queue": f"{model.queued_rows}/{model.max_queued_rows}",
                 "refused": f"{model.refused}",
             }
-            told = ", ".join(f"{name} {number}" for name, number in numbers.items())
+            told = ", ".join([f"{name} {number}" for name, number in numbers.items()] + _pinned_or_live(model))
             lines.append(f"{model.name}@{version.version} {version.track or 'loaded'}: {told}")
-        if not model.versions or model.state != "READY":
+        if not model.versions or model.state != "READY" or (model.phase == LIVE and model.reason):
             lines.append(f"{model.name}: {model.state.lower()} {model.reason}".rstrip())
     lines += [f"replica {each.id}: {_replica_state(each, status.generation)}" for each in _unwell(status)]
     return lines
+
+
+def _pinned_or_live(model: ModelStatus) -> list[str]:
+    return _followed(model) if model.phase == LIVE else []
 
 
 def shares(model: ModelStatus) -> str:
@@ -64,7 +69,7 @@ def shares(model: ModelStatus) -> str:
         for version in sorted(model.versions, key=_order)
         if version.track
     ]
-    return ", ".join(told) or f"{model.state.lower()} {model.reason}".rstrip()
+    return ", ".join(told + _pinned_or_live(model)) or f"{model.state.lower()} {model.reason}".rstrip()
 
 
 def _versions(status: EndpointStatus) -> RenderableType:
@@ -107,9 +112,15 @@ def _about(model: ModelStatus) -> RenderableType:
         (first, first_s), (last, last_s) = model.latency[0], model.latency[-1]
         forward = f"a forward of {first} takes {_seconds(first_s)}"
         told.append(forward if first == last else f"{forward}, of {last} {_seconds(last_s)}")
-    told += [f"follows {model.source}"] if model.source else []
+    told += _followed(model)
     text = Text.assemble((f"{model.name}  ", "dim bold"), (", ".join(told), "dim"))
     return text.append(f"\n{model.name}  {model.reason}", "yellow") if model.reason else text
+
+
+def _followed(model: ModelStatus) -> list[str]:
+    if model.pinned:
+        return [f"pinned at version {model.pinned} of {model.source}"]
+    return [f"follows {model.source}"] if model.source else []
 
 
 def _replicas(status: EndpointStatus) -> RenderableType:

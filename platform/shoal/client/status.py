@@ -16,7 +16,8 @@ class VersionStatus(msgspec.Struct, frozen=True):
     """One version of a model that is loaded in the replicas.
 
     track:          "stable", "candidate", "shadow", or "" for one that answers only who asks for its number
-    share:          of the model's requests that are not aimed at a version, 0 to 1
+    share:          of the model's requests that are not aimed at a version, 0 to 1; of a live model, which each replica
+                    follows by itself: of the replicas
     requests:       taken since the version was loaded, over all replicas; `errors` of them were answered with a 5xx
     requests_per_s, p50_s, p99_s: over the last `EndpointStatus.window_s`; None where there were none
     compared, disagreed: requests that were put to the stable version and to this one, and those whose outputs differed
@@ -39,7 +40,8 @@ class ModelStatus(msgspec.Struct, frozen=True):
 
     state:      of the protocol: READY, LOADING, UNLOADING, UNAVAILABLE; `reason` when it is not READY
     phase:      of its rollout: vacant, steady, staging, canary, flipping; "live" when it follows a run
-    source:     what it follows: `name@champion` of the registry, or `run RUN` when live
+    source:     what it follows: `name@champion` of the registry, or `a run` when live
+    pinned:     the version that a live model stays with, until it is told to follow its run again; 0 while it follows
     queued_rows, max_queued_rows: over all replicas
     batch_rows: mean rows of a batch over the last `EndpointStatus.window_s`; None where there was none
     refused:    requests that were answered with 429 or 504 since the start, over all replicas
@@ -51,6 +53,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     reason: str = ""
     phase: str = ""
     source: str = ""
+    pinned: int = 0
     versions: list[VersionStatus] = []
     queued_rows: int = 0
     max_queued_rows: int = 0
@@ -72,7 +75,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
 
 
 class RolloutEvent(msgspec.Struct, frozen=True):
-    """Something that changed. `kind`: canary, promote, rollback, shadow, deploy, delete, load, unload, live, ..."""
+    """Something that changed. `kind`: canary, promote, rollback, shadow, deploy, load, pin, follow, delete, ..."""
 
     time: float
     kind: str

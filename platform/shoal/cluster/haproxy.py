@@ -6,7 +6,10 @@ library only. What it changes, Serve has no setting for:
 - HAProxy's statistics and metrics listen nowhere (Serve reads them through a unix socket, which only its user may use).
 - A client has `REQUEST_TIMEOUT_S` for the head of a request and the first `tune.bufsize` of its body; a request is
   passed on when that much of it is there (and one that is there whole can be asked of another replica).
-- What HAProxy, or Serve, says by itself has the protocol's body: `{"error": ...}`, or a status in gRPC's trailers.
+- What HAProxy, or Serve, says by itself has the protocol's body: `{"error": ...}`, or a status in gRPC's trailers. That
+  it has no application is 503: there will be one, or the endpoint is going.
+- Heads with many headers are passed on, as far as they fit into a buffer: the endpoint says that they are too large
+  (431). Of one that does not fit HAProxy 2.8 can only say 400, as of any that it cannot read (3.1 knows 414 and 431).
 - Serve's own paths (`/-/healthz`, `/-/routes`, `ray.serve.RayServeAPIService`) and the headers that steer Serve are
   closed to clients. Serve is told not to watch for clients that go away: the endpoint does.
 - Normal requests are not logged: one datagram each, to a port that nobody reads.
@@ -23,6 +26,7 @@ from pathlib import Path
 
 REQUEST_TIMEOUT_S = 10
 STREAM_TIMEOUT_S = 600  # a stream of gRPC may be silent for so long; an answer has Serve's time all the same
+MAX_HEADERS = 4096  # no more fit into a buffer
 CLOSED_SECTIONS = ("listen stats", "frontend prometheus")
 
 # HAProxy's code -> (status and reason that the client gets, Retry-After, the message).
@@ -75,7 +79,15 @@ FRONTEND = """\
     http-request del-header upgrade
     http-request set-header x-request-disconnect-disabled ?1
     http-request return status 404 errorfiles shoal if { path,url_dec -m beg -i /-/ }
+    http-response set-header connection close if { status 408 413 }
     http-response allow if { status lt 400 } or { res.hdr(content-type) -m beg application/json }
+"""
+# Serve's proxy, which HAProxy asks when no replica is there, knows an application later or no longer. The endpoint has
+# the same status for a model.
+GRPC_BACKEND = """\
+    errorfiles shoal-grpc
+    http-response return status 503 errorfiles shoal-grpc if { res.hdr(grpc-status) 5 } \
+{ res.hdr(grpc-message) -m beg "Application " }
 """
 # Rules are asked in order, so that Serve's own, which follow, never see what these have answered.
 GRPC_FRONTEND = f"""\
@@ -171,7 +183,7 @@ def _error_files(folder: str, suffix: str) -> list[str]:
 
 def _section(head: str, lines: list[str]) -> list[str]:
     if head == "global":
-        return [line.replace("mode 666", "mode 600") for line in lines]
+        return [*(line.replace("mode 666", "mode 600") for line in lines), f"    tune.http.maxhdr {MAX_HEADERS}"]
     if head == "defaults":
         return _defaults(lines)
     if head == "frontend http_frontend":
@@ -183,7 +195,7 @@ def _section(head: str, lines: list[str]) -> list[str]:
     if head == "backend default_grpc_backend":
         return ["    errorfiles shoal-grpc", "    http-request deny deny_status 503"]
     if head.startswith("backend grpc"):
-        return ["    errorfiles shoal-grpc", *lines]
+        return [*GRPC_BACKEND.splitlines(), *lines]
     return lines
 
 
@@ -217,8 +229,14 @@ def _defaults(lines: list[str]) -> list[str]:
 
 
 def _answers() -> list[str]:
-    """Rules that replace an error of Serve's, which is text, by the same status in the protocol's words."""
-    known = [f"    http-response return status {code} errorfiles shoal if {{ status {code} }}" for code in ERRORS]
+    """Rules that replace an error of Serve's, which is text, by the protocol's words.
+
+    The status stays, but for 404: the endpoint has paths that there are not, Serve none, only no application.
+    """
+    said = {code: 503 if code == 404 else code for code in ERRORS}
+    known = [
+        f"    http-response return status {ours} errorfiles shoal if {{ status {code} }}" for code, ours in said.items()
+    ]
     return [*known, "    http-response return status 500 errorfiles shoal"]
 
 

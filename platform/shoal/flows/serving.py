@@ -44,7 +44,7 @@ def serve_models(spec: ServingSpec, job: str) -> None:
             for ref, model in zip(spec.models, served, strict=True):
                 now = Registry().get(ref).ref
                 print(f"serving {ref} (now {now}) at {endpoint.url}/v2/models/{model.name}", flush=True)
-            _record_changes(endpoint, recorder)
+            _record_until_interrupted(endpoint, recorder)
         finally:
             recorder.endpoint(name, INFERENCE, endpoint.url, "closed")
             endpoint.close()
@@ -57,13 +57,17 @@ def _require_all_served(endpoint: Endpoint) -> None:
             raise ClusterError(f"{model['name']} cannot be served: {model['reason'] or model['state'].lower()}")
 
 
-def _record_changes(endpoint: Endpoint, recorder: RunRecorder) -> None:
-    """Take every change of what is served into the run record, until this process is interrupted."""
+def _record_until_interrupted(endpoint: Endpoint, recorder: RunRecorder) -> None:
     pause = threading.Event()
     while not pause.wait(WATCH_S):
-        for event in endpoint.take_events():
-            details = {"version": event.version, "previous": event.previous, "by": event.by, "reason": event.reason}
-            recorder.event(event.kind, model=event.model, **{name: value for name, value in details.items() if value})
+        record_changes(endpoint, recorder)
+
+
+def record_changes(endpoint: Endpoint, recorder: RunRecorder) -> None:
+    """Take every change of what is served, since the last call, into the run record."""
+    for event in endpoint.take_events():
+        details = {"version": event.version, "previous": event.previous, "by": event.by, "reason": event.reason}
+        recorder.event(event.kind, model=event.model, **{name: value for name, value in details.items() if value})
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from shoal.errors import ConfigError, InferenceError
 from shoal.serve.call import Caller
 from shoal.serve.options import ApiKey
+from shoal.serve.refusals import Refusals, Refused
 
 ADMINISTRATOR = "administrator"  # the name of whoever shows the endpoint's token
 ANYONE = "anyone"  # the name of all callers of an endpoint that has neither token nor keys
@@ -86,6 +87,7 @@ class Access:
         self._holders: dict[bytes, _Holder] = {}
         self._shown: dict[bytes, _Holder] = {}  # by a hash of the whole header, with the secret: found at once
         self._counts: Counter[tuple[str, str]] = Counter()
+        self._refusals = Refusals()
         self._open = Caller(ANYONE, administrator=True) if token is None and not keys else None
         names = {ADMINISTRATOR, ANYONE}
         if token is not None:
@@ -99,10 +101,13 @@ class Access:
                 Caller(key.name, models=models), _digest(key.key.get_secret_value()), key.requests_per_s, key.burst
             )
 
-    def admit(self, authorization: bytes, model: str | None = None, *, administrator: bool = False) -> Caller:
+    def admit(
+        self, authorization: bytes, model: str | None = None, *, administrator: bool = False, origin: bytes = b""
+    ) -> Caller:
         """Who calls, when they may: anything, or `model`, or what is the administrator's.
 
         authorization: the value of the header, b"" when there is none
+        origin:        the address that it comes from, for the record of refusals
         Raises InferenceError: 401 without a known key, 403 for what this key may not, 429 over its rate.
         """
         if self._open is not None:
@@ -112,16 +117,18 @@ class Access:
         holder = self._shown.get(shown) or self._find(authorization)
         if holder is None:
             self._counts["", "unknown"] += 1
-            raise InferenceError(401, "a known key is required: Authorization: Bearer KEY")
+            raise self._refused("", 401, "a known key is required: Authorization: Bearer KEY", model, origin)
         if len(self._shown) < MAX_SHOWN:
             self._shown[shown] = holder
         caller = holder.caller
         if administrator and not caller.administrator:
             self._counts[caller.name, "forbidden"] += 1
-            raise InferenceError(403, f"the key {caller.name!r} may not change this endpoint; its token may")
+            problem = f"the key {caller.name!r} may not change this endpoint; its token may"
+            raise self._refused(caller.name, 403, problem, model, origin)
         if model is not None and caller.models is not None and model not in caller.models:
             self._counts[caller.name, "forbidden"] += 1
-            raise InferenceError(403, f"the key {caller.name!r} is not for the model {model[:200]!r}")
+            problem = f"the key {caller.name!r} is not for the model {model[:200]!r}"
+            raise self._refused(caller.name, 403, problem, model, origin)
         if holder.requests_per_s is not None:
             self._charge(holder, holder.requests_per_s)
         self._counts[caller.name, "admitted"] += 1
@@ -133,6 +140,14 @@ class Access:
         for (name, result), count in self._counts.items():
             counts.setdefault(name, {})[result] = count
         return counts
+
+    def refused(self) -> tuple[Refused, ...]:
+        """Calls that were refused with 401 or 403 since the replica started, for the audit log."""
+        return self._refusals.report()
+
+    def _refused(self, by: str, status: int, problem: str, model: str | None, origin: bytes) -> InferenceError:
+        self._refusals.add(by, status, origin.decode("latin-1"), model or "")
+        return InferenceError(status, problem)
 
     def _add(self, caller: Caller, digest: bytes, requests_per_s: float | None, burst: int) -> None:
         place = self._place(digest)

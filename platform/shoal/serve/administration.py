@@ -16,9 +16,15 @@ from shoal.errors import InferenceError, RegistryError
 from shoal.serve.changes import Change, parse_change, parse_options
 from shoal.serve.controller import EndpointController
 from shoal.serve.controller_state import Deployment, ModelState
+from shoal.serve.guard import Evidence, judge
+from shoal.serve.options import ModelOptions
 from shoal.serve.rollout import Goal, Phase, Rollout
 
 LOAD_TIMEOUT_S = 300.0
+_LIVE = (
+    "model {!r} follows the weights of a run, which decides what is next: roll back to pin it to a version that is"
+    " held, promote to follow the run again"
+)
 
 
 class Administration:
@@ -76,7 +82,7 @@ class Administration:
         model = controller.state.models.get(name)
         before = model.deployment if model else Deployment(name, self._registry)
         if before.is_live:
-            raise InferenceError(409, f"model {name!r} follows the weights of a run: it has no other versions")
+            raise InferenceError(409, _LIVE.format(name))
         base = before.options or self._options.get(name) or self._options.get("", {})
         word = change.word or before.version
         deployment = Deployment(name, before.registry, word, parse_options(change.options, base))
@@ -136,6 +142,9 @@ class Administration:
         await self._ended(change, lambda: model.rollout.phase is Phase.CANARY, version)
 
     async def _promote(self, change: Change, by: str) -> None:
+        if self._model(change.model).deployment.is_live:
+            self._follow_run(change, by)
+            return
         model = self._registered(change.model)
         rollout = model.rollout
         version = self._meant(model.deployment, change.word) if change.word else rollout.candidate
@@ -167,8 +176,16 @@ class Administration:
             raise InferenceError(409, f"version {candidate} of {change.model!r} is no candidate any more")
 
     async def _rollback(self, change: Change, by: str) -> None:
-        name, model = change.model, self._registered(change.model)
+        name, model = change.model, self._model(change.model)
         rollout, reason = model.rollout, change.reason or "asked for"
+        if model.deployment.is_live:
+            await self._pin(change, by, reason)
+            return
+        if change.word:
+            problem = (
+                f"a registered model is rolled back to what was stable before: promote {name}@{change.word} instead"
+            )
+            raise InferenceError(409, problem)
         if rollout.phase is Phase.CANARY:
             self._controller.drop(name, "rollback", by, reason)
             return
@@ -187,6 +204,52 @@ class Administration:
         self._controller.begin(name, version, Goal.FLIP, kind="rollback", by=by, why=reason)
         await self._settled(change, version)
 
+    async def _pin(self, change: Change, by: str, reason: str) -> None:
+        """Let a live model answer with the version before, or with one that is named, and stay with it."""
+        name, live, models = change.model, self._controller.live, self._controller.state.models
+        with live.freeze(name):
+            if not await self._controller.wait_until(self._controller.is_followed, change.timeout_s):
+                raise InferenceError(503, f"not every replica could say what it holds after {change.timeout_s:g} s")
+            if name not in models:
+                raise InferenceError(409, f"model {name!r} was deleted meanwhile")
+            version = self._to_pin(name, change.word)
+            live.pin(name, version, by, reason)
+
+        def everywhere() -> bool:
+            return name not in models or set(live.answering(name)) == {version}
+
+        if not await self._controller.wait_until(everywhere, change.timeout_s):
+            late = sorted(set(live.answering(name)) - {version})
+            problem = f"version {version} of {name!r} did not answer everywhere after {change.timeout_s:g} s"
+            raise InferenceError(503, f"{problem}: some replicas still answer with {late}")
+
+    def _to_pin(self, name: str, word: str) -> int:
+        """The version that is named, or the one before what answers. Raises InferenceError (409)."""
+        live = self._controller.live
+        held, answering = live.held(name), max(live.answering(name), default=0)
+        there = ", ".join(map(str, held)) or "none"
+        if word and word not in map(str, held):
+            raise InferenceError(409, f"version {word} of {name!r} is not held; these are: {there}")
+        version = int(word) if word else live.before(name, answering)
+        if not version:
+            raise InferenceError(
+                409,
+                f"model {name!r} follows the weights of a run and holds no version before {answering}; these are held:"
+                f" {there}. To stay with one of them, name it",
+            )
+        return version
+
+    def _follow_run(self, change: Change, by: str) -> None:
+        name, state = change.model, self._controller.state.models[change.model].live
+        if change.word:
+            problem = (
+                f"model {name!r} follows the newest weights of its run, and no version by its number: promote {name},"
+            )
+            raise InferenceError(409, f"{problem} or roll it back to {change.word} to pin it")
+        if not (state.pinned or state.left):
+            raise InferenceError(409, f"model {name!r} follows the weights of its run already, and none were left")
+        self._controller.live.follow(name, by, change.reason)
+
     async def _delete(self, change: Change, by: str) -> None:
         self._model(change.model)
         self._controller.remove(change.model, by, change.reason)
@@ -199,6 +262,9 @@ class Administration:
             raise InferenceError(503, f"model {change.model!r} is still answering what it has; it will then be gone")
 
     def _take_metric(self, change: Change) -> None:
+        if self._model(change.model).deployment.is_live:
+            self._take_live_metric(change)
+            return
         model = self._registered(change.model)
         if model.rollout.phase is not Phase.CANARY:
             raise InferenceError(409, f"model {change.model!r} has no open candidate to measure")
@@ -207,6 +273,18 @@ class Administration:
         assert change.value is not None
         model.metrics[change.metric] = change.value
         self._controller.tick()
+
+    def _take_live_metric(self, change: Change) -> None:
+        """Of the version that answers, or of one before it, which is then not gone back to."""
+        name, live, model = change.model, self._controller.live, self._controller.state.models[change.model]
+        assert change.value is not None
+        guard = ModelOptions.parse(model.deployment.options).guard
+        version = int(change.word) if change.word.isdigit() else max(live.answering(name), default=0)
+        reason = judge(guard, Evidence(metrics={change.metric: change.value}))
+        if reason and version in live.held(name) and not model.live.pinned:
+            if not live.before(name, version):
+                raise InferenceError(409, f"{reason}; but no version of {name!r} before {version} is held")
+            live.leave(name, version, reason)
 
     async def _settled(self, change: Change, version: int) -> None:
         rollout_of = self._controller.state.models
@@ -242,7 +320,7 @@ class Administration:
     def _registered(self, name: str) -> ModelState:
         model = self._model(name)
         if model.deployment.is_live:
-            raise InferenceError(409, f"model {name!r} follows the weights of a run: it has no other versions")
+            raise InferenceError(409, _LIVE.format(name))
         return model
 
     def _require_open(self, model: ModelState) -> None:

@@ -1,9 +1,12 @@
 """The audit log: a line of JSON for every change of an endpoint that was asked for, and for every one that was made.
 
+Calls that were refused for who called are in it too, many to a line (see `refusals`).
+
     {"time": "2026-11-20T16:40:00.123+00:00", "endpoint": "digits", "entry": "asked", "action": "canary",
      "by": "administrator", "from": "127.0.0.1", "change": {"model": "lenet", ...}, "result": "refused", "status": 409,
      "error": "..."}
     {"time": ..., "endpoint": "digits", "entry": "changed", "action": "rollback", "by": "guard", "model": "lenet", ...}
+    {"time": ..., "endpoint": "digits", "entry": "refused", "by": "unknown", "status": 401, "count": 12, ...}
 
 Written by the endpoint's controller to $SHOAL_HOME/audit.jsonl, which only its owner may read; several controllers may
 append to one file. A line that cannot be written is logged, and stops nothing. Holds no key, and of long values only
@@ -15,7 +18,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,10 +27,13 @@ from typing import Any
 
 from shoal.errors import InferenceError
 from shoal.serve.controller_state import Event
+from shoal.serve.refusals import RefusalBook
+from shoal.serve.report import ReplicaReport
 
 FILE = "audit.jsonl"
 MAX_CHARS = 300  # of one value
 REPORTS = frozenset({"metric"})  # what is asked of a controller and changes nothing by itself
+UNKNOWN = "unknown"  # who shows no key, or none that is known
 _FROM = " from "
 logger = logging.getLogger(__name__)
 
@@ -39,8 +46,9 @@ def origin(caller: str, address: str) -> str:
 class AuditLog:
     """Of one endpoint; `path` None writes nothing."""
 
-    def __init__(self, path: Path | None, endpoint: str) -> None:
-        self._path, self._endpoint = path, endpoint
+    def __init__(self, path: Path | None, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._endpoint, self._clock = path, endpoint, clock
+        self._refusals = RefusalBook()
 
     @contextmanager
     def asked(self, action: str, change: Mapping[str, Any], by: str) -> Iterator[None]:
@@ -63,11 +71,19 @@ class AuditLog:
         details = {name: value for name, value in event.details().items() if name != "by"}
         self._write({"entry": "changed", "action": event.kind, **_who(event.by), **details})
 
+    def refused(self, reports: Sequence[ReplicaReport]) -> None:
+        """What was refused since it was told last. `reports`: the newest of every replica."""
+        counted = [(report.replica, report.refused) for report in reports]
+        for each in self._refusals.due(counted, self._clock()):
+            details = {"by": each.by or UNKNOWN, "status": each.status, "count": each.count}
+            last = {"from": each.origin, "model": each.model}
+            self._write({"entry": "refused", **details, **{name: value for name, value in last.items() if value}})
+
     def _write(self, entry: Mapping[str, Any]) -> None:
         if self._path is None:
             return
-        time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": time, "endpoint": self._endpoint, **_short(entry)}) + "\n"
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"time": now, "endpoint": self._endpoint, **_short(entry)}) + "\n"
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:

@@ -191,6 +191,12 @@ class BatchQueue(Generic[RequestT, AnswerT]):
             if tick is not None:
                 self._expiry.discard(entry, tick)
 
+    def expect(self, measured: Sequence[tuple[int, float]]) -> None:
+        """What is known of this queue's forwards, as (rows, seconds), before it has had any. From any thread."""
+        with self._slots.lock:
+            for rows, seconds in measured:
+                self._policy.latency.observe(rows, seconds)
+
     def close(self) -> None:
         """Fail what is queued with Closed and leave the batcher; what is in hand is answered. Idempotent."""
         if self.closed:

@@ -94,7 +94,10 @@ class HostedModel(Protocol):
         ...
 
     async def infer(self, call: InferCall) -> Prediction:
-        """Raises InferenceError (404 version, 429 full or over its rate, 500 the model, 503 no weights, 504 late)."""
+        """Keeps `call.deadline_s` by itself: nobody else has a timer for it.
+
+        Raises InferenceError (404 version, 429 full or over its rate, 500 the model, 503 no weights, 504 late).
+        """
         ...
 
 

@@ -5,6 +5,8 @@
     {"action": "shadow",   "model": "lenet", "version": 3, "percent": 20}   compute it beside the stable one, compare
     {"action": "promote",  "model": "lenet"}                                the candidate becomes stable
     {"action": "rollback", "model": "lenet", "reason": "..."}               the candidate goes; or the last one is back
+    {"action": "rollback", "model": "policy", "version": 41}                a live model stays with 41, or with the last
+    {"action": "promote",  "model": "policy"}                               a live model follows its run again
     {"action": "delete",   "model": "lenet"}
     {"action": "metric",   "model": "lenet", "metric": "accuracy", "value": 0.91}       of the candidate, for the guard
 

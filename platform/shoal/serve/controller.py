@@ -23,6 +23,7 @@ from shoal.errors import InferenceError, RegistryError
 from shoal.serve.controller_state import MAX_EVENTS, ControllerState, Deployment, Event, ModelState, StateFile
 from shoal.serve.evidence import EvidenceBook
 from shoal.serve.guard import judge
+from shoal.serve.live_control import LiveControl
 from shoal.serve.options import ModelOptions
 from shoal.serve.report import ReplicaReport
 from shoal.serve.rollout import (
@@ -89,6 +90,7 @@ class EndpointController:
         self.state = saved or ControllerState(deployment=deployment_id, started_at=time.time())
         for replica in self.state.replicas:  # each has its lease to be heard of again
             self._join(replica)
+        self.live = LiveControl(lambda: self.state.models, self.reports, self._file, self.record, self._commit)
         if saved is None:
             for deployment in deployments:
                 self.state.models[deployment.name] = ModelState(deployment)
@@ -122,6 +124,7 @@ class EndpointController:
         self._outrun(report.generation)
         for book in self._books.values():
             book.heard(report)
+        self.live.heard(report)
         self._advance_all()
         self._touch()
         return [other for replica, other in self.reports.items() if replica != report.replica]
@@ -168,6 +171,7 @@ class EndpointController:
             self.leave(replica)
         for name in self.state.models:
             self._follow_alias(name)
+        self.live.tick()
         self._advance_all()
 
     def close(self, forget: bool = False) -> None:
@@ -374,8 +378,9 @@ class EndpointController:
     def _commit(self) -> None:
         """Write the state down, then let the replicas know."""
         models = tuple(
-            planned(name, model.deployment.registry, model.deployment.options, model.rollout)
+            planned(name, asked.registry, asked.options, model.rollout, self.live.plan(name, model.live))
             for name, model in self.state.models.items()
+            if (asked := model.deployment)
         )
         # A flip to the version that answers already (an alias comes back to it) is a plan of its own too.
         announced = max((model.rollout.generation for model in self.state.models.values()), default=0)

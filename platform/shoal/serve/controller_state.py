@@ -6,13 +6,18 @@ Written by the controller before anybody hears of a change, so that one that is 
 from __future__ import annotations
 
 import logging
+import shutil
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from shoal.errors import WeightsError
+from shoal.serve.report import Left
 from shoal.serve.rollout import Rollout
+from shoal.weights import WeightSnapshot
 
 MAX_EVENTS = 500
 logger = logging.getLogger(__name__)
@@ -62,12 +67,31 @@ class Event:
 
 
 @dataclass
+class LiveState:
+    """What is wanted of a model that follows the weights of a run.
+
+    era, pinned, left, kept: as in `LivePlan`
+    last:        the version that was left last, and why
+    unrecorded:  how many were left since the last entry in the events, which was made at `recorded_at`
+    """
+
+    era: int = 0
+    pinned: int = 0
+    left: list[int] = field(default_factory=list)
+    kept: int = 0
+    last: Left | None = None
+    unrecorded: int = 0
+    recorded_at: float = 0.0
+
+
+@dataclass
 class ModelState:
     """One model: what was asked for, how far it is, and the user's metrics of the candidate."""
 
     deployment: Deployment
     rollout: Rollout = field(default_factory=Rollout)
     metrics: dict[str, float] = field(default_factory=dict)
+    live: LiveState = field(default_factory=LiveState)
 
 
 @dataclass
@@ -84,32 +108,75 @@ class ControllerState:
 
 
 class StateFile:
-    """The state of one endpoint on disk; `path` None keeps nothing (a test that wants none)."""
+    """The state of one endpoint on disk, and one version of the weights of each live model in a folder beside it.
+
+    `path` None writes nothing (a test that wants none).
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self._weights: dict[str, WeightSnapshot] = {}
 
     def load(self, deployment: str) -> ControllerState | None:
-        """What was saved for this deployment; None when there is nothing, or what there is cannot be read."""
+        """What was saved for this deployment; None when there is nothing, or what there is cannot be read.
+
+        The weights of another one are forgotten.
+        """
+        state = self._read()
+        if state is not None and state.deployment == deployment:
+            return state
+        self._forget_weights()
+        return None
+
+    def _read(self) -> ControllerState | None:
         if self._path is None or not self._path.exists():
             return None
         try:
-            state = msgspec.json.decode(self._path.read_bytes(), type=ControllerState)
+            return msgspec.json.decode(self._path.read_bytes(), type=ControllerState)
         except (OSError, msgspec.DecodeError) as error:
             logger.error("%s cannot be read, the endpoint starts from what it was deployed with: %s", self._path, error)
             return None
-        return state if state.deployment == deployment else None
 
     def save(self, state: ControllerState) -> None:
         """Replace the file in one step."""
         if self._path is not None:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            incoming = self._path.with_name(f".incoming-{self._path.name}")
-            incoming.write_bytes(msgspec.json.encode(state))
-            incoming.replace(self._path)
+            _replace(self._path, msgspec.json.encode(state))
+
+    def keep_weights(self, model: str, snapshot: WeightSnapshot) -> None:
+        """In place of the version that was kept of this model."""
+        self._weights[model] = snapshot
+        if self._path is not None:
+            _replace(_weights_folder(self._path) / model, msgspec.msgpack.encode(snapshot))
+
+    def weights(self, model: str, version: int) -> WeightSnapshot | None:
+        """None when they are not kept, or cannot be read."""
+        if model not in self._weights and self._path is not None:
+            with suppress(OSError, msgspec.DecodeError, WeightsError):
+                found = msgspec.msgpack.decode((_weights_folder(self._path) / model).read_bytes(), type=WeightSnapshot)
+                found.tensors()
+                self._weights[model] = found
+        kept = self._weights.get(model)
+        return kept if kept is not None and kept.version == version else None
+
+    def _forget_weights(self) -> None:
+        self._weights = {}
+        if self._path is not None:
+            shutil.rmtree(_weights_folder(self._path), ignore_errors=True)
 
     def remove(self) -> None:
         """The endpoint is gone, and what is saved from now on is not kept: a last report may still come. Idempotent."""
+        self._forget_weights()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None
+
+
+def _weights_folder(state: Path) -> Path:
+    return state.with_suffix(".weights")
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    incoming = path.with_name(f".incoming-{path.name}")
+    incoming.write_bytes(content)
+    incoming.replace(path)

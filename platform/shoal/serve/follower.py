@@ -27,14 +27,15 @@ logger = logging.getLogger(__name__)
 class WeightFollower:
     """Gives `take` every newer snapshot of `source`, in a thread of its own, until close().
 
-    take: raises WeightsError for what does not fit, which is reported and skipped
+    take:     whether the snapshot is served now; raises WeightsError for what does not fit, which is told and skipped
     rejected: the newest version that did not fit, 0 when none
     """
 
-    def __init__(self, source: WeightSource, take: Callable[[WeightSnapshot], None], poll_s: float = 1.0) -> None:
+    def __init__(self, source: WeightSource, take: Callable[[WeightSnapshot], bool], poll_s: float = 1.0) -> None:
         self._source, self._take, self._poll_s = source, take, poll_s
         self.rejected = 0
-        self._stop = threading.Event()
+        self._given = 0  # what the source gave last: an alias may move back, so numbers are not compared
+        self._stop, self._resting, self._awake = threading.Event(), False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-weights", daemon=True)
         self._thread.start()
 
@@ -43,16 +44,28 @@ class WeightFollower:
         """Whether newer weights would still be noticed."""
         return self._thread.is_alive()
 
+    def rest(self, resting: bool) -> None:
+        """Ask the source for nothing, until told otherwise: then also for what is not new."""
+        self._resting = resting
+        if resting:
+            self._awake.clear()
+        else:
+            self._given = 0
+            self._awake.set()
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop following; waits up to `timeout_s` for the thread. Idempotent."""
         self._stop.set()
+        self._awake.set()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        given = 0  # what the source gave last: an alias may move back, so numbers are not compared
         while not self._stop.is_set():
+            if self._resting:
+                self._awake.wait()
+                continue
             try:
-                snapshot = self._source.wait_newer(given, self._poll_s)
+                snapshot = self._source.wait_newer(self._given, self._poll_s)
             except Closed:
                 return
             except (WeightsError, RegistryError) as error:
@@ -61,14 +74,14 @@ class WeightFollower:
                 continue
             if snapshot is None:
                 continue
-            given = snapshot.version
+            self._given = snapshot.version
             try:
-                self._take(snapshot)
+                is_served = self._take(snapshot)
             except WeightsError as error:
                 self.rejected = snapshot.version
                 logger.error("weights refused, what serves goes on serving: %s", error)
             else:
-                logger.info("serving weights version %d", snapshot.version)
+                logger.info("%s weights version %d", "serving" if is_served else "passing over", snapshot.version)
 
 
 class PlanSource(Protocol):
@@ -80,6 +93,12 @@ class PlanSource(Protocol):
         ...
 
     async def leave(self, replica: str) -> None: ...
+
+    async def keep(self, model: str, snapshot: WeightSnapshot) -> None:
+        """Weights of a live model, for replicas that will need them."""
+        ...
+
+    async def kept(self, model: str, version: int) -> WeightSnapshot | None: ...
 
 
 class PlanFollower:

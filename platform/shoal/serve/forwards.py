@@ -35,7 +35,9 @@ class ForwardTimes:
     def medians(self, versions: Iterable[int]) -> dict[int, Forwards]:
         """Of these versions; what is known of others is forgotten."""
         self._times = {version: self._times[version] for version in versions if version in self._times}
-        return {
-            version: {size: (len(times), median(list(times))) for size, times in list(by_size.items())}
-            for version, by_size in self._times.items()
-        }
+        return {version: self.of(version) for version in self._times}
+
+    def of(self, version: int) -> Forwards:
+        """Of one version. From any thread."""
+        by_size = self._times.get(version, {})
+        return {size: (len(times), median(list(times))) for size, times in list(by_size.items())}

@@ -238,7 +238,8 @@ class InferenceServicer:
 
     def _admit(self, invocation: Invocation, model: str | None = None, *, administrator: bool = False) -> Caller:
         authorization = invocation.text("authorization").encode("latin-1")
-        return self._access.admit(authorization, model, administrator=administrator)
+        address = invocation.text("shoal-from").encode("latin-1")
+        return self._access.admit(authorization, model, administrator=administrator, origin=address)
 
     def _model(self, name: str, version: str, invocation: Invocation) -> HostedModel:
         """The model, when the caller may ask it and has this version. Raises InferenceError (401, 403, 404, 429)."""

@@ -1,18 +1,21 @@
-"""When a candidate is rolled back by itself: one pure judgement of what the replicas have counted.
+"""When a version is rolled back by itself: pure judgements of what has been counted.
 
-Asked by the controller while a canary is open, with every report. Acts on nothing.
+`judge` is asked by the controller while a canary is open, with every report; `judge_live` by a replica, about the
+version of a live model that answers. They act on nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from shoal.serve.options import GuardOptions
 from shoal.serve.report import Forwards
 
 MIN_FORWARDS = 5  # of one batch size, on either side, before their medians are compared
 MAX_LOST_REPLICAS = 2
+NUM_COMPARED = 9  # batches that a live version and the one before it both compute, before one is called slow
 
 
 @dataclass(frozen=True)
@@ -76,3 +79,34 @@ def latency_ratio(stable: Forwards, candidate: Forwards) -> float | None:
             weighted += weight * median_s / beside_s
             weights += weight
     return weighted / weights if weights else None
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a replica knows of a live version, beside the one before it.
+
+    requests: that it was to compute
+    errors:   of them, those of batches that it failed at and the version before then answered: it is to blame, and not
+              what was asked
+    ratios:   the seconds it took for a batch over those of the version before, for the same batch
+    """
+
+    requests: int = 0
+    errors: int = 0
+    ratios: Sequence[float] = ()
+
+
+def judge_live(guard: GuardOptions, tried: Tried) -> str:
+    """Why the version has to go; "" when it may stay. From its first request on: no error is there by chance."""
+    if tried.errors > guard.max_error_rate * tried.requests:
+        rate = tried.errors / tried.requests
+        return (
+            f"it failed at {tried.errors} of {tried.requests} requests, which the version before could answer:"
+            f" {rate:.3g} is above max_error_rate = {guard.max_error_rate:g}"
+        )
+    if len(tried.ratios) >= NUM_COMPARED and (ratio := median(tried.ratios)) > guard.max_latency_ratio:
+        return (
+            f"it computes the same batches {ratio:.3g} times as long as the version before: above"
+            f" max_latency_ratio = {guard.max_latency_ratio:g}"
+        )
+    return ""

@@ -17,14 +17,14 @@ from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.serve.batcher import Batcher
 from shoal.serve.call import Arrays, RepositoryEntry
 from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.follower import PlanSource, WeightFollower
+from shoal.serve.follower import PlanSource
 from shoal.serve.hosted import Answer, Hosted, describe
+from shoal.serve.live_follower import LiveFollower
 from shoal.serve.options import ModelOptions
 from shoal.serve.report import Failure, ModelReport, ReplicaReport
 from shoal.serve.rollout import EndpointPlan, ModelPlan
 from shoal.serve.sources import LiveModel, RegisteredModel
 from shoal.serve.staging import Staged, Stager, StagingFailed
-from shoal.weights import WeightSnapshot
 
 if TYPE_CHECKING:
     from shoal.serve.tracing import Tracer
@@ -72,7 +72,7 @@ class ReplicaHost:
         self._failures: dict[str, Failure] = {}
         self._stager = Stager(spec.torch_threads)
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self.followers: dict[str, WeightFollower] = {}
+        self.followers: dict[str, LiveFollower] = {}
 
     # -- ModelHost ----------------------------------------------------------------------------------------------------
 
@@ -137,11 +137,15 @@ class ReplicaHost:
         self._plan, self._plans = plan, {model.name: model for model in plan.models}
         for name in self._models.keys() - self._plans.keys():
             hosted = self._leaving[name] = self._models.pop(name)
+            if name in self.followers:
+                self.followers.pop(name).close(timeout_s=0.0)
             self._start((name, RETIRE), self._retire(name, hosted))
         for model in plan.models:
             if model.registry:
                 self._settle(model)
-            elif model.name not in self._models and (model.name, LIVE) not in self._tasks:
+            elif model.name in self.followers:
+                self.followers[model.name].apply(model.live)
+            elif (model.name, LIVE) not in self._tasks:
                 self._start((model.name, LIVE), self._serve_live(model))
 
     def trouble(self) -> str:
@@ -162,7 +166,7 @@ class ReplicaHost:
     def _has(self, plan: ModelPlan) -> bool:
         hosted = self._models.get(plan.name)
         if not plan.registry:
-            return hosted is not None
+            return hosted is not None and self.followers[plan.name].has(plan.live)
         loaded = hosted.versions if hosted is not None else []
         failed = self._failures[plan.name].version if plan.name in self._failures else 0
         is_answering = not plan.staged or (hosted is not None and hosted.version > 0)
@@ -242,17 +246,10 @@ class ReplicaHost:
             self._failures[name] = Failure(0, plan.attempt, str(error))
             return
         hosted = self._models[name] = Hosted(name, predictor, self._batcher, is_live=True, tracer=self._tracer)
-
-        loop = asyncio.get_running_loop()
-
-        def take(snapshot: WeightSnapshot) -> None:
-            is_first = not hosted.version
-            hosted.table.follow(predictor.load(snapshot))
-            hosted.counts.serving(snapshot.version)
-            if is_first:
-                loop.call_soon_threadsafe(self.changed)
-
-        self.followers[name] = WeightFollower(model.weights, take)
+        assert hosted.live is not None
+        wanted = self._plans.get(name, plan).live
+        follower = LiveFollower(name, hosted.live, model.weights, self._controller, wanted, lambda: self.changed())
+        self.followers[name] = follower
 
     async def _retire(self, name: str, hosted: Hosted) -> None:
         """Forget a model that gets no new calls when it has answered what it has."""

@@ -20,9 +20,10 @@ from shoal.registry.manifest import Signature
 from shoal.serve.batcher import Batcher, BatcherCounts, BatchReport
 from shoal.serve.call import Arrays, InferCall, Prediction
 from shoal.serve.forwards import ForwardTimes
+from shoal.serve.live_versions import LiveVersions
 from shoal.serve.metrics import ModelStatistics
 from shoal.serve.options import ModelOptions
-from shoal.serve.predictor import Predictor
+from shoal.serve.predictor import LoadedModel, Predictor
 from shoal.serve.report import ModelReport
 from shoal.serve.shadow import Shadow
 from shoal.serve.tracing import TracedArrays
@@ -35,7 +36,10 @@ Answer = tuple[dict[str, np.ndarray], int]  # outputs, and the version that made
 
 
 class Hosted:
-    """Fulfils `HostedModel`. `table` is the host's to change; `predictor` is that of the newest version."""
+    """Fulfils `HostedModel`. `table` is the host's to change; `predictor` is that of the newest version.
+
+    live: who answers, of a model that follows the weights of a run; None for a registered one
+    """
 
     def __init__(
         self,
@@ -53,6 +57,12 @@ class Hosted:
         self._deadline_s = self.options.deadline_s
         self._ran = threading.local()  # the version and the requests of the batch that this forward thread computes
         self._forwards = ForwardTimes()
+        self.live: LiveVersions | None = None
+        if is_live:
+            options = self.options
+            self.live = LiveVersions(
+                options.guard, predictor.load, self._flip, self._forwards, num_older=options.held_versions
+            )
         self._queue = batcher.add_queue(
             name,
             self._forward,
@@ -61,6 +71,7 @@ class Hosted:
             weight=self.options.weight,
             on_batch=self._batch_done,
         )
+        self._queue.expect(predictor.measured)  # of a live model there is nothing yet
         self.counts = ModelStatistics(name, live=is_live, pending=lambda: self._queue.queued_rows)
         self.shadow = Shadow(name, batcher, self._forward, self.options, self.counts)
 
@@ -143,12 +154,19 @@ class Hosted:
             forwards=self._forwards.medians(versions),
             queued_rows=self._queue.queued_rows,
             latency=tuple((each, seconds) for each in rows if (seconds := latency.seconds(each)) > 0.0),
+            live=self.live.report() if self.live is not None else None,
         )
 
     def close(self) -> None:
         """Fail what is queued, with 503. Idempotent."""
         self.shadow.close()
         self._queue.close()
+
+    def _flip(self, loaded: LoadedModel, before: LoadedModel | None) -> None:
+        if not self.version:
+            self._queue.expect(self.predictor.measured)
+        self.table.follow(loaded, before)
+        self.counts.serving(loaded.version)
 
     def _count_failure(self, track: Track | None, status: int, arrived_s: float) -> None:
         """A 5xx of the model's making counts against the version; what was refused before a forward counts for none."""
@@ -161,17 +179,22 @@ class Hosted:
         track: Track = group[0]  # type: ignore[index]
         loaded = track.loaded
         assert loaded is not None  # a track has a version before it is given to a call, and never loses it
-        version = self._ran.version = loaded.version
+        self._ran.version, self._ran.is_alone = loaded.version, True
         if self._tracer is not None:
             self._ran.requests = requests
-        return [(outputs, version) for outputs in loaded.predict_batch(requests)]
+        if self.live is not None and self.table.is_stable(track):
+            answered, version, self._ran.is_alone = self.live.predict(requests)
+            self._ran.version = version
+        else:
+            answered, version = loaded.predict_batch(requests), loaded.version
+        return [(outputs, version) for outputs in answered]
 
     def _batch_done(self, report: BatchReport) -> None:
         version = self._ran.version
         self.counts.batch(report, version)
         if self._tracer is not None:
             self._tracer.batch(self.name, version, report, self._ran.requests)
-        if not report.failed:
+        if not report.failed and self._ran.is_alone:
             self._forwards.add(version, report.rows, report.computed_s)
 
 

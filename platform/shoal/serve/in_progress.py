@@ -3,10 +3,10 @@
 HAProxy waits for the first 16 kB of a body and passes on the rest as it comes, however slowly; so the application looks
 at the pace itself. To notice a disconnect at once takes two tasks per request (Serve's default: a fifth of the
 throughput, measured); here a request that has waited for `look_s` is asked after. One timer looks at all of them: who
-is answered sooner costs an entry in a dict. A deadline has a timer of its own, for whatever a model does outside of the
-batcher, which keeps deadlines too.
+is answered sooner costs an entry in a dict. Models keep the deadlines of their calls; one that is known before the body
+is read (gRPC's) has a timer of its own here.
 
-Called by the REST application, on one event loop; knows ASGI's `receive` and nothing else of HTTP.
+Called by the applications of REST and gRPC, on one event loop; knows ASGI's `receive` and nothing else of HTTP.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Limits:
     def decompress(self, body: bytes, encoding: bytes) -> bytes:
         """A body that was sent with `Content-Encoding: gzip` or `deflate`; never more than `max_body_bytes` of it.
 
-        Raises InferenceError: 415 for another encoding, 413 when too large, 400 when it is damaged.
+        Raises InferenceError: 415 for another encoding, 413 when too large, 400 when it is damaged or not all of it.
         """
         window_bits = _WINDOW_BITS.get(encoding.strip().lower())
         if window_bits is None:
@@ -69,4 +69,7 @@ class Limits:
             raise InferenceError(413, f"the body is larger than the limit of {self.max_body_bytes} bytes")
         if not decompressor.eof:
             raise InferenceError(400, f"the body ends before its {encoding.decode('latin-1')} does")
+        if decompressor.unused_data:
+            behind = len(decompressor.unused_data)
+            raise InferenceError(400, f"there are {behind} bytes behind the end of the {encoding.decode('latin-1')}")
         return plain

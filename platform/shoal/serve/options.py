@@ -12,11 +12,13 @@ from shoal.config import Spec
 class GuardOptions(Spec):
     """When a candidate is rolled back by itself; judged on the candidate's own requests, beside the stable version's.
 
+    Of a live model, each version that is published is judged so beside the one before it.
+
     max_error_rate:    share of the candidate's requests that fail with a 5xx of the model's making
     max_latency_ratio: the candidate's median compute time over the stable version's, for batches of like size
     max_disagreement:  share of shadowed requests whose outputs differ by more than `tolerance` (None: recorded only)
     metric, min_value: a user's metric, reported to the endpoint; below `min_value` the candidate goes
-    min_requests:      nothing is judged before
+    min_requests:      nothing is judged before, but for live versions' errors, which the version before did not make
     """
 
     max_error_rate: float = Field(default=0.02, ge=0, le=1)
@@ -42,8 +44,11 @@ class ModelOptions(Spec):
     cuda_graphs:    replay the forward as one CUDA graph per batch size (CUDA only)
     device:         auto measures, and takes the CPU where it is faster
     preprocess, postprocess: `module:function` of a dict of arrays, run before and after the forward, per batch
-    finite:         an output that is NaN or infinite is an error (500); off: JSON carries null
+    finite:         an output that is NaN or infinite is an error (500), and weights that are are not taken; off: JSON
+                    carries null
     warm_up:        run the forward at every power of two of the batch before the version is ready
+    held_versions:  of a live model: versions that are held beside the one that answers and the one before, half a
+                    minute apart, to be rolled back to
     """
 
     max_batch_size: int = Field(default=64, ge=1)
@@ -60,6 +65,7 @@ class ModelOptions(Spec):
     postprocess: str = ""
     finite: bool = True
     warm_up: bool = True
+    held_versions: int = Field(default=2, ge=0)
     guard: GuardOptions = GuardOptions()
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ from shoal.serve.hooks import Hook, find_hook
 from shoal.serve.options import ModelOptions
 from shoal.serve.outputs import NotFiniteOutput, OutputCheck
 from shoal.serve.ragged import Joiner
-from shoal.serve.warm_up import batch_sizes, example, is_guessed
+from shoal.serve.warm_up import batch_sizes, example, is_guessed, measure
 from shoal.weights import WeightSnapshot
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,9 @@ class ModelPackage:
 
 class Predictor:
     """The template of one model, for any number of versions and threads.
+
+    `measured` says how long forwards of the first version took when it was warm, as (rows, seconds); empty before, and
+    when nobody knows what a typical request is like.
 
     Raises ConfigError when the model cannot be built, or not with these options.
     """
@@ -61,6 +64,7 @@ class Predictor:
         self._first = threading.Lock()  # held while the first version chooses a device
         self._is_warm = False
         self._has_example = options.warm_up
+        self.measured: list[tuple[int, float]] = []
 
     def enter_thread(self) -> None:
         """Fix the number of torch threads; they are counted per calling thread, so call this in the forward's."""
@@ -93,11 +97,16 @@ class Predictor:
         """Ask for one row of every version, and for every size of the first: later ones find kernels and graphs."""
         if not self._has_example:
             return
+        sizes = [1] if self._is_warm else batch_sizes(self.options.max_batch_size)
+        is_typical = not is_guessed(self.signature, self.options.preprocess)
         try:
-            for size in [1] if self._is_warm else batch_sizes(self.options.max_batch_size):
-                model.predict_batch([example(self.signature, size)])
+            examples = {size: [example(self.signature, size)] for size in sizes}
+            for size in sizes:
+                model.predict_batch(examples[size])
+            if is_typical and not self._is_warm:
+                self.measured = measure(lambda size: model.predict_batch(examples[size]), sizes)
         except Exception as error:  # whatever a model raises for an example is why it cannot serve
-            if not self._is_warm and is_guessed(self.signature, self.options.preprocess):
+            if not self._is_warm and not is_typical:
                 self._has_example = False
                 logger.warning("not warmed up, since it does not take an example made up of its signature: %s", error)
                 return

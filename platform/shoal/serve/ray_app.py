@@ -15,9 +15,10 @@ from ray import serve
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.home import access_token
+from shoal.serve.controller_setting import controller_setting
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.ray_controller import RayController
-from shoal.serve.ray_serve import application, settled
+from shoal.serve.ray_serve import application
 from shoal.serve.sources import registered
 
 
@@ -43,5 +44,5 @@ def build(args: dict[str, Any]) -> serve.Application:
     models = [registered(ref) for ref in app.models]
     defaults = {"name": models[0].name, "num_cpus": 0.5}
     spec = EndpointSpec.parse({**defaults, **app.endpoint, "token": SecretStr(access_token())})
-    setting, live = settled(spec, models)
+    setting, live = controller_setting(spec, models)
     return application(spec, live, RayController(setting))

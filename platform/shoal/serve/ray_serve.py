@@ -6,9 +6,10 @@ Called by jobs, serve apps and the CLI. Needs a cluster that was started with th
 
 from __future__ import annotations
 
-import secrets
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -16,25 +17,22 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from shoal.cluster.serve_environment import free_port
-from shoal.errors import ClusterError, ConfigError, ConnectionLost
-from shoal.home import home
-from shoal.registry import Registry
+from shoal.errors import ClusterError, ConnectionLost
 from shoal.serve import direct_http
-from shoal.serve.controller_state import Deployment, Event
+from shoal.serve.controller_setting import controller_setting
+from shoal.serve.controller_state import Event
+from shoal.serve.deployment_options import deployment_options
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.grpc_http1 import GrpcOverHttp1
 from shoal.serve.limits import Limits
-from shoal.serve.ray_controller import ControllerSetting, RayController
+from shoal.serve.ray_controller import RayController
 from shoal.serve.ray_grpc import GrpcMethods, answer_directly, grpc_options, limit_messages
 from shoal.serve.ray_listen import listen_on_loopback
 from shoal.serve.ray_metrics import RayMetrics
 from shoal.serve.replica import EndpointReplica
-from shoal.serve.sources import LiveModel, RegisteredModel, RegistryCatalogue, ServedModel
+from shoal.serve.sources import LiveModel, ServedModel
 
-UPSCALE_DELAY_S = 3.0  # a burst that a queue of a second absorbs needs no replica, whose start takes as long
-DOWNSCALE_DELAY_S = 60.0
-LOOK_BACK_S = 5.0
-COUNT_S = 1.0  # Serve's 10 s would see a burst when it is over
+GRACE_S = 1.0  # beyond a time limit that Serve is to keep
 
 
 class ReplicaWorker(GrpcMethods):
@@ -83,8 +81,18 @@ class Endpoint:
 
     def stats(self, timeout_s: float = 5.0) -> list[dict[str, Any]]:
         """The counters of every replica. Raises ClusterError when they cannot be had in time."""
+        answer: Future[list[dict[str, Any]]] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(list(self._handle.broadcast("stats").results(timeout_s=timeout_s)))
+            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+                answer.set_exception(error)
+
+        # Serve's own time limit does not hold for a replica that dies with the question in hand.
+        threading.Thread(target=ask, daemon=True).start()
         try:
-            return list(self._handle.broadcast("stats").results(timeout_s=timeout_s))
+            return answer.result(timeout_s + GRACE_S)
         except (TimeoutError, ray.exceptions.RayError) as error:
             raise ClusterError(f"the replicas of {self.name!r} did not answer: {error}") from error
 
@@ -131,7 +139,7 @@ def deploy(spec: EndpointSpec, models: Sequence[ServedModel]) -> Endpoint:
     running = serve.status()
     if running.applications or running.proxies:
         raise ClusterError(f"Serve runs on this cluster ({', '.join(running.applications)}): close that endpoint first")
-    setting, live = settled(spec, models)
+    setting, live = controller_setting(spec, models)
     spec = spec.model_copy(
         update={
             "port": spec.port or free_port(spec.host),
@@ -154,64 +162,11 @@ def deploy(spec: EndpointSpec, models: Sequence[ServedModel]) -> Endpoint:
 
 def application(spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController) -> serve.Application:
     """What Serve is to run."""
-    scaling: dict[str, Any] = {"num_replicas": spec.num_replicas}
-    if spec.is_autoscaled:
-        scaling = {
-            "autoscaling_config": {
-                "min_replicas": spec.num_replicas,
-                "max_replicas": spec.max_replicas,
-                "target_ongoing_requests": spec.target_ongoing_requests,
-                "upscale_delay_s": UPSCALE_DELAY_S,
-                "downscale_delay_s": DOWNSCALE_DELAY_S,
-                "look_back_period_s": LOOK_BACK_S,
-                "metrics_interval_s": COUNT_S,
-            }
-        }
-    options = dict(
-        name="replica",
-        max_ongoing_requests=spec.max_ongoing_requests,
-        ray_actor_options={"num_cpus": spec.num_cpus},
-        graceful_shutdown_timeout_s=spec.drain_s,
-        graceful_shutdown_wait_loop_s=0.1,
-        health_check_period_s=2.0,
-        max_constructor_retry_count=2,
-        logging_config={"enable_access_log": False, "log_level": "WARNING"},
-        **scaling,
-    )
     with warnings.catch_warnings():
         # The environment variable that is to replace this field is read by nothing (Ray 2.60).
         warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
-        deployment = serve.deployment(serve.ingress()(ReplicaWorker)).options(**options)
+        deployment = serve.deployment(serve.ingress()(ReplicaWorker)).options(**deployment_options(spec))
     return deployment.bind(spec, live, controller)
-
-
-def settled(spec: EndpointSpec, models: Sequence[ServedModel]) -> tuple[ControllerSetting, dict[str, LiveModel]]:
-    """What the controller is made from, and the models that the replicas follow by themselves.
-
-    Raises ConfigError, and RegistryError for a version or alias that there is not.
-    """
-    if not models:
-        raise ConfigError("models", [], "an endpoint serves something", "name a model")
-    deployments: dict[str, Deployment] = {}
-    for model in models:
-        if model.name in deployments:
-            raise ConfigError("models", model.name, "is there twice", "serve it once, or under another name")
-        options = (model.options or spec.options(model.name)).model_dump(mode="json")
-        registry = ""
-        if isinstance(model.source, RegisteredModel):
-            registry = model.source.registry
-            RegistryCatalogue(registry).meant(model.name, model.version)
-        deployments[model.name] = Deployment(model.name, registry, model.version, options)
-    known = {name: options.model_dump(mode="json") for name, options in {"": spec.model, **spec.models}.items()}
-    setting = ControllerSetting(
-        spec.name,
-        secrets.token_hex(4),
-        tuple(deployments.values()),
-        home() / "endpoints",
-        str(Registry().root),
-        known,
-    )
-    return setting, {model.name: model.source for model in models if isinstance(model.source, LiveModel)}
 
 
 def shutdown() -> None:

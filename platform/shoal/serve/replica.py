@@ -125,7 +125,8 @@ class EndpointReplica:
     def report(self) -> ReplicaReport:
         """What the controller, the replica's scrapes and its exporter are told."""
         statuses = {str(status): count for status, count in sorted(self.app.statuses().items())}
-        return replace(self.host.report(), callers=self._access.counts(), statuses=statuses)
+        access = self._access
+        return replace(self.host.report(), callers=access.counts(), refused=access.refused(), statuses=statuses)
 
     def _scrape(self) -> bytes:
         return render([self.report(), *self._follower.peers])

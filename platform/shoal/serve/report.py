@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from shoal.serve.refusals import Refused
 from shoal.serve.snapshots import ModelSnapshot
 
 # Forwards of one version, by the size of their batch: class c has 2**c rows or more, and fewer than twice as many.
 # (how many, their median in seconds)
 Forwards = Mapping[int, tuple[int, float]]
+MAX_LEFT = 16  # versions that are remembered, the newest: a run publishes none twice, and its store has only the last
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,34 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Left:
+    """A version of a live model that a replica does not answer with, and why.
+
+    instead:      the version that answers
+    has_answered: whether it was left, or never taken
+    """
+
+    version: int
+    reason: str
+    instead: int = 0
+    has_answered: bool = False
+
+
+@dataclass(frozen=True)
+class LiveReport:
+    """A live model in one replica.
+
+    era:  of the plan that it follows, see `LivePlan`
+    held: versions that it could answer with at once, ascending
+    left: the newest of those that it left by itself in this era, oldest first
+    """
+
+    era: int = 0
+    held: tuple[int, ...] = ()
+    left: tuple[Left, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelReport:
     """One model in one replica.
 
@@ -33,6 +63,7 @@ class ModelReport:
     counts:   since the replica began to serve the model; None before
     forwards: the newest forwards of each version
     latency:  (rows, seconds) of a forward, as the batcher's model has it
+    live:     None for a registered model
     """
 
     version: int = 0
@@ -42,6 +73,7 @@ class ModelReport:
     forwards: Mapping[int, Forwards] = field(default_factory=dict)
     queued_rows: int = 0
     latency: tuple[tuple[int, float], ...] = ()
+    live: LiveReport | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +81,7 @@ class ReplicaReport:
     """One replica. It has done what the document `generation` says, but for what is still being staged.
 
     callers:  `Access.counts()`: requests by the name of the key, and what became of them
+    refused:  `Access.refused()`
     statuses: all answers over HTTP by status, of inferences and of everything else
     """
 
@@ -59,6 +92,7 @@ class ReplicaReport:
     models: Mapping[str, ModelReport] = field(default_factory=dict)
     callers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     statuses: Mapping[str, int] = field(default_factory=dict)
+    refused: tuple[Refused, ...] = ()
 
 
 def total_forwards(reports: Iterable[Forwards]) -> Forwards:

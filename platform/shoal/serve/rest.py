@@ -27,7 +27,7 @@ from shoal.registry.manifest import Signature
 from shoal.serve.access import Access
 from shoal.serve.call import Caller, HostedModel, InferCall, ModelHost
 from shoal.serve.compression import compressed, decompressed
-from shoal.serve.http_messages import BINARY, JSON, Answer, Receive, Request, Scope, Send, refusal, send_answer
+from shoal.serve.http_messages import BINARY, FROM, JSON, Answer, Receive, Request, Scope, Send, refusal, send_answer
 from shoal.serve.in_progress import Disconnected, Progress, RequestsInProgress
 from shoal.serve.limits import Limits
 from shoal.serve.model_config import described
@@ -119,7 +119,8 @@ class RestApp:
         )
 
     def _admit(self, headers: dict[bytes, bytes], model: str | None, *, administrator: bool = False) -> Caller:
-        return self._access.admit(headers.get(b"authorization", b""), model, administrator=administrator)
+        authorization, address = headers.get(b"authorization", b""), headers.get(FROM, b"")
+        return self._access.admit(authorization, model, administrator=administrator, origin=address)
 
     async def _traced(self, tracer: Tracer, receive: Receive, request: Request) -> Answer:
         parent = request.text(b"traceparent"), request.text(b"tracestate")
@@ -151,8 +152,6 @@ class RestApp:
             outputs=wanted.outputs,
             trace=request.trace,
         )
-        if deadline_s is not None:
-            progress.until(deadline_s)
         prediction = await model.infer(call)
         if request.trace is not None:
             request.trace.computed(prediction, wanted.num_rows)

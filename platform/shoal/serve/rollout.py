@@ -180,6 +180,29 @@ def _without_candidate(rollout: Rollout, reason: str) -> Rollout:
 
 
 @dataclass(frozen=True)
+class LivePlan:
+    """What a replica is to do about the weights of a run.
+
+    era:     counts how often it was told to follow the run again, whatever was left before
+    frozen:  take nothing new for now: it is being decided what to go back to
+    pinned:  the version to answer with; 0: the newest of the run
+    left:    versions not to answer with
+    kept:    the version that replicas go back to who have no other; 0 for none
+    is_kept: whether the controller has its weights; else who holds it gives them to the controller
+    """
+
+    era: int = 0
+    frozen: bool = False
+    pinned: int = 0
+    left: tuple[int, ...] = ()
+    kept: int = 0
+    is_kept: bool = False
+
+
+FOLLOWING = LivePlan()  # also what a registered model has
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """What a replica is to do about one model.
 
@@ -190,6 +213,7 @@ class ModelPlan:
     staged:    the versions to have loaded, and no others
     attempt:   differs when a version that failed before is to be tried again
     reason:    why there is no version at all
+    live:      of a model that follows the weights of a run
     """
 
     name: str
@@ -202,6 +226,7 @@ class ModelPlan:
     staged: tuple[int, ...] = ()
     attempt: int = 0
     reason: str = ""
+    live: LivePlan = FOLLOWING
 
 
 @dataclass(frozen=True)
@@ -212,10 +237,12 @@ class EndpointPlan:
     models: tuple[ModelPlan, ...] = field(default=())
 
 
-def planned(name: str, registry: str, options: dict[str, Any], rollout: Rollout) -> ModelPlan:
-    """The plan that brings a replica to where the rollout stands."""
+def planned(
+    name: str, registry: str, options: dict[str, Any], rollout: Rollout, live: LivePlan = FOLLOWING
+) -> ModelPlan:
+    """The plan that brings a replica to where the rollout stands, and a live model to what is wanted of it."""
     staged = tuple(version for version in (rollout.stable, rollout.candidate) if version)
-    plan = ModelPlan(name, registry, options, stable=rollout.stable, staged=staged, attempt=rollout.attempt)
+    plan = ModelPlan(name, registry, options, rollout.stable, staged=staged, attempt=rollout.attempt, live=live)
     if rollout.phase is Phase.FLIPPING:
         return replace(plan, stable=rollout.candidate)
     if rollout.phase is Phase.CANARY:

@@ -15,7 +15,7 @@ import msgspec
 
 from shoal.client.status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
 from shoal.serve.controller import EndpointController
-from shoal.serve.controller_state import Event, ModelState
+from shoal.serve.controller_state import Event, LiveState, ModelState
 from shoal.serve.options import ModelOptions
 from shoal.serve.report import ModelReport
 from shoal.serve.rollout import Phase, Rollout
@@ -102,12 +102,13 @@ class StatusBook:
         return ModelStatus(
             name=name,
             state=state,
-            reason=controller.trouble.get(name, "") or _reason(rollout),
+            reason=controller.trouble.get(name, "") or _reason(rollout) or _left(model.live),
             phase=phase,
             source=f"{name}@{deployment.version}" if deployment.version else ("a run" if deployment.is_live else name),
+            pinned=model.live.pinned,
             versions=[
-                _version(version, rollout, answering, counts, before, before_s)
-                for version in sorted({version for report in reports for version in report.staged})
+                _version(version, *_place(version, rollout, reports), counts, before, before_s)
+                for version in sorted({version for report in reports for version in _had(report)})
                 if deployment.is_live or version in (rollout.stable, rollout.candidate)  # others are on their way out
             ],
             queued_rows=sum(report.queued_rows for report in reports),
@@ -137,21 +138,41 @@ def _reason(rollout: Rollout) -> str:
     return rollout.reason
 
 
+def _had(report: ModelReport) -> tuple[int, ...]:
+    """The versions that could answer in a replica, now or in a moment."""
+    return report.staged if report.live is None else report.live.held
+
+
+def _left(live: LiveState) -> str:
+    if live.last is None or live.last.version not in live.left:
+        return ""
+    instead = f" version {live.last.instead} answered instead:" if live.last.instead else ""
+    return f"version {live.last.version} was left,{instead} {live.last.reason}"
+
+
+def _place(version: int, rollout: Rollout, reports: Sequence[ModelReport]) -> tuple[str, float]:
+    """The track and the share of a version. A live model's answers in some replicas, and not yet in others."""
+    if not rollout.stable:
+        answering = [report.version for report in reports if report.version]
+        share = answering.count(version) / len(answering) if answering else 0.0
+        return ("stable" if share else ""), share
+    is_open = rollout.phase is Phase.CANARY
+    if version == rollout.stable:
+        return "stable", 1.0 - (rollout.percent / 100.0 if is_open else 0.0)
+    if is_open and version == rollout.candidate:
+        is_shadow = rollout.shadow_percent > 0.0 and rollout.percent == 0.0
+        return "shadow" if is_shadow else "candidate", rollout.percent / 100.0
+    return "", 0.0
+
+
 def _version(
     version: int,
-    rollout: Rollout,
-    answering: int,
+    track: str,
+    share: float,
     counts: ModelSnapshot | None,
     before: ModelSnapshot | None,
     before_s: float,
 ) -> VersionStatus:
-    is_open = rollout.phase is Phase.CANARY
-    track, share = "", 0.0
-    if version == (rollout.stable or answering):
-        track, share = "stable", 1.0 - (rollout.percent / 100.0 if is_open else 0.0)
-    elif is_open and version == rollout.candidate:
-        is_shadow = rollout.shadow_percent > 0.0 and rollout.percent == 0.0
-        track, share = "shadow" if is_shadow else "candidate", rollout.percent / 100.0
     now = counts["versions"].get(str(version)) if counts else None
     if now is None:
         return VersionStatus(version, track, share)

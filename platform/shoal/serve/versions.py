@@ -123,10 +123,10 @@ class VersionTable:
         self._is_open, self._percent = False, 0.0
         self._candidate.loaded = self._stable.loaded
 
-    def follow(self, loaded: LoadedModel) -> None:
-        """The one version of a live model, from the next batch on. From any thread."""
+    def follow(self, loaded: LoadedModel, before: LoadedModel | None) -> None:
+        """The version of a live model that answers from the next batch on, and the one before. From any thread."""
         self._stable.loaded = loaded
-        self._tracks = {loaded.version: Track(loaded)}
+        self._tracks = {each.version: Track(each) for each in (loaded, before) if each is not None}
 
 
 def place(model: str, sticky: str) -> float:

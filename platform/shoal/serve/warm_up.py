@@ -1,9 +1,13 @@
 """What a version is asked before anybody else may: examples made up from the signature, at the sizes that will come.
 
-Called by the predictor. A first forward chooses kernels, allocates, compiles: no request should wait for that.
+Called by the predictor. A first forward chooses kernels, allocates, compiles: no request should wait for that, and no
+promise be made from how long it takes. So what the latency model is told are later ones, and the shortest of those.
 """
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,12 +15,33 @@ from shoal.open_inference.datatypes import NUMPY, bf16_bits
 from shoal.registry.manifest import Signature
 
 VARIABLE_SIZE = 16  # of a dimension that the signature leaves open
+NUM_TIMED = 2
+MEASURE_S = 1.0  # the start of a replica may take longer by this, and by one forward
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
     """Every power of two below the largest batch, and that itself."""
     sizes = [1 << power for power in range(max_batch_size.bit_length()) if 1 << power < max_batch_size]
     return [*sizes, max_batch_size]
+
+
+def measure(
+    forward: Callable[[int], object], sizes: Sequence[int], clock: Callable[[], float] = time.perf_counter
+) -> list[tuple[int, float]]:
+    """(rows, seconds) of forwards that are warm: of each size the shorter of `NUM_TIMED`, as far as `MEASURE_S` reach.
+
+    The longer may be what else the machine does, and a time that is too long does harm: it refuses requests.
+    """
+    found: list[tuple[int, float]] = []
+    ends_s = clock() + MEASURE_S
+    for size in sizes:
+        taken_s: list[float] = []
+        while len(taken_s) < NUM_TIMED and (started_s := clock()) < ends_s:
+            forward(size)
+            taken_s.append(clock() - started_s)
+        if taken_s:
+            found.append((size, min(taken_s)))
+    return found
 
 
 def is_guessed(signature: Signature, preprocess: str) -> bool:
@@ -26,8 +51,9 @@ def is_guessed(signature: Signature, preprocess: str) -> bool:
 
 
 def example(signature: Signature, num_rows: int) -> dict[str, np.ndarray]:
-    """Integers are zero, the one index that every table has; floats run from 0.1 to 0.9 within a row, so that
-    dividing by a norm, a sum or a deviation is possible."""
+    """Integers and truths are one: zero is padding to many models, and a mask that hides everything, of which the mean
+    is no number. Floats run from 0.1 to 0.9 within a row, so that dividing by a norm, a sum or a deviation is possible.
+    """
     arrays = {}
     for spec in signature.inputs:
         shape = (num_rows, *(VARIABLE_SIZE if size == -1 else size for size in spec.shape[1:]))
@@ -38,6 +64,6 @@ def example(signature: Signature, num_rows: int) -> dict[str, np.ndarray]:
             row = np.linspace(0.1, 0.9, int(np.prod(shape[1:])), dtype=np.float32).reshape(shape[1:])
             array = np.broadcast_to(bf16_bits(row) if spec.datatype == "BF16" else row.astype(dtype), shape).copy()
         else:
-            array = np.zeros(shape, dtype)
+            array = np.ones(shape, dtype)
         arrays[spec.name] = array
     return arrays

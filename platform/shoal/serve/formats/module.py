@@ -13,6 +13,7 @@ version is not disturbed, and a live version costs a fraction of a millisecond.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,6 +46,8 @@ class ModuleTemplate:
             raise ConfigError("model.factory", factory.factory, f"gave {type(module).__name__}, not a torch nn.Module")
         module.eval().requires_grad_(False)
         self._expected = {name: (tensor.shape, tensor.dtype) for name, tensor in module.state_dict().items()}
+        # A mask may hold infinities on purpose, and then it does from the start.
+        self._unbounded = {name for name, tensor in module.state_dict().items() if _num_not_finite(tensor)}
         self._setting, self._by_name = setting, callable(getattr(module, "predict", None))
         self._precision = Precision(setting.options.precision, module)
         if setting.device == "cpu" and not setting.options.compile:  # a compiler chooses its own
@@ -85,3 +88,15 @@ class ModuleTemplate:
                     f"weights version {version}: {name!r} is {tensor.dtype} {list(tensor.shape)}, "
                     f"the model has {dtype} {list(shape)}"
                 )
+            bad = _num_not_finite(tensor) if self._setting.options.finite and name not in self._unbounded else 0
+            if bad:
+                raise WeightsError(
+                    f"weights version {version}: {name!r} is not finite: {bad} of its {tensor.numel()} values are"
+                    " NaN or infinite. `finite: false` serves it all the same"
+                )
+
+
+def _num_not_finite(tensor: Tensor) -> int:
+    if not tensor.is_floating_point() or math.isfinite(tensor.sum()):  # what is not finite stays so in a sum
+        return 0
+    return tensor.numel() - int(torch.isfinite(tensor).sum())

@@ -1,0 +1,75 @@
+"""What a controller is made from: derived from an endpoint's spec and models once, by whoever deploys them.
+
+Called by the Ray shells; knows no Ray.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ConfigError
+from shoal.home import home
+from shoal.registry import Registry
+from shoal.serve.controller_state import Deployment
+from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.sources import LiveModel, RegisteredModel, RegistryCatalogue, ServedModel
+
+
+@dataclass(frozen=True)
+class ControllerSetting:
+    """What a controller is made from, whoever makes it.
+
+    deployment: of the call of `deploy`
+    folder:     for its state
+    registry:   where models that are loaded later come from
+    options:    how those are served, by name; "" for all others
+    idle_s:     when no replica has asked for so long, there is none any more
+    """
+
+    name: str
+    deployment: str
+    models: tuple[Deployment, ...]
+    folder: Path
+    registry: str
+    options: Mapping[str, dict[str, Any]]
+    idle_s: float = 120.0
+
+    @property
+    def actor(self) -> str:
+        """The actor's name."""
+        return f"endpoint-{self.name}-{self.deployment}"
+
+
+def controller_setting(
+    spec: EndpointSpec, models: Sequence[ServedModel]
+) -> tuple[ControllerSetting, dict[str, LiveModel]]:
+    """What the controller is made from, and the models that the replicas follow by themselves.
+
+    Raises ConfigError, and RegistryError for a version or alias that there is not.
+    """
+    if not models:
+        raise ConfigError("models", [], "an endpoint serves something", "name a model")
+    deployments: dict[str, Deployment] = {}
+    for model in models:
+        if model.name in deployments:
+            raise ConfigError("models", model.name, "is there twice", "serve it once, or under another name")
+        options = (model.options or spec.options(model.name)).model_dump(mode="json")
+        registry = ""
+        if isinstance(model.source, RegisteredModel):
+            registry = model.source.registry
+            RegistryCatalogue(registry).meant(model.name, model.version)
+        deployments[model.name] = Deployment(model.name, registry, model.version, options)
+    known = {name: options.model_dump(mode="json") for name, options in {"": spec.model, **spec.models}.items()}
+    setting = ControllerSetting(
+        spec.name,
+        secrets.token_hex(4),
+        tuple(deployments.values()),
+        home() / "endpoints",
+        str(Registry().root),
+        known,
+    )
+    return setting, {model.name: model.source for model in models if isinstance(model.source, LiveModel)}

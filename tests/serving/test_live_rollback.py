@@ -1,0 +1,400 @@
+"""Weights of a run that turn out to be bad, in whole replicas: who answers then, what is said, what hands can do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serving.faulty_models import ASKED, NAN, RAISE, SHAPE, SIGNATURE, SLOW, moody
+from serving.replica_set import Asked, ReplicaSet, ask, until
+from shoal.cli.serve_display import plain_lines, shares
+from shoal.client.status import EndpointStatus
+from shoal.errors import InferenceError
+from shoal.registry import ModelFactory
+from shoal.serve import live_control
+from shoal.serve.batcher import BatchReport
+from shoal.serve.options import GuardOptions
+from shoal.serve.replica import START_POLL_S, EndpointReplica
+from shoal.serve.report import MAX_LEFT
+from shoal.serve.sources import LiveModel, ServedModel
+from shoal.weights import WeightSnapshot, WeightStore
+
+MOODY = ModelFactory(factory="serving.faulty_models:Moody")
+
+
+class LiveSet(ReplicaSet):
+    """`store` is the run's."""
+
+    def __init__(self, store: WeightStore, **spec: Any) -> None:
+        super().__init__(ServedModel("moody", LiveModel(MOODY, SIGNATURE, store)), **spec)
+        self.store = store
+
+    async def publish(self, snapshot: WeightSnapshot) -> None:
+        """And wait until every replica answers with it."""
+        self.store.publish(snapshot)
+        await until(lambda: set(self.versions("moody")) == {snapshot.version})
+
+    @property
+    def seen(self) -> dict[str, Any]:
+        """What the status says of the model."""
+        return self.status.model("moody")
+
+    def entries(self) -> list[tuple[str, int | None, int | None, str]]:
+        return [(each.kind, each.version, each.previous, each.by) for each in self.controller.state.events]
+
+
+def live(replicas: int = 1, **options: Any) -> Callable[[Callable[[LiveSet], Awaitable[None]]], Callable[[], None]]:
+    """A test body that gets a running endpoint, whose run has published version 1, which has answered."""
+
+    def decorate(body: Callable[[LiveSet], Awaitable[None]]) -> Callable[[], None]:
+        def test() -> None:
+            async def run() -> None:
+                store = WeightStore()
+                store.publish(moody(1))
+                async with LiveSet(store, model=options) as endpoint:
+                    await endpoint.start(replicas)
+                    assert await everywhere(endpoint) == {1}
+                    await body(endpoint)
+                    store.close()
+
+            asyncio.run(run())
+
+        test.__name__, test.__doc__ = body.__name__, body.__doc__
+        return test
+
+    return decorate
+
+
+async def infer(replica: EndpointReplica, *, poison: bool = False, version: int | None = None, rows: int = 1) -> Asked:
+    """Ask; an answer must be all of the version that it names."""
+    data = [ASKED, RAISE if poison else 0.0] * rows
+    tensor = {"name": "x", "shape": [rows, 2], "datatype": "FP32", "data": data}
+    path = "/v2/models/moody" + (f"/versions/{version}" if version is not None else "") + "/infer"
+    answer = await ask(replica, "POST", path, {"inputs": [tensor]})
+    if answer.status == 200:
+        assert answer.body["outputs"][0]["data"] == [float(answer.version)] * rows
+    return answer
+
+
+async def everywhere(endpoint: LiveSet, num: int = 8) -> set[int]:
+    """The versions that answer `num` requests at once to each replica; not one may fail."""
+    found: Counter[int] = Counter()
+    for replica in endpoint.replicas.values():
+        for answer in await asyncio.gather(*[infer(replica) for _ in range(num)]):
+            assert answer.status == 200, answer.body
+            found[answer.version] += 1
+    return set(found)
+
+
+@pytest.mark.parametrize(("mood", "word"), [(RAISE, "on purpose"), (SHAPE, "expected FP32"), (NAN, "is not finite")])
+def test_a_version_that_fails_is_left_no_request_fails_and_newer_ones_are_taken(mood: float, word: str) -> None:
+    @live(replicas=2)
+    async def body(endpoint: LiveSet) -> None:
+        await endpoint.publish(moody(2, mood))
+        assert await everywhere(endpoint) == {1}
+        await until(lambda: endpoint.entries() == [("rollback", 1, 2, "guard")])
+        assert endpoint.versions("moody") == [1, 1]
+        event = endpoint.controller.state.events[0]
+        assert "which the version before could answer" in event.reason
+        assert word in event.reason
+        assert endpoint.seen["reason"].startswith("version 2 was left, version 1 answered instead: it failed at")
+        assert not endpoint.store.publish(moody(2))  # so it will not come again
+        await endpoint.publish(moody(3))
+        assert await everywhere(endpoint) == {3}
+        assert endpoint.entries() == [("rollback", 1, 2, "guard")]
+
+    body()
+
+
+@live(replicas=3)
+async def test_what_one_replica_leaves_is_left_by_all(endpoint: LiveSet) -> None:
+    await endpoint.publish(moody(2, RAISE))
+    one = endpoint.replicas["r2"]
+    assert (await infer(one)).version == 1  # nobody asks the others
+    await until(lambda: endpoint.versions("moody") == [1, 1, 1])
+    assert endpoint.entries() == [("rollback", 1, 2, "guard")]
+
+
+@live()
+async def test_what_was_asked_is_not_the_versions_fault(endpoint: LiveSet) -> None:
+    await endpoint.publish(moody(2))
+    [replica] = endpoint.replicas.values()
+    asked = [infer(replica, poison=number % 5 == 0) for number in range(20)]
+    answers = await asyncio.gather(*asked)
+    assert [answer.status for answer in answers] == [500 if number % 5 == 0 else 200 for number in range(20)]
+    assert {answer.version for answer in answers if answer.status == 200} == {2}
+    assert "on purpose" in answers[0].body["error"]
+    assert (endpoint.versions("moody"), endpoint.entries()) == ([2], [])
+
+
+@live(guard=GuardOptions(max_error_rate=0.5))
+async def test_a_version_may_fail_as_often_as_its_guard_allows_and_is_helped_out(endpoint: LiveSet) -> None:
+    [replica] = endpoint.replicas.values()
+    await endpoint.publish(moody(2, RAISE))
+    fine = {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [0.0, 0.0]}]}  # it can answer this
+    for _ in range(4):
+        assert (await ask(replica, "POST", "/v2/models/moody/infer", fine)).version == 2
+    for failed in range(6):
+        assert (await infer(replica)).version == 1
+        assert endpoint.versions("moody") == [2 if failed < 4 else 1]
+    await until(lambda: "it failed at 5 of 9 requests" in endpoint.seen["reason"])
+
+
+@live()
+async def test_who_asks_for_a_version_by_its_number_gets_that_one_or_its_error(endpoint: LiveSet) -> None:
+    await endpoint.publish(moody(2, RAISE))
+    [replica] = endpoint.replicas.values()
+    assert [(await infer(replica, version=version)).status for version in (1, 2)] == [200, 500]
+    assert endpoint.versions("moody") == [2]
+
+
+@live(replicas=2)
+async def test_weights_that_are_not_finite_or_do_not_fit_are_not_taken(endpoint: LiveSet) -> None:
+    nan = WeightSnapshot.of(2, {"weight": np.full(1, np.nan, np.float32), "mood": np.zeros(1, np.float32)})
+    endpoint.store.publish(nan)
+    await until(lambda: endpoint.entries() == [("abandon", 2, 1, "guard")])
+    assert "'weight' is not finite" in endpoint.controller.state.events[0].reason
+    assert await everywhere(endpoint) == {1}
+
+
+@live(guard=GuardOptions(min_requests=10, max_latency_ratio=3.0))
+async def test_a_version_that_takes_too_long_is_left_when_both_have_computed_the_same_batches(
+    endpoint: LiveSet,
+) -> None:
+    [replica] = endpoint.replicas.values()
+    for _ in range(10):
+        await infer(replica)
+    await endpoint.publish(moody(2, SLOW))
+
+    async def is_left() -> bool:
+        return (await infer(replica)).version == 1
+
+    async with asyncio.timeout(10.0):
+        while not await is_left():
+            pass
+    await until(lambda: endpoint.entries() == [("rollback", 1, 2, "guard")])
+    assert "it computes the same batches" in endpoint.seen["reason"]
+
+
+@live(replicas=2)
+async def test_a_run_that_publishes_nothing_but_bad_weights_does_not_flood_the_record(endpoint: LiveSet) -> None:
+    for version in range(2, 40):
+        await endpoint.publish(moody(version, RAISE))
+        assert await everywhere(endpoint, 1) == {1}
+    await until(lambda: endpoint.controller.state.models["moody"].live.left[-1] == 39)
+    assert endpoint.entries() == [("rollback", 1, 2, "guard")]
+    assert len(endpoint.controller.state.models["moody"].live.left) <= MAX_LEFT
+    endpoint.controller.state.models["moody"].live.recorded_at -= live_control.RECORD_S
+    await until(lambda: len(endpoint.entries()) == 2)
+    assert endpoint.entries()[1] == ("rollback", 1, 39, "guard")
+    assert "(and 36 versions before it, since the last entry)" in endpoint.controller.state.events[1].reason
+
+
+@live(replicas=2)
+async def test_without_the_controller_each_replica_leaves_what_is_bad_and_all_is_told_later(endpoint: LiveSet) -> None:
+    endpoint.controller_away = True
+    await endpoint.publish(moody(2, NAN))
+    assert await everywhere(endpoint) == {1}
+    assert endpoint.versions("moody") == [1, 1]
+    endpoint.restart_controller()
+    endpoint.controller_away = False
+    await until(lambda: endpoint.entries() == [("rollback", 1, 2, "guard")])
+
+
+@live(replicas=2)
+async def test_a_replica_that_comes_when_the_newest_weights_were_left_gets_those_before(endpoint: LiveSet) -> None:
+    await endpoint.publish(moody(2, RAISE))
+    assert await everywhere(endpoint) == {1}
+    await until(lambda: endpoint.controller.plan.models[0].live.is_kept)
+    for name in ("r1", "r2"):
+        await endpoint.kill(name)
+    endpoint.restart_controller()  # the weights are in a file
+    replica = endpoint.add("r3")
+    await replica.start()
+    assert (await infer(replica)).version == 1
+    await endpoint.publish(moody(3))
+    assert await everywhere(endpoint) == {3}
+
+
+@live(replicas=2)
+async def test_rolled_back_by_hand_it_stays_there_until_it_is_promoted(endpoint: LiveSet) -> None:
+    await endpoint.publish(moody(2))
+    assert await everywhere(endpoint) == {2}
+    told = await endpoint.administer(action="rollback", model="moody", reason="it wobbles")
+    assert (told["pinned"], endpoint.versions("moody")) == (1, [1, 1])
+    endpoint.store.publish(moody(3))
+    assert await everywhere(endpoint) == {1}
+    [late] = await endpoint.start()  # it has never seen version 1
+    assert (late.host.ready, (await infer(late)).version) == (True, 1)
+    endpoint.restart_controller()
+    assert await everywhere(endpoint) == {1}
+    await endpoint.administer(action="promote", model="moody")
+    await until(lambda: endpoint.versions("moody") == [3, 3, 3])
+    assert endpoint.entries() == [("pin", 1, 2, "tester"), ("follow", None, 1, "tester")]
+    assert endpoint.controller.state.events[0].reason == "it wobbles"
+
+
+@live(replicas=2)
+async def test_a_version_that_only_one_replica_still_holds_is_given_to_the_others(endpoint: LiveSet) -> None:
+    await endpoint.publish(moody(2))
+    other = endpoint.replicas["r2"].host.model("moody").live
+    assert other is not None
+    other.take(moody(3))
+    await infer(endpoint.replicas["r2"])
+    other.take(moody(4))  # so it holds 3 and 4, and r1 holds 2
+    await until(lambda: endpoint.controller.live.held("moody") == [1, 2, 3, 4])
+    await endpoint.administer(action="rollback", model="moody", version=2)
+    assert endpoint.versions("moody") == [2, 2]
+
+
+@live(replicas=2)
+async def test_an_older_version_is_gone_back_to_by_its_number(endpoint: LiveSet) -> None:
+    for version in (2, 3, 4):
+        await endpoint.publish(moody(version))
+        assert await everywhere(endpoint) == {version}
+    shown = [(1, ""), (3, ""), (4, "stable")]
+    await until(lambda: [(each["version"], each["track"]) for each in endpoint.seen["versions"]] == shown)
+    await endpoint.administer(action="rollback", model="moody", version=1)
+    assert await everywhere(endpoint) == {1}
+    [late] = await endpoint.start()
+    assert (await infer(late)).version == 1
+
+
+@live()
+async def test_a_replica_is_let_in_when_it_has_what_is_pinned(endpoint: LiveSet) -> None:
+    for version in (2, 3):
+        await endpoint.publish(moody(version))
+        assert await everywhere(endpoint) == {version}
+    await endpoint.administer(action="rollback", model="moody", version=2)
+    endpoint.giving.clear()
+    late = endpoint.add("late")
+    starting = asyncio.create_task(late.start())
+    await until(lambda: late.host.ready and endpoint.num_fetched == 1)  # with what the run has
+    assert not (await asyncio.wait([starting], timeout=5 * START_POLL_S))[0]
+    endpoint.controller.live.pin("moody", 1, "me", "")  # while it fetches another
+    await until(lambda: endpoint.controller.plan.models[0].live.is_kept)
+    await until(lambda: late.host.report().generation == endpoint.controller.plan.generation)
+    endpoint.giving.set()
+    await starting
+    await until(lambda: late.host.model("moody").version == 1)
+
+
+@live()
+async def test_a_batch_that_two_versions_computed_does_not_say_how_long_one_takes(endpoint: LiveSet) -> None:
+    [replica] = endpoint.replicas.values()
+    hosted = replica.host.model("moody")
+    forwards, on_batch = hosted._forwards, hosted._queue._on_batch
+    assert on_batch is not None
+    await until(lambda: sum(num for num, _ in forwards.of(1).values()) == hosted.batcher_counts().batches)
+    told, timed = [], []
+
+    def tell(report: BatchReport) -> None:
+        on_batch(report)
+        told.append(report)
+
+    hosted._queue._on_batch = tell
+    forwards.add = lambda version, rows, seconds: timed.append((version, rows))  # type: ignore[method-assign]
+    await endpoint.publish(moody(2, RAISE))
+    for rows in (1, 2):
+        assert (await infer(replica, rows=rows)).version == 1
+    await until(lambda: len(told) == 2)
+    assert timed == [(1, 2)]
+
+
+@live(replicas=2)
+async def test_the_version_that_answers_may_be_kept(endpoint: LiveSet) -> None:
+    await endpoint.administer(action="rollback", model="moody", version=1)
+    endpoint.store.publish(moody(2))
+    assert await everywhere(endpoint) == {1}
+
+
+@live()
+async def test_what_was_left_is_taken_again_when_somebody_wants_it(endpoint: LiveSet) -> None:
+    await endpoint.publish(moody(2, RAISE))
+    assert await everywhere(endpoint) == {1}
+    await until(lambda: endpoint.seen["reason"])
+    await endpoint.administer(action="promote", model="moody", reason="it was the data")
+    await until(lambda: endpoint.versions("moody") == [2])
+    assert endpoint.seen["reason"] == ""
+
+
+@live(replicas=2, guard=GuardOptions(metric="return", min_value=100.0))
+async def test_a_version_goes_by_what_a_user_measures(endpoint: LiveSet) -> None:
+    await endpoint.publish(moody(2))
+    assert await everywhere(endpoint) == {2}
+    await until(lambda: endpoint.controller.live.answering("moody") == [2, 2])
+    await endpoint.administer(action="metric", model="moody", metric="return", value=120.0)
+    await endpoint.administer(action="metric", model="moody", metric="other", value=1.0)
+    assert endpoint.versions("moody") == [2, 2]
+    await endpoint.administer(action="metric", model="moody", metric="return", value=80.0)
+    await until(lambda: endpoint.versions("moody") == [1, 1])
+    assert "return = 80 is below min_value = 100" in endpoint.seen["reason"]
+    assert endpoint.entries() == [("rollback", 1, 2, "guard")]
+    await until(lambda: endpoint.controller.live.answering("moody") == [1, 1])
+    with pytest.raises(InferenceError, match="no version of 'moody' before 1 is held"):
+        await endpoint.administer(action="metric", model="moody", metric="return", value=80.0)
+
+
+@live()
+async def test_status_says_what_it_follows_what_is_held_and_what_was_left(endpoint: LiveSet) -> None:
+    def seen() -> list[str]:
+        return plain_lines(EndpointStatus.from_json(json_of(endpoint.status.endpoint())))
+
+    await endpoint.publish(moody(2))
+    await until(lambda: len(seen()) == 2)
+    assert [line.partition(":")[0] for line in seen()] == ["moody@1 loaded", "moody@2 stable"]
+    assert "share 100%" in seen()[1]
+    assert seen()[1].endswith("follows a run")
+    await endpoint.administer(action="rollback", model="moody")
+    await until(lambda: [line.partition(":")[0] for line in seen()] == ["moody@1 stable"])
+    assert seen()[0].endswith("pinned at version 1 of a run")
+    model = EndpointStatus.from_json(json_of(endpoint.status.endpoint())).models[0]
+    assert shares(model) == "100% by 1 (stable), pinned at version 1 of a run"
+    await endpoint.administer(action="promote", model="moody")
+    await endpoint.publish(moody(3, RAISE))
+    assert await everywhere(endpoint) <= {1, 2}
+    await until(lambda: any(line.startswith("moody: ready version 3 was left") for line in seen()))
+
+
+@live()
+async def test_a_model_that_is_deleted_follows_no_more(endpoint: LiveSet) -> None:
+    [replica] = endpoint.replicas.values()
+    follower = replica.host.followers["moody"]
+    await endpoint.administer(action="delete", model="moody")
+    endpoint.store.publish(moody(2))
+    await until(lambda: not follower.alive)
+    replica.check_health()
+
+
+def json_of(document: dict[str, Any]) -> bytes:
+    import msgspec
+
+    return msgspec.json.encode(document)
+
+
+@pytest.mark.parametrize(
+    ("word", "change"),
+    [
+        ("holds no version before 1; these are held: 1. To stay", {"action": "rollback"}),
+        ("version 9 of 'moody' is not held; these are: 1", {"action": "rollback", "version": 9}),
+        ("version champion of 'moody' is not held", {"action": "rollback", "version": "champion"}),
+        ("follows the weights of its run already", {"action": "promote"}),
+        ("no version by its number: promote moody", {"action": "promote", "version": 1}),
+        ("which decides what is next", {"action": "canary", "version": 1, "percent": 10}),
+        ("which decides what is next", {"action": "deploy", "version": 1}),
+    ],
+)
+def test_what_makes_no_sense_for_a_live_model_is_refused_with_a_remedy(word: str, change: dict[str, Any]) -> None:
+    @live()
+    async def body(endpoint: LiveSet) -> None:
+        await until(lambda: endpoint.controller.live.held("moody") == [1])
+        with pytest.raises(InferenceError, match=word) as caught:
+            await endpoint.administer(model="moody", **change)
+        assert (caught.value.status, endpoint.entries()) == (409, [])
+
+    body()

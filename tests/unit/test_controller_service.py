@@ -1,0 +1,126 @@
+"""What an endpoint's controller is in its process, and what it is made from; without Ray."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.errors import ConfigError, InferenceError, RegistryError
+from shoal.home import home
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.serve.controller_service import ControllerService
+from shoal.serve.controller_setting import controller_setting
+from shoal.serve.deployment_options import deployment_options
+from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.options import ModelOptions
+from shoal.serve.refusals import Refused
+from shoal.serve.report import ReplicaReport
+from shoal.serve.sources import LiveModel, ServedModel, registered
+from shoal.weights import WeightSnapshot, WeightStore
+
+FACTORY = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1})
+SIGNATURE = Signature(
+    inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 1])],
+    outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 1])],
+)
+DEADLINE_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    weights = WeightSnapshot.of(1, {"weight": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)})
+    Registry().register("linear", weights, model=FACTORY, signature=SIGNATURE, aliases=("champion",))
+
+
+def spec(**fields: Any) -> EndpointSpec:
+    return EndpointSpec.parse({"name": "endpoint", **fields})
+
+
+def audited() -> list[dict[str, Any]]:
+    file: Path = home() / "audit.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def run(body: Callable[[ControllerService], Awaitable[None]], idle_s: float = 60.0) -> None:
+    setting, _ = controller_setting(spec(), [registered("linear@champion")])
+
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await body(ControllerService(type(setting)(**{**vars(setting), "idle_s": idle_s})))
+
+    asyncio.run(bounded())
+
+
+def test_what_replicas_refuse_and_administrators_ask_is_in_the_audit_log() -> None:
+    async def body(service: ControllerService) -> None:
+        others = await service.report(ReplicaReport("r1", refused=(Refused("ada", 403, 2),)))
+        assert others == []
+        [other] = await service.report(ReplicaReport("r2", refused=(Refused("", 401, 3, "10.0.0.7"),)))
+        assert other.replica == "r1"
+        with pytest.raises(InferenceError):
+            await service.administer({"action": "canary", "model": "none"}, "administrator from 10.0.0.8")
+
+    run(body)
+    lines = {line["entry"]: line for line in audited() if line["entry"] != "changed"}
+    assert [line["by"] for line in audited() if line["entry"] == "refused"] == ["ada", "unknown"]
+    assert (lines["refused"]["count"], lines["refused"]["from"]) == (3, "10.0.0.7")
+    assert (lines["asked"]["action"], lines["asked"]["from"], lines["asked"]["result"]) == (
+        "canary",
+        "10.0.0.8",
+        "refused",
+    )
+
+
+def test_it_ends_when_no_replica_has_asked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.serve.controller_service.TICK_S", 0.01)
+    ended: list[str] = []
+
+    async def body(service: ControllerService) -> None:
+        service.ended = lambda: ended.append("")  # type: ignore[method-assign]
+        for generation in range(3):
+            await service.follow("r1", generation - 1, 0.0)
+            assert not ended
+        while not ended:
+            await asyncio.sleep(0.01)
+
+    run(body, idle_s=0.2)
+    assert len(ended) == 1
+
+
+def test_a_controller_is_told_each_model_with_its_options_and_replicas_what_to_follow() -> None:
+    live = LiveModel(FACTORY, SIGNATURE, WeightStore())
+    endpoint = spec(model={"max_batch_size": 8}, models={"linear": {"max_batch_size": 4}})
+    models = [registered("linear@champion"), ServedModel("live", live, options=ModelOptions(max_batch_size=2))]
+    setting, followed = controller_setting(endpoint, models)
+    assert [(each.name, each.version, each.is_live) for each in setting.models] == [
+        ("linear", "champion", False),
+        ("live", "", True),
+    ]
+    assert [each.options["max_batch_size"] for each in setting.models] == [4, 2]
+    assert {name: options["max_batch_size"] for name, options in setting.options.items()} == {"": 8, "linear": 4}
+    assert followed == {"live": live}
+    assert setting.actor != controller_setting(endpoint, models)[0].actor  # of another call of `deploy`
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    with pytest.raises(ConfigError, match="name a model"):
+        controller_setting(spec(), [])
+    with pytest.raises(ConfigError, match="is there twice"):
+        controller_setting(spec(), [registered("linear@champion"), registered("linear@1")])
+    with pytest.raises(RegistryError):
+        controller_setting(spec(), [registered("linear@no-such-alias")])
+
+
+def test_what_serve_is_asked_for() -> None:
+    fixed = deployment_options(spec(num_replicas=3, num_cpus=0.25, drain_s=7.0))
+    assert (fixed["num_replicas"], fixed["ray_actor_options"]) == (3, {"num_cpus": 0.25})
+    assert (fixed["graceful_shutdown_timeout_s"], "autoscaling_config" in fixed) == (7.0, False)
+    scaled = deployment_options(spec(num_replicas=1, max_replicas=4))
+    assert "num_replicas" not in scaled
+    scaling = scaled["autoscaling_config"]
+    assert (scaling["min_replicas"], scaling["max_replicas"]) == (1, 4)
+    assert scaling["target_ongoing_requests"] < scaled["max_ongoing_requests"]

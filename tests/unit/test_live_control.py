@@ -1,0 +1,164 @@
+"""The controller's part in live models: whom it believes, what it writes down, which weights it keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.serve import live_control
+from shoal.serve.controller import EndpointController
+from shoal.serve.controller_state import Deployment, StateFile
+from shoal.serve.options import ModelOptions
+from shoal.serve.report import MAX_LEFT, Left, LiveReport, ModelReport, ReplicaReport
+from shoal.serve.rollout import LivePlan
+from shoal.weights import WeightSnapshot
+
+OPTIONS = ModelOptions().model_dump(mode="json")
+
+
+class Endpoint:
+    """A controller of one live model, `m`, whose replicas are made up."""
+
+    def __init__(self, folder: Path, deployment: str = "1") -> None:
+        self.file = StateFile(folder / "e.json")
+        self.controller = EndpointController(
+            "e", [Deployment("m", "", "", OPTIONS)], deployment_id=deployment, state_file=self.file
+        )
+        self.live = self.controller.live
+
+    @property
+    def plan(self) -> LivePlan:
+        return self.controller.plan.models[0].live
+
+    def hear(self, replica: str, version: int, held: tuple[int, ...], *left: Left, era: int = 0) -> None:
+        model = ModelReport(version, held, live=LiveReport(era, held, left))
+        self.controller.report(ReplicaReport(replica, models={"m": model}))
+
+    def entries(self) -> list[tuple[str, int | None, int | None, str]]:
+        return [(each.kind, each.version, each.previous, each.reason) for each in self.controller.state.events]
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> Endpoint:
+    return Endpoint(tmp_path)
+
+
+def weights(version: int) -> WeightSnapshot:
+    return WeightSnapshot.of(version, {"bias": np.full(2, version, np.float32)})
+
+
+def left(version: int, instead: int = 1, has_answered: bool = True) -> Left:
+    return Left(version, f"bad {version}", instead, has_answered)
+
+
+def test_what_one_replica_left_is_left_by_all_and_written_down_once(endpoint: Endpoint) -> None:
+    endpoint.hear("a", 1, (1,), left(2))
+    endpoint.hear("b", 2, (1, 2))
+    endpoint.hear("b", 1, (1,), left(2))
+    assert endpoint.plan == LivePlan(left=(2,), kept=1)
+    assert endpoint.entries() == [("rollback", 1, 2, "bad 2")]
+    assert endpoint.live.held("m") == [1]
+
+
+def test_a_version_that_was_never_taken_is_abandoned(endpoint: Endpoint) -> None:
+    endpoint.hear("a", 1, (1,), left(2, has_answered=False))
+    assert endpoint.entries() == [("abandon", 2, 1, "bad 2")]
+    assert endpoint.plan.left == (2,)
+
+
+def test_old_reports_of_what_was_left_are_not_believed_after_it_was_promoted(endpoint: Endpoint) -> None:
+    endpoint.hear("a", 1, (1,), left(2))
+    endpoint.live.follow("m", "me", "again")
+    endpoint.hear("a", 1, (1,), left(2))  # it has not heard of it yet
+    assert endpoint.plan == LivePlan(era=1, kept=1)
+    endpoint.hear("a", 1, (1,), left(2), era=1)  # it has tried it again
+    assert endpoint.plan.left == (2,)
+    assert [entry[0] for entry in endpoint.entries()] == ["rollback", "follow"]
+
+
+def test_entries_are_few_and_say_how_many_they_stand_for_also_after_a_restart(
+    endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint.hear("a", 1, (1,), left(2))
+    endpoint.hear("a", 1, (1,), left(2), left(3), left(4), left(5))
+    endpoint.controller.tick()
+    assert endpoint.entries() == [("rollback", 1, 2, "bad 2")]
+    again = Endpoint(tmp_path)
+    assert again.plan.left == (2, 3, 4, 5)
+    monkeypatch.setattr(live_control, "RECORD_S", 0.0)
+    for _ in range(3):
+        again.controller.tick()
+    assert again.entries()[1:] == [("rollback", 1, 5, "bad 5 (and 2 versions before it, since the last entry)")]
+
+
+def test_weights_are_kept_when_they_are_wanted_and_survive_the_controller_but_not_the_endpoint(
+    endpoint: Endpoint, tmp_path: Path
+) -> None:
+    endpoint.hear("a", 3, (1, 3))
+    endpoint.live.keep("m", weights(1))  # nobody has asked for them
+    assert endpoint.live.kept("m", 1) is None
+    endpoint.live.pin("m", 1, "me", "")
+    assert not endpoint.plan.is_kept
+    endpoint.live.keep("m", weights(3))
+    endpoint.live.keep("x", weights(1))
+    assert not endpoint.plan.is_kept
+    endpoint.live.keep("m", weights(1))
+    endpoint.live.keep("m", weights(1))
+    assert endpoint.plan == LivePlan(pinned=1, kept=1, is_kept=True)
+    again = Endpoint(tmp_path)
+    assert again.plan == endpoint.plan
+    assert again.live.kept("m", 1) == endpoint.live.kept("m", 1)
+    assert again.live.kept("m", 3) is None
+    other = Endpoint(tmp_path, deployment="2")
+    assert (other.plan, other.live.kept("m", 1)) == (LivePlan(), None)
+    other.hear("a", 3, (1, 3))
+    other.live.pin("m", 3, "me", "")
+    other.controller.close(forget=True)
+    other.live.keep("m", weights(3))  # a last word
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_were_damaged_on_disk_are_asked_for_again(endpoint: Endpoint, tmp_path: Path) -> None:
+    endpoint.live.pin("m", 1, "me", "")
+    endpoint.live.keep("m", weights(1))
+    [file] = (tmp_path / "e.weights").iterdir()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    again = Endpoint(tmp_path)
+    assert (again.plan.pinned, again.plan.is_kept) == (1, False)
+    again.live.keep("m", weights(1))
+    assert again.plan.is_kept
+
+
+def test_while_it_is_decided_what_to_go_back_to_nothing_new_is_taken(endpoint: Endpoint) -> None:
+    with endpoint.live.freeze("m"):
+        assert endpoint.plan.frozen
+    assert not endpoint.plan.frozen
+
+
+def test_what_is_pinned_stays_kept_whatever_is_left(endpoint: Endpoint) -> None:
+    endpoint.hear("a", 3, (1, 3))
+    endpoint.live.pin("m", 3, "me", "")
+    endpoint.hear("a", 3, (3,), left(4, instead=2, has_answered=False))
+    assert (endpoint.plan.pinned, endpoint.plan.kept, endpoint.plan.left) == (3, 3, (4,))
+
+
+def test_the_weights_that_are_kept_can_be_gone_back_to(endpoint: Endpoint) -> None:
+    endpoint.hear("a", 1, (1,), left(2))
+    endpoint.live.keep("m", weights(1))
+    endpoint.hear("a", 4, (3, 4), left(2))
+    assert endpoint.live.held("m") == [1, 3, 4]
+    assert (endpoint.live.before("m", 4), endpoint.live.before("m", 3), endpoint.live.before("m", 1)) == (3, 1, 0)
+
+
+def test_only_the_newest_of_what_was_left_is_listed(endpoint: Endpoint) -> None:
+    for version in range(2, 40):
+        endpoint.hear("a", 1, (1,), left(version))
+    assert endpoint.plan.left == tuple(range(40 - MAX_LEFT, 40))
+    state = endpoint.controller.state.models["m"].live
+    num_unrecorded = state.unrecorded
+    endpoint.hear("b", 1, (1,), left(2), left(3))  # it remembers for longer
+    assert (state.unrecorded, state.last) == (num_unrecorded, left(39))
