@@ -26,10 +26,13 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Run the main job: four external actors teach a policy that an endpoint already serves
 	@$(BIN)/shoal run actor_learner --actors 4
 
+# Bytecode is kept: else each worker, and each process that a test starts, compiles again what it imports.
+# In the last line, a Ray cluster per process, and the tests that take longest first (see tests/conftest.py).
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY) $(CLIENTS)/.ready  ## Run the whole test suite
 	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit
-	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/contracts tests/training tests/serving tests/equivalence
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/unit --ignore tests/contracts --ignore tests/training --ignore tests/serving --ignore tests/equivalence tests
+	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/contracts tests/loop tests/training tests/serving tests/equivalence
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder tests/e2e tests/faults tests/ray
 
 check: $(READY) $(CLIENTS)/.ready  ## Format, lint, types, import contracts
 	@$(BIN)/ruff format --check .

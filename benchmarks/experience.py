@@ -4,9 +4,11 @@
 
 One run is three windows of the same length, one after the other, each with four fresh processes: acting alone (the
 policy and the environment of `shoal.actor`, and nothing else), with gateway and learner in one process without Ray
-("local"), and with both as Ray workers ("ray"). All use the weights of `balancing`, so episodes last 500 steps in every
-window: resets are as rare in one as in the other. The learner works at full cost, with a learning rate that changes
-nothing. Everything shares the machine's cores: what gateway and learner take is lost to the actors.
+("local"), and with both as Ray workers ("ray"). CartPole is the cheapest environment there is: all is dear beside its
+step. Acrobot's takes longer (four evaluations of its dynamics), and is still that of a toy. CartPole is played with the
+weights of `balancing`, so episodes last 500 steps in every window: resets are as rare in one as in the other; Acrobot
+with those that a network begins with, under which they do too. The learner works at full cost, with a learning rate
+that changes nothing. All share the machine's cores: what gateway and learner take is lost to the actors.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.balancing import balancing_weights
+from benchmarks.balancing import balancing_weights, first_weights
 from benchmarks.children import Child, scratch
 from benchmarks.ours.rl import actors_of, run_of
 from benchmarks.result import compare, options, write
@@ -25,6 +27,7 @@ from shoal.weights import encode_tensors
 NUM_ACTORS = 4
 BAR = 0.8
 SIDES = ("alone", "local", "ray")
+ENVIRONMENTS = {"CartPole-v1": True, "Acrobot-v1": False}  # whether there is a policy that balances
 
 
 class Window(NamedTuple):
@@ -48,16 +51,17 @@ def measure(actors: list[Child], run: Child | None, warm_up_s: float, window_s: 
     return Window(rate, sum(one["cpu_s"] for one in counted) / window_s, used_s / window_s)
 
 
-def measure_side(side: str, folder: Path, warm_up_s: float, window_s: float) -> Window:
-    """Start what the side needs, measure, end it."""
+def measure_side(name: str, side: str, folder: Path, warm_up_s: float, window_s: float) -> Window:
+    """Start what the side needs for the environment, measure, end it."""
+    spec, balancing = RLSpec(env=name), ENVIRONMENTS[name]
     if side == "alone":
         weights = folder / "weights.safetensors"
-        weights.write_bytes(encode_tensors(balancing_weights(RLSpec())))
-        with actors_of(folder, NUM_ACTORS, ["--alone", str(weights)]) as actors:
+        weights.write_bytes(encode_tensors(balancing_weights(spec) if balancing else first_weights(spec)))
+        with actors_of(folder, NUM_ACTORS, ["--env", name, "--alone", str(weights)]) as actors:
             return measure(actors, None, warm_up_s, window_s)
     with (
-        run_of(side, folder, balancing=True) as (run, address),
-        actors_of(folder, NUM_ACTORS, ["--connect", address]) as actors,
+        run_of(side, folder, spec={"env": name}, balancing=balancing, still=True) as (run, address),
+        actors_of(folder, NUM_ACTORS, ["--env", name, "--connect", address]) as actors,
     ):
         return measure(actors, run, warm_up_s, window_s)
 
@@ -65,30 +69,30 @@ def measure_side(side: str, folder: Path, warm_up_s: float, window_s: float) -> 
 def main() -> None:
     chosen = options(__doc__, runs=4)
     warm_up_s, window_s = (2.0, 3.0) if chosen.quick else (3.0, 8.0)
-    found: dict[str, list[Window]] = {side: [] for side in SIDES}
+    found: dict[tuple[str, str], list[float]] = {(name, side): [] for name in ENVIRONMENTS for side in SIDES}
     with scratch() as folder:
         for index in range(chosen.runs):
-            for side in SIDES:
-                window = measure_side(side, folder, warm_up_s, window_s)
-                found[side].append(window)
+            for name, side in found:
+                window = measure_side(name, side, folder, warm_up_s, window_s)
+                found[name, side].append(window.steps_per_s)
                 print(
-                    f"run {index + 1}, {side}: {window.steps_per_s:,.0f} steps/s; cores busy: actors"
+                    f"run {index + 1}, {name}, {side}: {window.steps_per_s:,.0f} steps/s; cores busy: actors"
                     f" {window.actor_cores:.2f}, gateway and learner {window.run_cores:.2f}",
                     flush=True,
                 )
-    rates = {side: [window.steps_per_s for window in windows] for side, windows in found.items()}
     rows = [
         compare(
-            f"experience into the learner, four actors ({'Ray' if side == 'ray' else 'one process, no Ray'})",
+            f"experience of {name} into the learner, four actors ({how})",
             "steps/s",
             "higher",
-            rates[side],
-            rates["alone"],
+            found[name, side],
+            found[name, "alone"],
             "acting alone",
             bar=BAR,
             bar_kind="ratio",
         )
-        for side in ("ray", "local")
+        for name in ENVIRONMENTS
+        for side, how in (("ray", "Ray"), ("local", "one process, no Ray"))
     ]
     write("experience", rows, chosen.results)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from waiting import wait_for as _wait_for
 
@@ -33,8 +36,18 @@ hypothesis.settings.register_profile("shoal", deadline=None)
 hypothesis.settings.load_profile("shoal")
 
 TESTS = Path(__file__).parent
+_homes = itertools.count()
 WITH_CLUSTER = ("ray", "faults", "e2e")
-WITHOUT_RAY = ("unit", "training", "equivalence", "serving")
+WITHOUT_RAY = ("unit", "loop", "training", "equivalence", "serving")
+
+# Their tests share what is dear to make, an endpoint or a run; tests of other files go to whichever process is free.
+TOGETHER = (
+    "e2e/test_serving.py",
+    "faults/test_replica_faults.py",
+    "faults/test_serving_faults.py",
+    "faults/test_training_faults.py",
+    "ray/test_serve.py",
+)
 
 # Ray's own warnings, which are not ours to mend: `filterwarnings = error` stays for everything else.
 RAYS_OWN = (
@@ -66,7 +79,9 @@ class _NoRay(MetaPathFinder):
 @contextmanager
 def _ray_forbidden() -> Iterator[None]:
     """Make every import of ray fail, also of what another test has imported before."""
-    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "ray"}
+    hidden = {}
+    if "ray" in sys.modules:
+        hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "ray"}
     for name in hidden:
         del sys.modules[name]
     finder = _NoRay()
@@ -84,6 +99,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _folder(item.path) in WITH_CLUSTER:
             for rule in RAYS_OWN:
                 item.add_marker(pytest.mark.filterwarnings(rule))
+
+
+class _Together(LoadScopeScheduling):
+    """`--dist loadgroup`, by file: xdist 3.8 does not find its own marks under pytest 9.2."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if file.endswith(TOGETHER) else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Together | None:
+    return _Together(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -126,12 +154,14 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def shoal_home(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """$SHOAL_HOME: a fresh folder per test, and one for all tests that may use the shared cluster."""
+def shoal_home(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """$SHOAL_HOME: a folder of its own per test, which nobody has made yet; one for all that may use the cluster."""
     if _folder(request.path) in WITH_CLUSTER:
         folder: Path = request.getfixturevalue("shared_home")
     else:
-        folder = request.getfixturevalue("tmp_path") / "home"
+        folder = tmp_path_factory.getbasetemp() / f"home-{next(_homes)}"
     monkeypatch.setenv("SHOAL_HOME", str(folder))
     monkeypatch.delenv("SHOAL_TOKEN", raising=False)
     return folder

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 import psutil
 
 from shoal.cluster.embedded import EmbeddedCluster
 
+Sockets = set[tuple[int, int]]  # (port, inode): another program may have the port by the time it is looked at again
+LISTENS = "0A"
 
-def listening_ports(pids: Collection[int]) -> set[int]:
-    """The TCP ports on which the processes listen."""
+
+def listening_ports(pids: Collection[int]) -> Sockets:
+    """The TCP sockets on which the processes listen."""
     found = psutil.net_connections("tcp")
-    return {entry.laddr.port for entry in found if entry.status == psutil.CONN_LISTEN and entry.pid in pids}
+    ports = {entry.laddr.port for entry in found if entry.status == psutil.CONN_LISTEN and entry.pid in pids}
+    return {(port, inode) for port, inode in _listening() if port in ports}
 
 
-def assert_nothing_left(cluster: EmbeddedCluster, ports: set[int]) -> None:
+def assert_nothing_left(cluster: EmbeddedCluster, sockets: Sockets) -> None:
     """No process, no listening port and no file of a stopped cluster."""
     assert cluster.pids() == []
     assert cluster.temp_dir is not None
     assert not cluster.temp_dir.exists()
-    open_now = {entry.laddr.port for entry in psutil.net_connections("tcp") if entry.status == psutil.CONN_LISTEN}
-    assert not ports & open_now
+    assert not sockets & _listening()
+
+
+def _listening() -> Sockets:
+    """Of all programs."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return {(int(line[1].rpartition(":")[2], 16), int(line[9])) for line in lines if line[3] == LISTENS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -23,8 +24,9 @@ import shoal.runs
 from shoal.cli import cli
 from shoal.client import Client
 from shoal.client.find import find_endpoint, token_for
-from shoal.errors import ConnectionLost, RunError
+from shoal.errors import ConnectionLost, InferenceError, RunError
 from shoal.flows.batch_predict import BatchPredictSpec, batch_predict
+from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs import Status
 from shoal.weights import WeightSnapshot
@@ -141,6 +143,21 @@ def test_from_deploy_to_roll_back_no_request_fails(run_id: str) -> None:
         assert not asking.wrong
     kinds = ["deploy", "canary", "promote", "rollback"]
     wait_for(lambda: [*_kinds(run_id)] == kinds, END_S, f"{kinds} in the record: {_kinds(run_id)}")
+
+
+def test_who_was_refused_is_in_the_audit_log(run_id: str) -> None:
+    def refused() -> list[dict[str, object]]:
+        lines = [json.loads(line) for line in (home() / "audit.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["entry"] == "refused"]
+
+    with Client(find_endpoint().url, token="not the token") as client:
+        for _ in range(3):
+            with pytest.raises(InferenceError, match="known key"):
+                client.infer(MODEL, ROWS)
+    wait_for(refused, END_S, "a line")
+    line = refused()[0]
+    assert (line["by"], line["status"], line["from"], line["model"]) == ("unknown", 401, "127.0.0.1", MODEL)
+    assert len(refused()) == 1
 
 
 def _kinds(run_id: str) -> list[str]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.algorithms.impala import Batch, ImpalaConfig, NonFiniteLoss, batch_of, impala_loss, update
+from shoal.algorithms.impala import Batch, ImpalaConfig, batch_of, impala_loss
 from shoal.algorithms.vtrace import vtrace
 from shoal.models.actor_critic import ActorCritic
 
@@ -192,30 +192,3 @@ def test_a_segments_padding_and_its_neighbours_do_not_change_its_targets() -> No
         parts = [impala_loss(*model(one.observations), one, config) for one in (alone, rest)]
     expected = (3 * float(parts[0].total) + 10 * float(parts[1].total)) / 13
     assert float(whole.total) == pytest.approx(expected, rel=1e-4)
-
-
-def test_an_update_that_is_not_finite_leaves_the_weights_as_they_were() -> None:
-    model = ActorCritic(4, 3, (8,))
-    optimizer = torch.optim.Adam(model.parameters())
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    batch, _ = random_batch(1, [5])
-    batch.rewards[2] = float("inf")
-    with pytest.raises(NonFiniteLoss, match="learning_rate"):
-        update(model, optimizer, batch, ImpalaConfig())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_updates_learn_a_bandit() -> None:
-    torch.manual_seed(0)
-    model = ActorCritic(4, 2, (16,))
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    random = np.random.default_rng(0)
-    for _ in range(60):
-        actions = random.integers(0, 2, 64)
-        batch = batch_of(
-            np.ones((128, 4)), actions, actions.astype(np.float32), np.full(64, np.log(0.5), np.float32),
-            np.ones(64, np.int64), np.ones(64, bool),
-        )  # fmt: skip
-        update(model, optimizer, batch, ImpalaConfig())
-    assert int(model.predict(torch.ones(1, 4))["action"]) == 1
-    assert torch.softmax(model(torch.ones(1, 4))[0], -1)[0, 1] > 0.9

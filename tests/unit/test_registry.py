@@ -267,6 +267,26 @@ def test_a_source_follows_its_alias_forwards_and_back(registry: Registry) -> Non
     assert source.wait_newer(99, timeout_s=0.0) is None
 
 
+def test_an_alias_that_moves_while_it_is_looked_up_gives_its_new_version(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(registry, 1.0)
+    register(registry, 2.0, aliases=())
+    get = registry.get
+
+    def get_and_move(ref: str) -> ModelVersion:
+        found = get(ref)
+        monkeypatch.undo()
+        registry.promote("cartpole@2")
+        return found
+
+    monkeypatch.setattr(registry, "get", get_and_move)
+    source = RegistrySource(registry, "cartpole@champion", poll_interval_s=0.005)
+    moved = source.wait_newer(1, timeout_s=DEADLINE_S)
+    assert moved is not None
+    assert moved.version == 2
+
+
 def test_a_closed_source_wakes_its_waiter(registry: Registry) -> None:
     source = RegistrySource(registry, "cartpole", poll_interval_s=DEADLINE_S)
     answers: list[WeightSnapshot | None] = []

@@ -28,6 +28,7 @@ from shoal.cluster.driver import expected_run_id
 from shoal.errors import ClusterError, RunError
 from shoal.flows.evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
 from shoal.flows.policy import look_at_environment, served_model
+from shoal.flows.serving import record_changes
 from shoal.home import access_token
 from shoal.registry import ModelVersion, Registry
 from shoal.rl.ray_rl import ActorLearnerWorkers, RunSetting, require_room
@@ -157,11 +158,16 @@ class _Flow:
             self._follow_until_a_trial_is_due()
             snapshot = self._workers.pause_learner()
             trial = self._play(snapshot, TRIAL_SEED)
-            self.recorder.event("tried", version=snapshot.version, mean_return=trial.mean_return)
-            if self.spec.target_return is None or trial.mean_return >= self.spec.target_return:
+            found = {"mean_return": trial.mean_return, "sure_return": trial.sure_return}
+            self.recorder.event("tried", version=snapshot.version, **found)
+            if self.spec.target_return is None or trial.sure_return >= self.spec.target_return:
                 self._candidate = snapshot
                 return
-            print(f"version {snapshot.version} returned {trial.mean_return:.1f} in a trial: learning on", flush=True)
+            print(
+                f"version {snapshot.version} returned {trial.mean_return:.1f} in a trial, and not surely"
+                f" {self.spec.target_return:g} in other episodes: learning on",
+                flush=True,
+            )
             self._tried_at = int(self._learner_stats.get("updates", 0))
             self._workers.resume_learner()
 
@@ -224,6 +230,8 @@ class _Flow:
         for at, kind, details in self._workers.events():
             self.recorder.event(kind, at=at, **details)
         self._record_published()
+        assert self._endpoint is not None
+        record_changes(self._endpoint, self.recorder)
         if self._gateway_stats.get("first_segment_at") is not None:
             self.recorder.log(int(self._gateway_stats["steps"]), self._metrics())
         self._print_progress()
@@ -314,6 +322,8 @@ class _Flow:
         """Let the learner save, say goodbye to the actors and write the last numbers, however the run ended."""
         if self._workers is None:
             return
+        if self._endpoint is not None:
+            record_changes(self._endpoint, self.recorder)
         if self._workers.finish_learner(FINISH_S):
             self._record_published()
         stats = self._workers.close_gateway(finished=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import time
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -82,6 +83,13 @@ class Evaluation(NamedTuple):
     @property
     def mean_return(self) -> float:
         return float(np.mean(self.returns))
+
+    @property
+    def sure_return(self) -> float:
+        """The mean less twice its standard error: what the mean over other episodes will hardly fall below."""
+        if len(self.returns) < 2:
+            return self.mean_return
+        return self.mean_return - 2.0 * float(np.std(self.returns, ddof=1)) / math.sqrt(len(self.returns))
 
 
 def wait_for_version(connection: InferenceConnection, observation: np.ndarray, version: int, timeout_s: float) -> None:

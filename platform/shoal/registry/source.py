@@ -38,16 +38,18 @@ class RegistrySource:
 
         Raises WeightsError when they are damaged.
         """
-        found = self._find()
-        return self._load(found) if found is not None else None
+        return self._load(self._registry.get(self._ref)) if self._registry.has(self._ref) else None
 
     def wait_newer(self, than: int, timeout_s: float) -> WeightSnapshot | None:
         """The weights that the reference means, once that is something newer than version `than`; None in the end."""
         deadline = time.monotonic() + timeout_s
         while True:
-            found = self._find()
-            if found is not None and self._is_newer(found, than):
-                return self._load(found)
+            if self._registry.has(self._ref):
+                # In this order: an alias that moves in between must not make what it meant before look newer.
+                has_left = self._registry.aliases(self._name).has_left(self._word, than)
+                found = self._registry.get(self._ref)
+                if has_left or found.version > than:
+                    return self._load(found)
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0 or self._closed.wait(min(self._poll_interval_s, remaining_s)):
                 return None
@@ -55,14 +57,6 @@ class RegistrySource:
     def close(self) -> None:
         """Wake every waiter with None. Idempotent."""
         self._closed.set()
-
-    def _find(self) -> ModelVersion | None:
-        if not self._registry.has(self._ref):
-            return None
-        return self._registry.get(self._ref)
-
-    def _is_newer(self, found: ModelVersion, than: int) -> bool:
-        return found.version > than or self._registry.aliases(self._name).has_left(self._word, than)
 
     def _load(self, found: ModelVersion) -> WeightSnapshot:
         loaded = self._loaded

@@ -16,7 +16,6 @@ import zmq
 
 from rl_setting import TOKEN, Parts, segment, serving
 from shoal.actor import ActorClient, play
-from shoal.actor.outbox import Outbox
 from shoal.errors import (
     Closed,
     ConfigError,
@@ -42,61 +41,6 @@ def client(parts: Parts, actor_id: str = "one", **options: Any) -> Iterator[Acto
     finally:
         actor.finished = True  # the tests leave things unacknowledged on purpose: do not wait for them
         actor.close()
-
-
-# -- the outbox -----------------------------------------------------------------------------------------------------
-
-
-def filled(num_segments: int, send_limit: int) -> Outbox:
-    outbox = Outbox()
-    outbox.begin_session(0, send_limit)
-    for _ in range(num_segments):
-        outbox.add(segment())
-    return outbox
-
-
-def numbers(outbox: Outbox) -> list[int]:
-    return [seq for seq, _ in outbox.sendable()]
-
-
-def test_nothing_is_sent_beyond_the_limit_and_nothing_twice() -> None:
-    outbox = filled(5, send_limit=3)
-    assert numbers(outbox) == [0, 1, 2]
-    assert numbers(outbox) == []
-    assert not outbox.has_credit
-    outbox.raise_limit(2)
-    outbox.raise_limit(6)
-    assert numbers(outbox) == [3, 4]
-    assert outbox.has_credit
-
-
-def test_an_acknowledgement_settles_everything_before_it() -> None:
-    outbox = filled(5, send_limit=5)
-    numbers(outbox)
-    outbox.acknowledge(2)
-    outbox.acknowledge(1)
-    assert len(outbox) == 2
-    assert outbox.add(segment()) == 5
-
-
-def test_a_new_session_sends_again_what_the_gateway_does_not_have_as_far_as_there_is_credit() -> None:
-    outbox = filled(6, send_limit=6)
-    numbers(outbox)
-    outbox.begin_session(next_seq=2, send_limit=4)
-    assert numbers(outbox) == [2, 3]
-    assert outbox.next_seq == 6
-
-
-def test_a_gateway_that_lost_its_record_gets_the_rest_under_its_own_numbers() -> None:
-    outbox = filled(4, send_limit=4)
-    numbers(outbox)
-    outbox.acknowledge(1)
-    outbox.begin_session(next_seq=0, send_limit=9)
-    assert numbers(outbox) == [0, 1]
-    assert outbox.next_seq == 2
-
-
-# -- the client -----------------------------------------------------------------------------------------------------
 
 
 def test_a_reconnect_into_a_full_queue_waits_for_room_and_drops_nothing() -> None:

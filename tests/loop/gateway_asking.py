@@ -1,0 +1,56 @@
+"""What asks a gateway in the tests: an actor's client, a socket that says what it is told to, and who is there."""
+
+from __future__ import annotations
+
+import zmq
+
+from rl_setting import TOKEN, Parts
+from shoal.actor import ActorClient
+from shoal.wire import Limits, Segment, decode, encode, pack_segment
+from shoal.wire.messages import Ack, Hello, Message, Welcome
+
+
+class Raw:
+    """A DEALER socket that says what it is told to."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.connect(parts.address)
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._context.destroy(linger=0)
+
+    def say(self, message: Message) -> None:
+        self.socket.send(encode(message))
+
+    def hear(self, kind: type, timeout_s: float = 5.0) -> Message:
+        """The next message of this kind; others are passed over."""
+        while self.socket.poll(int(timeout_s * 1000)):
+            message = decode(self.socket.recv_multipart(), Limits())
+            if isinstance(message, kind):
+                return message
+        raise AssertionError(f"no {kind.__name__} within {timeout_s} s")
+
+    def enter(self, actor_id: str = "raw", incarnation: int = 1) -> Welcome:
+        self.say(Hello(1, TOKEN, actor_id, incarnation))
+        welcome = self.hear(Welcome)
+        assert isinstance(welcome, Welcome)
+        return welcome
+
+    def send(self, seq: int, value: Segment) -> Ack:
+        self.socket.send_multipart(pack_segment(value, seq))
+        ack = self.hear(Ack)
+        assert isinstance(ack, Ack)
+        return ack
+
+
+def client(parts: Parts, actor_id: str = "one", **options: object) -> ActorClient:
+    return ActorClient(parts.address, TOKEN, actor_id, timeout_s=5.0, **options)  # type: ignore[arg-type]
+
+
+def connected(parts: Parts) -> set[str]:
+    return {actor["actor_id"] for actor in parts.gateway.stats()["actors"] if actor["connected"]}

@@ -1,0 +1,74 @@
+"""A gateway that ends and begins again: where it is found, what it gets again, how it goes on counting."""
+
+from __future__ import annotations
+
+import socket as network
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from loop.gateway_asking import client
+from rl_setting import Parts, segment, serving
+from shoal.errors import ConfigError
+
+
+def test_a_gateway_that_died_is_found_where_it_was_and_gets_what_it_did_not_acknowledge(tmp_path: Path) -> None:
+    with serving(tmp_path) as first:
+        port = first.gateway.port
+        actor = client(first)
+        actor.connect()
+        for _ in range(3):
+            actor.send(segment())
+        assert actor.drain(5)
+        first.gateway.close()
+        sender = threading.Thread(target=lambda: [actor.send(segment()) for _ in range(2)])
+        sender.start()  # nobody is there
+        with serving(tmp_path) as second:
+            assert second.gateway.port == port
+            sender.join(10)
+            assert actor.drain(15)
+            account = second.ledger.account((actor.actor_id, actor.incarnation))
+            assert (account.received, account.queued) == (5, 2)
+            assert account.dropped == {"shutdown": 3}
+            assert actor.reconnects >= 1
+            actor.close()
+
+
+@contextmanager
+def taken(port: int = 0) -> Iterator[int]:
+    """A port on which something else listens."""
+    with network.create_server(("127.0.0.1", port)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_port_of_before_that_another_process_has_taken_is_given_up_for_a_free_one(tmp_path: Path) -> None:
+    with serving(tmp_path) as first:
+        before = first.gateway.port
+    with taken(before), serving(tmp_path) as second, client(second):
+        assert second.gateway.port != before
+        moved = second.gateway.port
+    with serving(tmp_path) as third:
+        assert third.gateway.port == moved
+
+
+def test_a_port_that_was_asked_for_and_is_taken_is_named_with_what_to_do() -> None:
+    with taken() as port:
+        parts = Parts(port=port)
+        with pytest.raises(ConfigError, match=r"end the process .*, choose another port, or 0"):
+            parts.gateway.start()
+        parts.gateway.close()
+        parts.ledger.close()
+
+
+def test_a_gateways_next_life_goes_on_counting(tmp_path: Path) -> None:
+    with serving(tmp_path) as first, client(first) as actor:
+        actor.send(segment(2, terminated=True, episode_return=7.0, episode_length=2))
+        assert actor.drain(5)
+    with serving(tmp_path) as second, client(second, "two") as actor:
+        actor.send(segment(3, terminated=True, episode_return=9.0, episode_length=3))
+        assert actor.drain(5)
+        stats = second.gateway.stats()
+        assert (stats["steps"], stats["episodes"], stats["mean_return"]) == (5, 2, 8.0)

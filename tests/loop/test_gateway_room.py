@@ -1,0 +1,107 @@
+"""How a gateway shares its room, passes on weights, tells who lives, and counts; over real sockets on loopback."""
+
+from __future__ import annotations
+
+import pytest
+
+from loop.gateway_asking import Raw, client, connected
+from rl_setting import segment, serving, weights
+from shoal.errors import ConnectionLost
+from shoal.rl.queue import BatchRequest
+from waiting import wait_for
+
+
+def test_a_full_queue_stops_the_actor_and_room_lets_it_go_on() -> None:
+    with serving(queue_capacity=4) as parts, client(parts) as actor:
+        for _ in range(4):
+            actor.send(segment())
+        with pytest.raises(ConnectionLost, match="credit"):
+            actor.send(segment(), timeout_s=0.3)
+        assert len(parts.queue) == 4
+        parts.queue.take("learner", BatchRequest(2, 2, 2, 1))
+        actor.send(segment(), timeout_s=5)
+        assert actor.drain(5)
+        assert actor.acknowledged["dropped"] == 0
+
+
+def test_what_is_sent_beyond_the_limit_is_dropped_and_counted() -> None:
+    with serving(queue_capacity=2) as parts, Raw(parts) as raw:
+        raw.enter()
+        statuses = [raw.send(seq, segment()).status for seq in range(3)]
+        assert statuses == ["accepted", "accepted", "dropped"]
+        assert parts.ledger.account(("raw", 1)).dropped == {"over_credit": 1}
+
+
+def test_an_actor_that_waits_for_room_gets_credit_when_another_leaves() -> None:
+    with serving(queue_capacity=2, heartbeat_s=0.1, timeout_s=0.6) as parts, Raw(parts) as first:
+        first.enter("first")
+        first.send(0, segment())  # one place is taken, and the other promised to the first one
+        with client(parts, "second") as second:
+            with pytest.raises(ConnectionLost, match="credit"):
+                second.send(segment(), timeout_s=0.1)
+            second.send(segment(), timeout_s=10)  # the first one, silent, is given up meanwhile
+            assert second.drain(5)
+
+
+def test_newer_weights_come_by_themselves_and_only_the_newest() -> None:
+    with serving() as parts, client(parts) as actor:
+        assert actor.wait_for_weights()[0] == 1
+        parts.store.publish(weights(2))
+        assert actor.wait_for_weights(than=1)[0] == 2
+        for version in range(3, 60):
+            parts.store.publish(weights(version))
+        wait_for(lambda: (actor.newer_weights(2) or (0,))[0] == 59)
+
+
+def test_a_silent_actor_is_lost_and_a_slow_one_is_not() -> None:
+    with serving(heartbeat_s=0.1, timeout_s=0.6) as parts, Raw(parts) as silent, client(parts, "slow"):
+        silent.enter("silent")
+        wait_for(lambda: connected(parts) == {"slow"}, timeout_s=10)  # its keeper thread pings; nothing else does
+        kinds = [(kind, details["actor_id"]) for _, kind, details in parts.gateway.take_events()]
+        assert ("actor_lost", "silent") in kinds
+        assert ("actor_lost", "slow") not in kinds
+
+
+def test_actors_that_leave_say_so() -> None:
+    with serving() as parts:
+        with client(parts):
+            assert connected(parts) == {"one"}
+        wait_for(lambda: not connected(parts))
+        assert [kind for _, kind, _ in parts.gateway.take_events()] == ["actor_joined", "actor_left"]
+
+
+def test_an_actor_that_left_does_not_lag() -> None:
+    with serving() as parts:
+        with client(parts, "gone") as actor:
+            actor.send(segment())
+            assert actor.drain(5)
+        wait_for(lambda: not connected(parts))
+        with client(parts, "here"):
+            parts.store.publish(weights(7))
+            wait_for(lambda: parts.gateway.stats()["weights_version"] == 7)
+            lags = {actor["actor_id"]: actor["lag"] for actor in parts.gateway.stats()["actors"]}
+        assert lags == {"gone": 0, "here": 7}
+
+
+def test_closing_as_finished_tells_the_actors_that_the_run_is_over() -> None:
+    with serving() as parts:
+        actor = client(parts)
+        actor.connect()
+        parts.gateway.close(finished=True)
+        parts.gateway.close()
+        wait_for(lambda: actor.newer_weights(10**9) is None and actor.finished)
+        actor.close()
+
+
+def test_progress_is_solved_when_a_hundred_episodes_reach_the_target() -> None:
+    with serving(queue_capacity=200) as parts, client(parts) as actor:
+        for _ in range(99):
+            actor.send(segment(2, terminated=True, episode_return=500.0, episode_length=500))
+        assert actor.drain(10)
+        assert parts.gateway.stats()["solved_s"] is None
+        actor.send(segment(2, truncated=True, episode_return=480.0, episode_length=480))
+        assert actor.drain(10)
+        stats = parts.gateway.stats()
+        assert stats["solved_s"] is not None
+        assert (stats["episodes"], stats["steps"], stats["solved_steps"]) == (100, 200, 200)
+        assert stats["mean_return"] == pytest.approx(499.8)

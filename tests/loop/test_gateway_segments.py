@@ -1,0 +1,115 @@
+"""What a gateway accepts, and what it drops with which reason; over real sockets on loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from loop.gateway_asking import Raw
+from rl_setting import segment, serving, weights
+from shoal.wire import DropReason, Segment, pack_segment
+from shoal.wire.messages import Ack, Error, Ping, Pong, SegmentMessage
+from waiting import wait_for
+
+BAD: dict[str, tuple[Callable[[], Segment], DropReason, str]] = {
+    "nan": (
+        lambda: segment(rewards=np.array([1.0, np.nan], np.float32), **_two()),
+        DropReason.NON_FINITE,
+        "rewards",
+    ),
+    "inf": (lambda: segment(2, observations=np.full((3, 4), np.inf, np.float32)), DropReason.NON_FINITE, "observ"),
+    "dtype": (lambda: segment(2, observations=np.zeros((3, 4), np.float64)), DropReason.INVALID_DTYPE, "float32"),
+    "shape": (lambda: segment(2, observations=np.zeros((3, 5), np.float32)), DropReason.INVALID_SHAPE, "[3, 4]"),
+    "too few": (lambda: segment(2, observations=np.zeros((2, 4), np.float32)), DropReason.INVALID_SHAPE, "[3, 4]"),
+    "range": (lambda: segment(2, actions=np.array([0, 2])), DropReason.INVALID_RANGE, "above 1"),
+    "low": (lambda: segment(2, observations=np.full((3, 4), -11, np.float32)), DropReason.INVALID_RANGE, "below -10"),
+    "log-probability": (
+        lambda: segment(2, log_probabilities=np.array([-1.0, 0.5], np.float32)),
+        DropReason.INVALID_RANGE,
+        "log_probabilities",
+    ),
+    "too long": (lambda: segment(17), DropReason.INVALID_SHAPE, "≤ 16"),
+    "version of the future": (lambda: segment(2, version=99), DropReason.INVALID_RANGE, "never published"),
+    "version zero": (lambda: segment(2, version=0), DropReason.INVALID_RANGE, "below 1"),
+}
+
+
+def _two() -> dict[str, object]:
+    whole = segment(2)
+    return {name: getattr(whole, name) for name in ("observations", "actions", "log_probabilities", "versions")}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_segment_is_dropped_with_its_reason_and_the_next_good_one_accepted(name: str) -> None:
+    make, reason, words = BAD[name]
+    with serving() as parts, Raw(parts) as raw:
+        raw.enter()
+        ack = raw.send(0, make())
+        assert (ack.status, ack.reason) == ("dropped", reason.value)
+        assert words in ack.detail
+        assert raw.send(1, segment()).status == "accepted"
+        account = parts.ledger.account(("raw", 1))
+        assert account.dropped == {reason.value: 1}
+        assert (account.received, account.queued) == (2, 1)
+
+
+def test_frames_that_do_not_fit_their_header_are_dropped_as_malformed() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        raw.enter()
+        frames = pack_segment(segment(), 0)
+        raw.socket.send_multipart([*frames[:-1], frames[-1][:-3]])
+        ack = raw.hear(Ack)
+        assert isinstance(ack, Ack)
+        assert (ack.status, ack.reason) == ("dropped", "malformed")
+
+
+def test_a_duplicate_is_acknowledged_and_trained_on_once() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        raw.enter()
+        assert [raw.send(0, segment()).status for _ in range(3)] == ["accepted", "duplicate", "duplicate"]
+        account = parts.ledger.account(("raw", 1))
+        assert (account.received, account.queued, account.duplicates) == (1, 1, 2)
+
+
+def test_a_gap_in_the_sequence_is_refused_with_the_number_that_was_expected() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        raw.enter()
+        raw.socket.send_multipart(pack_segment(segment(), 3))
+        error = raw.hear(Error)
+        assert isinstance(error, Error)
+        assert error.code == "sequence_gap"
+        assert "0 was expected" in error.message
+        assert parts.ledger.totals().received == 0
+
+
+def test_experience_that_is_too_old_is_dropped_at_admission() -> None:
+    with serving(max_version_lag=3) as parts, Raw(parts) as raw:
+        raw.enter()
+        parts.store.publish(weights(4))
+        wait_for(lambda: parts.gateway.stats()["weights_version"] == 4)
+        assert raw.send(0, segment(version=1)).status == "accepted"
+        parts.store.publish(weights(5))
+        wait_for(lambda: parts.gateway.stats()["weights_version"] == 5)
+        mixed = segment(2, versions=np.array([1, 5]))  # the oldest step counts
+        ack = raw.send(1, mixed)
+        assert (ack.status, ack.reason) == ("dropped", "stale_admission")
+        assert raw.send(2, segment(version=2)).status == "accepted"
+
+
+def test_unknown_kinds_are_answered_and_the_session_goes_on() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        raw.enter()
+        raw.socket.send(b"\x81\xa4kind\xa6teapot")
+        error = raw.hear(Error)
+        assert isinstance(error, Error)
+        assert (error.code, error.fatal) == ("unknown_kind", False)
+        raw.say(SegmentMessage(0, ()))
+        ack = raw.hear(Ack)
+        assert isinstance(ack, Ack)
+        assert ack.reason == "malformed"
+        raw.say(Ping(17))
+        pong = raw.hear(Pong)
+        assert isinstance(pong, Pong)
+        assert pong.nonce == 17
