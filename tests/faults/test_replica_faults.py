@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from endpoint_process import Client, EndpointProcess, Load
-from serving.faulty_models import HANG, SIGNATURE, factory, weights
+from serving.faulty_models import FINE, HANG, SIGNATURE, factory, weights
 from shoal.cluster.serve_environment import BUFFER_BYTES
 from shoal.registry import Registry
 from waiting import wait_for
@@ -74,10 +74,11 @@ def test_what_a_killed_replica_had_in_hand_is_asked_of_the_other(endpoint: Endpo
     status, _, body = client.request("POST", "/v2/repository/models/faulty/load", "{}")
     assert status == 200, body
     client.close()
+    wait_for(lambda: both_are_asked(endpoint), STATE_TIMEOUT_S, "answer of each replica")
     with ThreadPoolExecutor(NUM_SMALL + NUM_LARGE) as pool:
         small = [pool.submit(infer, endpoint) for _ in range(NUM_SMALL)]
         wait_for(lambda: sorted(in_hand(endpoint).values()) == [NUM_SMALL // 2] * 2, STATE_TIMEOUT_S)
-        large = [pool.submit(infer, endpoint, " " * BUFFER_BYTES) for _ in range(NUM_LARGE)]
+        large = [pool.submit(infer, endpoint, padding=" " * BUFFER_BYTES) for _ in range(NUM_LARGE)]
         wait_for(lambda: sorted(in_hand(endpoint).values()) == [(NUM_SMALL + NUM_LARGE) // 2] * 2, STATE_TIMEOUT_S)
         victim = min(in_hand(endpoint))
         os.kill(victim, signal.SIGKILL)
@@ -91,9 +92,16 @@ def test_what_a_killed_replica_had_in_hand_is_asked_of_the_other(endpoint: Endpo
     wait_for(lambda: len(set(versions(endpoint))) == 1, STATE_TIMEOUT_S)
 
 
-def infer(endpoint: EndpointProcess, padding: str = "") -> tuple[int, str | None]:
-    """The status of an answer to a row that hangs, and when to come again."""
-    tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [HANG, 1.0]}
+def both_are_asked(endpoint: EndpointProcess) -> bool:
+    """Ask once, of two replicas; has HAProxy by now passed requests to both? It hears of a new one after Serve does."""
+    assert infer(endpoint, FINE) == (200, None)
+    answered = [each["models"]["faulty"]["batcher"]["answered"] for each in endpoint.stats()]
+    return len(answered) == 2 and all(answered)
+
+
+def infer(endpoint: EndpointProcess, value: float = HANG, padding: str = "") -> tuple[int, str | None]:
+    """The status of an answer to a row, by default to one that hangs, and when to come again."""
+    tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [value, 1.0]}
     client = Client(endpoint.url)
     status, headers, _ = client.request("POST", "/v2/models/faulty/infer", json.dumps({"inputs": [tensor]}) + padding)
     client.close()

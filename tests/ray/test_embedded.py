@@ -124,6 +124,18 @@ def test_a_driver_without_the_token_is_refused(cluster: EmbeddedCluster) -> None
     assert allowed.returncode == 0, allowed.stderr
 
 
+def test_workers_are_as_important_as_whoever_started_the_cluster(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    code = (
+        "import os, ray\n"
+        f"ray.init(address={cluster.address!r}, log_to_driver=False)\n"
+        "print('said', os.nice(0), ray.get(ray.remote(lambda: os.nice(0)).remote()))\n"
+    )
+    environment = {**os.environ, **cluster.environment}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    mine = os.nice(0)
+    assert f"said {mine} {mine}" in ran.stdout, ran.stderr[-2000:]
+
+
 def test_everything_listens_on_loopback(cluster: EmbeddedCluster) -> None:
     import ray
 

@@ -90,6 +90,9 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
     _prepare(folder)
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        # Ray runs workers at niceness 15: any program of the machine's, a client or an actor process, would hold up an
+        # endpoint or a learner then (decision 011).
+        "RAY_worker_niceness": "0",
         # The event loop that reads requests also runs the application: one hop between threads less per request. The
         # application must not block it, and does not: forwards run in a thread of their own.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -118,6 +121,8 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         # The head of a request fits into it; headers of more than half are refused by the endpoint, with 431.
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
+        # A busy machine takes more than Serve's 5 s to start the actor beside HAProxy, which is killed for being late.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         # Three failed checks replace a HAProxy that has died: nobody is answered until then, and Serve's 10 s are long.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "20",
