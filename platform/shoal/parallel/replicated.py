@@ -1,7 +1,8 @@
-"""Data parallel: each rank holds the whole model and a share of the batch; gradients are averaged as they appear.
+"""Data parallel: each rank holds the whole model and a share of the batch, and gradients are averaged.
 
-PyTorch's DistributedDataParallel does the work. Buffers are not broadcast: those that training changes (running
-statistics) are equal on every rank already, see `batch_norm`. Called by `parallelize`.
+By PyTorch's DistributedDataParallel as they appear; between CPU ranks of one host all at once, see `flat_gradients`.
+Buffers are not broadcast: those that training changes (running statistics) are equal on every rank already, see
+`batch_norm`. Called by `parallelize`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.errors import PlanError
 from shoal.parallel.batches import micro_batches
-from shoal.parallel.host_sum import HostSum
+from shoal.parallel.flat_gradients import FlatGradients
 from shoal.parallel.model import Learnable
 from shoal.parallel.plan import ParallelSpec
 from shoal.parallel.whole import Whole, compile_module
@@ -41,7 +42,15 @@ class Replicated(Whole):
         order = _order_of_gradients(model, learnable, micro_batches(example, spec.accumulate)[0])
         super().__init__(model, learnable, spec, world, seed, group)
         self._may_skip = spec.dynamic or not all(world.gather(len(set(order)) == len(self._trainable)))
-        self._ddp = DistributedDataParallel(
+        self._waited_s = 0.0 if world.device.type == "cpu" else float("nan")  # CUDA's waits are not this process's
+        self._complete_s: float | None = None
+        if self._on_host:
+            self._flat = FlatGradients(self._trainable, self._on_host)
+            _take_those_of_first(model, group)
+            if spec.compile:
+                compile_module(model)
+            return
+        self._forward = self._ddp = DistributedDataParallel(
             model,
             process_group=group,
             forward_sync_buffers=False,
@@ -50,13 +59,18 @@ class Replicated(Whole):
         )
         if spec.compile:
             compile_module(self._ddp)
-        if self._on_host:
-            self._ddp.register_comm_hook(self._on_host, lambda on_host, bucket: _average(on_host, bucket))
-        self._forward = self._ddp
-        self._waited_s = 0.0 if world.device.type == "cpu" else float("nan")  # CUDA's waits are not this process's
-        self._complete_s: float | None = None
-        if world.device.type == "cpu" and order and not self._on_host:
+        if world.device.type == "cpu" and order:
             order[-1].register_post_accumulate_grad_hook(self._last_gradient)
+
+    def _gradients(self, batch: Any, step: int) -> Tensor:
+        loss = super()._gradients(batch, step)
+        if not self._may_skip and any(parameter.grad is None for parameter in self._trainable):
+            name = next(name for name, each in self.named_parameters() if each.requires_grad and each.grad is None)
+            problem = f"{name} had a gradient at first, and has none in this step"
+            raise PlanError("parallel.dynamic", False, problem, "say parallel.dynamic=true when layers may be skipped")
+        if self._on_host:
+            self._flat.average(self._may_skip)
+        return loss
 
     def _last_gradient(self, parameter: Tensor) -> None:
         """Nothing is left to compute: what backward still takes is waiting for the other ranks."""
@@ -66,24 +80,22 @@ class Replicated(Whole):
         self._complete_s = None
         super()._backward(loss)
         self._waited_s += time.perf_counter() - (self._complete_s or time.perf_counter())
-        if not self._may_skip and any(parameter.grad is None for parameter in self._trainable):
-            name = next(name for name, each in self.named_parameters() if each.requires_grad and each.grad is None)
-            problem = f"{name} had a gradient at first, and has none in this step"
-            raise PlanError("parallel.dynamic", False, problem, "say parallel.dynamic=true when layers may be skipped")
 
     def _exchange(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last else self._ddp.no_sync()
+        return nullcontext() if last or self._on_host else self._ddp.no_sync()
 
     @property
     def communication_s(self) -> float:
         return self._waited_s + (self._ranks.waited_s if self._ranks else 0.0)
 
 
-def _average(on_host: HostSum, bucket: Any) -> torch.futures.Future[Tensor]:
-    """The hook that DDP calls when a bucket of gradients is complete."""
-    mean: torch.futures.Future[Tensor] = torch.futures.Future()
-    mean.set_result(on_host.sum(bucket.buffer(), 1.0 / on_host.size))
-    return mean
+def _take_those_of_first(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Begin with the first rank's parameters and buffers. Collective."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            whole = tensor.contiguous()  # may be itself
+            dist.broadcast(whole, group_src=0, group=group)
+            tensor.copy_(whole)
 
 
 def _order_of_gradients(model: nn.Module, learnable: Learnable, batch: Any) -> list[nn.Parameter]:

@@ -1,0 +1,69 @@
+"""Gradients end to end: the mean over ranks, whatever a parameter's dtype and order in memory, and who used it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from programs import run_ranks
+from shoal.parallel import World
+from shoal.parallel.flat_gradients import FlatGradients
+from shoal.parallel.host_sum import HostSum
+
+NUM_STEPS = 2
+
+
+def parameters() -> list[nn.Parameter]:
+    """One in rows, one in another order, one with gaps, one of another dtype; one that one rank uses, one that none."""
+    return [
+        nn.Parameter(torch.ones(2, 3)),
+        nn.Parameter(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)),
+        nn.Parameter(torch.ones(4, 6)[:, ::2]),
+        nn.Parameter(torch.ones(5, dtype=torch.bfloat16)),
+        nn.Parameter(torch.ones(3)),
+        nn.Parameter(torch.ones(3)),
+    ]
+
+
+def gradient(parameter: nn.Parameter, factor: float) -> Tensor:
+    return torch.arange(parameter.numel(), dtype=parameter.dtype).view(parameter.shape) * factor
+
+
+def averaged(world: World, may_skip: bool) -> tuple[list[Tensor | None], list[bool], int]:
+    """The program of a rank: the last step's gradients, of two micro-steps; whether each lies in memory as its parameter
+    does, without gaps; and how many bytes were sent for a step."""
+    group = dist.group.WORLD
+    assert group is not None
+    on_host = HostSum.form(group)
+    assert on_host is not None
+    trainable = parameters()[: None if may_skip else 4]
+    flat = FlatGradients(trainable, on_host)
+    used = trainable[: 5 if world.rank == 0 else 4]
+    for step in range(NUM_STEPS):
+        for parameter in trainable:
+            parameter.grad = None
+        for micro_step in range(2):
+            factor = 1.0 + world.rank + step + micro_step
+            torch.stack([(gradient(each, factor) * each).float().sum() for each in used]).sum().backward()
+        before_bytes = on_host.sent_bytes
+        flat.average(may_skip)
+    alike = [each.grad is None or each.grad.stride() == torch.empty_like(each).stride() for each in trainable]
+    grads = [None if each.grad is None else each.grad.clone() for each in trainable]
+    return grads, alike, int(on_host.sent_bytes - before_bytes)
+
+
+def test_each_gradient_is_the_mean_over_ranks() -> None:
+    for grads, alike, sent_bytes in run_ranks(averaged, 2, False):
+        for parameter, grad in zip(parameters(), grads, strict=False):
+            # Ranks' factors in the last step, of both micro-steps: 2 + 3 and 3 + 4.
+            torch.testing.assert_close(grad, gradient(parameter, 6.0))
+        assert all(alike)
+        assert sent_bytes == 4 * (6 + 120 + 12) + 2 * 5  # what a ring of two sends, once each way
+
+
+def test_who_did_not_use_a_parameter_counts_as_zero() -> None:
+    for grads, _, _ in run_ranks(averaged, 2, True):
+        torch.testing.assert_close(grads[0], gradient(parameters()[0], 6.0))
+        torch.testing.assert_close(grads[4], gradient(parameters()[4], 2.5))
+        assert grads[5] is None
