@@ -31,8 +31,8 @@ def gradient(parameter: nn.Parameter, factor: float) -> Tensor:
 
 
 def averaged(world: World, may_skip: bool) -> tuple[list[Tensor | None], list[bool], int]:
-    """The program of a rank: the last step's gradients, of two micro-steps; whether each lies in memory as its parameter
-    does, without gaps; and how many bytes were sent for a step."""
+    """The program of a rank: gradients of the last step, of two micro-steps; whether each lies in memory as its
+    parameter does, without gaps; and how many bytes were sent for a step."""
     group = dist.group.WORLD
     assert group is not None
     on_host = HostSum.form(group)
