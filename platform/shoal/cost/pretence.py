@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shoal.errors import PlanError
 from shoal.parallel import World
+from shoal.parallel.host_sum import HostSum
 
 T = TypeVar("T")
 
@@ -71,15 +72,38 @@ def pretended(rank: int, size: int, device: torch.device, play: Play) -> Iterato
     if dist.is_initialized():
         raise PlanError("workers", size, "the cost of a plan is told before a process joins a group", "ask earlier")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    originals = DistributedDataParallel.__init__, dist.send, dist.recv
+    originals = DistributedDataParallel.__init__, HostSum.form, dist.send, dist.recv
     DistributedDataParallel.__init__ = _made_to_answer(originals[0])  # type: ignore[method-assign]
+    HostSum.form = _PretendedSum  # type: ignore[method-assign]
     dist.send, dist.recv = _post(rank, play)
     try:
         yield _Pretended(rank, size, device, play=play)
     finally:
-        DistributedDataParallel.__init__, dist.send, dist.recv = originals  # type: ignore[method-assign]
+        DistributedDataParallel.__init__, HostSum.form, dist.send, dist.recv = originals  # type: ignore[method-assign]
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # of distributed tensors, which still names this rank's groups
+
+
+class _PretendedSum(HostSum):
+    """In place of memory that ranks share: collectives, whose bytes are counted. The ranks are taken to be on one host,
+    of which it is only a question how much memory gradients take on their way."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.size = dist.get_world_size(group)
+        self.waited_s = self.sent_bytes = 0.0
+
+    def sum(self, values: Tensor, factor: float = 1.0) -> Tensor:
+        dist.all_reduce(values, group=self._group)
+        return values.mul_(factor)
+
+    def gather(self, mine: Tensor) -> Tensor:
+        everyone = mine.new_empty(self.size * mine.numel())
+        dist.all_gather_single(everyone, mine, self._group)
+        return everyone.view(self.size, *mine.shape)
+
+    def close(self) -> None:
+        """There is nothing to leave."""
 
 
 def _made_to_answer(original: Callable[..., None]) -> Callable[..., None]:
