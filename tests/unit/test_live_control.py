@@ -146,6 +146,23 @@ def test_what_is_pinned_stays_kept_whatever_is_left(endpoint: Endpoint) -> None:
     assert (endpoint.plan.pinned, endpoint.plan.kept, endpoint.plan.left) == (3, 3, (4,))
 
 
+def test_a_version_that_does_not_answer_is_left_without_a_word_about_those_that_do(endpoint: Endpoint) -> None:
+    endpoint.hear("a", 10, (5, 8, 9, 10))
+    endpoint.live.leave("m", 8, "its return is low")
+    assert endpoint.entries() == [("abandon", 8, 10, "its return is low")]
+    assert (endpoint.plan.left, endpoint.plan.kept, endpoint.live.held("m")) == ((8,), 10, [5, 9, 10])
+
+
+def test_a_model_that_is_deleted_leaves_no_weights(endpoint: Endpoint, tmp_path: Path) -> None:
+    endpoint.hear("a", 3, (1, 3))
+    endpoint.live.pin("m", 1, "me", "")
+    endpoint.live.keep("m", weights(1))
+    assert (tmp_path / "e.weights" / "m").exists()
+    endpoint.controller.remove("m", "me", "")
+    assert not (tmp_path / "e.weights" / "m").exists()
+    assert endpoint.live.kept("m", 1) is None
+
+
 def test_the_weights_that_are_kept_can_be_gone_back_to(endpoint: Endpoint) -> None:
     endpoint.hear("a", 1, (1,), left(2))
     endpoint.live.keep("m", weights(1))

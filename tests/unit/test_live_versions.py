@@ -322,9 +322,62 @@ def test_only_what_is_missing_is_fetched_and_taken() -> None:
     subject.publish(3)
     live.put(weights(1))  # late
     assert (live.version, live.report().held) == (3, (1, 3))
-    live.apply(LivePlan(pinned=5, kept=5))  # nobody has given it yet: the run is followed
+    live.apply(LivePlan(pinned=5, kept=5))  # nobody has given it yet: what answers stays
     assert live.missing() == 0
-    assert subject.publish(4)
+    assert not subject.publish(4)
+    assert subject.publish(5)  # the run has it
+
+
+def test_what_is_first_is_taken_though_another_is_pinned_that_is_not_there_yet() -> None:
+    subject = Subject()
+    subject.live.apply(LivePlan(pinned=5, kept=5))
+    assert subject.publish(9)
+
+
+def test_what_is_pinned_is_taken_though_it_was_forgotten_while_it_was_loaded() -> None:
+    subject = Subject(num_older=1)
+    for version in (1, 40, 80):
+        subject.publish(version)
+    snapshot = subject.live.held(40)
+    assert snapshot is not None
+    load = subject.live._load
+
+    def slow_load(snapshot: WeightSnapshot) -> Any:
+        subject.live._older.clear()  # as when newer ones came meanwhile
+        return load(snapshot)
+
+    subject.live.apply(LivePlan(pinned=40, kept=40))
+    subject.live._load = slow_load
+    subject.live.put(snapshot)
+    assert (subject.live.version, subject.live.is_pinned) == (40, True)
+
+
+def test_who_has_nothing_says_so_when_the_first_was_left_while_it_was_loaded() -> None:
+    subject = Subject()
+    load = subject.live._load
+
+    def slow_load(snapshot: WeightSnapshot) -> Any:
+        subject.live.apply(LivePlan(left=(10,), kept=9, is_kept=True))
+        return load(snapshot)
+
+    subject.live._load = slow_load
+    assert not subject.publish(10)
+    assert (subject.live.missing(), subject.num_told) == (9, 1)
+
+
+def test_whatever_goes_wrong_when_a_version_is_loaded_is_told_as_what_is_wrong_with_its_weights() -> None:
+    subject = Subject()
+    subject.publish(1)
+
+    def out_of_memory(snapshot: WeightSnapshot) -> Any:
+        raise MemoryError("nothing left")
+
+    subject.live._load = out_of_memory
+    with pytest.raises(WeightsError, match="MemoryError: nothing left"):
+        subject.publish(2)
+    with pytest.raises(WeightsError, match="MemoryError: nothing left"):
+        subject.live.put(weights(3))
+    assert [each.version for each in subject.live.report().left] == [2]
 
 
 @pytest.mark.parametrize("plan", [LivePlan(frozen=True), LivePlan(pinned=1, kept=1), LivePlan(left=(2,))])

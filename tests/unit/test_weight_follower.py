@@ -1,5 +1,6 @@
 """The thread that follows the weights of a run: it takes what is newer, skips what does not fit, and never spins."""
 
+import threading
 import time
 
 import numpy as np
@@ -61,6 +62,17 @@ def test_what_is_published_is_taken_and_what_does_not_fit_is_skipped(caplog: pyt
     follower.close()
     follower.close()
     assert not follower.alive
+
+
+def test_it_says_for_how_long_it_has_been_at_one_version() -> None:
+    store, release = WeightStore(), threading.Event()
+    follower = WeightFollower(store, lambda snapshot: release.wait(10), poll_s=0.05)
+    assert follower.busy_s == 0
+    store.publish(weights(1))
+    wait_for(lambda: follower.busy_s > 0.02)
+    release.set()
+    wait_for(lambda: follower.busy_s == 0)
+    follower.close()
 
 
 def test_it_goes_back_with_its_source_and_rests_when_there_is_nothing_new() -> None:

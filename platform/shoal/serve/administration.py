@@ -282,7 +282,7 @@ class Administration:
         version = int(change.word) if change.word.isdigit() else max(live.answering(name), default=0)
         reason = judge(guard, Evidence(metrics={change.metric: change.value}))
         if reason and version in live.held(name) and not model.live.pinned:
-            if not live.before(name, version):
+            if version in live.answering(name) and not live.before(name, version):
                 raise InferenceError(409, f"{reason}; but no version of {name!r} before {version} is held")
             live.leave(name, version, reason)
 

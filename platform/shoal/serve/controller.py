@@ -254,6 +254,7 @@ class EndpointController:
         """Serve a model no longer: the replicas answer what they have of it, and forget it."""
         rollout = self.state.models.pop(name).rollout
         self._books.pop(name, None)
+        self._file.forget_weights(name)
         self.record("delete", name, None, rollout.stable or None, by, reason)
         self._commit()
 

@@ -158,6 +158,12 @@ class StateFile:
         kept = self._weights.get(model)
         return kept if kept is not None and kept.version == version else None
 
+    def forget_weights(self, model: str) -> None:
+        """Of a model that is served no longer. Idempotent."""
+        self._weights.pop(model, None)
+        if self._path is not None:
+            (_weights_folder(self._path) / model).unlink(missing_ok=True)
+
     def _forget_weights(self) -> None:
         self._weights = {}
         if self._path is not None:

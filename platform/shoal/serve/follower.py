@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol
@@ -36,6 +37,7 @@ class WeightFollower:
         self.rejected = 0
         self._given = 0  # what the source gave last: an alias may move back, so numbers are not compared
         self._stop, self._resting, self._awake = threading.Event(), False, threading.Event()
+        self._began_s: float | None = None  # the snapshot that is being taken
         self._thread = threading.Thread(target=self._run, name="shoal-weights", daemon=True)
         self._thread.start()
 
@@ -43,6 +45,12 @@ class WeightFollower:
     def alive(self) -> bool:
         """Whether newer weights would still be noticed."""
         return self._thread.is_alive()
+
+    @property
+    def busy_s(self) -> float:
+        """For how long a snapshot has been taken; 0 while none is."""
+        began_s = self._began_s
+        return time.monotonic() - began_s if began_s is not None else 0.0
 
     def rest(self, resting: bool) -> None:
         """Ask the source for nothing, until told otherwise: then also for what is not new."""
@@ -75,6 +83,7 @@ class WeightFollower:
             if snapshot is None:
                 continue
             self._given = snapshot.version
+            self._began_s = time.monotonic()
             try:
                 is_served = self._take(snapshot)
             except WeightsError as error:
@@ -82,6 +91,8 @@ class WeightFollower:
                 logger.error("weights refused, what serves goes on serving: %s", error)
             else:
                 logger.info("%s weights version %d", "serving" if is_served else "passing over", snapshot.version)
+            finally:
+                self._began_s = None
 
 
 class PlanSource(Protocol):

@@ -35,7 +35,7 @@ class ForwardTimes:
     def medians(self, versions: Iterable[int]) -> dict[int, Forwards]:
         """Of these versions; what is known of others is forgotten."""
         self._times = {version: self._times[version] for version in versions if version in self._times}
-        return {version: self.of(version) for version in self._times}
+        return {version: self.of(version) for version in list(self._times)}  # batches of new versions come meanwhile
 
     def of(self, version: int) -> Forwards:
         """Of one version. From any thread."""

@@ -139,6 +139,7 @@ class ReplicaHost:
             hosted = self._leaving[name] = self._models.pop(name)
             if name in self.followers:
                 self.followers.pop(name).close(timeout_s=0.0)
+                del self._tasks[name, LIVE]
             self._start((name, RETIRE), self._retire(name, hosted))
         for model in plan.models:
             if model.registry:
@@ -182,8 +183,9 @@ class ReplicaHost:
 
     def check_health(self) -> None:
         """Raises ShoalError when a thread has died, or a version is being loaded that will never be there."""
-        if self._stager.busy_s > HANGING_S:
-            raise ShoalError(f"a version has been loading for {self._stager.busy_s:.0f} s")
+        busy_s = max([self._stager.busy_s, *(follower.busy_s for follower in self.followers.values())])
+        if busy_s > HANGING_S:
+            raise ShoalError(f"a version has been loading for {busy_s:.0f} s")
         for name, follower in self.followers.items():
             if not follower.alive:
                 raise ShoalError(f"the thread that follows the weights of {name!r} has died")
@@ -245,9 +247,12 @@ class ReplicaHost:
         except StagingFailed as error:
             self._failures[name] = Failure(0, plan.attempt, str(error))
             return
+        if name not in self._plans:  # deleted meanwhile
+            del self._tasks[name, LIVE]
+            return
         hosted = self._models[name] = Hosted(name, predictor, self._batcher, is_live=True, tracer=self._tracer)
         assert hosted.live is not None
-        wanted = self._plans.get(name, plan).live
+        wanted = self._plans[name].live
         follower = LiveFollower(name, hosted.live, model.weights, self._controller, wanted, lambda: self.changed())
         self.followers[name] = follower
 

@@ -123,7 +123,10 @@ class LiveControl:
 
     def leave(self, name: str, version: int, reason: str) -> None:
         """Let no replica answer with a version, for what a user has measured."""
-        self._leave(name, self._models()[name].live, Left(version, reason, self.before(name, version), True))
+        answering = self.answering(name)
+        has_answered = version in answering
+        instead = self.before(name, version) if has_answered else max(answering, default=0)
+        self._leave(name, self._models()[name].live, Left(version, reason, instead, has_answered))
         self._commit()
 
     def _leave(self, name: str, live: LiveState, left: Left) -> None:

@@ -48,6 +48,11 @@ class LiveFollower:
         return self._thread.alive
 
     @property
+    def busy_s(self) -> float:
+        """For how long a version of the run has been loading; 0 while none is."""
+        return self._thread.busy_s
+
+    @property
     def rejected(self) -> int:
         """The newest version that did not fit, 0 when none."""
         return self._thread.rejected
@@ -72,7 +77,7 @@ class LiveFollower:
 
     def _rest(self, is_again: bool = False) -> None:
         """Ask the run for nothing while nothing would be taken, and for its newest weights afterwards."""
-        is_resting = self._plan.frozen or self._versions.is_pinned
+        is_resting = self._versions.is_resting
         if is_resting != self._is_resting or is_again:
             self._is_resting = is_resting
             self._thread.rest(is_resting)
@@ -100,6 +105,9 @@ class LiveFollower:
                 logger.debug("the controller is away, what serves goes on serving: %s", error)
                 await asyncio.sleep(RETRY_S)
                 continue
+            except Exception:
+                logger.exception("%s: weights did not go from here to the controller, or back", self._name)
+                return  # the next plan, or the next change here, tries again
             if plan is self._plan:
                 return
 

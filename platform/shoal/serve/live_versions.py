@@ -128,7 +128,7 @@ class LiveVersions:
             self._tell_if_stuck()
             return False
         try:
-            held = Held(self._load(snapshot), snapshot)
+            held = self._loaded(snapshot)
         except WeightsError as error:
             with self._lock:
                 self._leave(snapshot.version, str(error))
@@ -136,23 +136,33 @@ class LiveVersions:
             self.changed()
             raise
         with self._lock:
-            if not self._is_wanted(snapshot.version):
-                return False
-            is_first = self._trial is None
-            before = self._to_go_back_to()
-            self._hold_on_to_the_last()
-            self._answer_with(held, before)
-        if is_first:
+            is_wanted, is_first = self._is_wanted(snapshot.version), self._trial is None
+            if is_wanted:
+                before = self._to_go_back_to()
+                self._hold_on_to_the_last()
+                self._answer_with(held, before)
+        if not is_wanted:
+            self._tell_if_stuck()
+        elif is_first:
             self.changed()
-        return True
+        return is_wanted
 
     def put(self, snapshot: WeightSnapshot) -> None:
         """Answer with an older version, or one that the controller had kept, if that is wanted. Raises WeightsError."""
-        held = Held(self._load(snapshot), snapshot)
+        held = self._loaded(snapshot)
         with self._lock:
-            if self._missing() == held.version:
+            if held.version != self.version and held.version in (self._plan.pinned, self._missing()):
                 self._answer_with(held, None)
         self.changed()
+
+    def _loaded(self, snapshot: WeightSnapshot) -> Held:
+        """Raises WeightsError whatever goes wrong: what serves goes on serving."""
+        try:
+            return Held(self._load(snapshot), snapshot)
+        except WeightsError:
+            raise
+        except Exception as error:
+            raise WeightsError(f"{type(error).__name__}: {error}") from error
 
     def missing(self) -> int:
         """The version to load, to do what the controller wants, and to ask it for if it is not held; 0 for none."""
@@ -187,8 +197,15 @@ class LiveVersions:
         """Whether it answers with the version that it is to stay with."""
         return 0 < self._plan.pinned == self.version
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether nothing new would be taken. What is pinned may be on its way: until then, what answers stays."""
+        return self._plan.frozen or (self._plan.pinned > 0 and self.version > 0)
+
     def _is_wanted(self, version: int) -> bool:
-        return not (self._plan.frozen or self.is_pinned or version == self.version or self._is_left(version))
+        if version == self.version or self._is_left(version):
+            return False
+        return not self.is_resting or (version == self._plan.pinned and not self._plan.frozen)
 
     def _is_left(self, version: int) -> bool:
         return version in self._left or version in self._plan.left

@@ -1,0 +1,75 @@
+"""A replica and the run that it follows: what hangs while it is loaded, what is deleted while it is made."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, register, until
+from shoal.errors import ShoalError
+from shoal.serve.predictor import Predictor
+from shoal.serve.sources import LiveModel, ServedModel, registered
+from shoal.serve.staging import Stager
+from shoal.weights import WeightSnapshot, WeightStore
+
+
+def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, load = threading.Event(), Predictor.load
+    monkeypatch.setattr("shoal.serve.host.HANGING_S", 0.05)
+
+    def hangs(predictor: Predictor, snapshot: WeightSnapshot) -> Any:
+        if snapshot.version == 2:
+            release.wait(10)
+        return load(predictor, snapshot)
+
+    monkeypatch.setattr(Predictor, "load", hangs)
+
+    async def body() -> None:
+        store = WeightStore()
+        store.publish(constant(1))
+        async with ReplicaSet(ServedModel("live", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
+            [replica] = await endpoint.start()
+            replica.check_health()
+            store.publish(constant(2))
+            follower = replica.host.followers["live"]
+            await until(lambda: follower.busy_s > 0.05)
+            with pytest.raises(ShoalError, match="has been loading for"):
+                replica.check_health()
+            release.set()
+            await until(lambda: endpoint.versions("live") == [2])
+            replica.check_health()
+        store.close()
+
+    asyncio.run(body())
+
+
+def test_a_live_model_that_is_deleted_while_it_is_built_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    build = Stager.build
+
+    async def slowly(stager: Stager, *args: Any) -> Any:
+        await asyncio.to_thread(release.wait, 10)
+        return await build(stager, *args)
+
+    async def body() -> None:
+        store = WeightStore()
+        store.publish(constant(1))
+        monkeypatch.setattr(Stager, "build", slowly)
+        register()
+        live = ServedModel("live", LiveModel(LINEAR, SIGNATURE, store))
+        async with ReplicaSet(registered("linear@1"), live) as endpoint:
+            replica = endpoint.add()
+            starting = asyncio.create_task(replica.start(10.0))
+            await until(lambda: "live" in replica.host._plans)
+            await endpoint.administer(action="delete", model="live")
+            await starting
+            release.set()
+            await until(lambda: not replica.host._tasks)
+            assert [model.name for model in replica.host.models()] == ["linear"]
+            assert replica.host.followers == {}
+        store.close()
+
+    asyncio.run(body())
