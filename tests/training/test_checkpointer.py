@@ -6,7 +6,7 @@ import json
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,6 @@ from shoal.checkpoint import Checkpointer
 from shoal.errors import CheckpointError, ConfigError, SpecMismatch
 from training.checkpoint_states import Gate, assert_equal, names, newest, state_of
 from waiting import wait_for
-
-
-@pytest.fixture
-def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
-    with Checkpointer(tmp_path / "checkpoints", keep=2) as opened:
-        yield opened
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    return Gate(monkeypatch)
 
 
 def test_everything_comes_back_exactly(checkpointer: Checkpointer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,6 @@ from shoal.checkpoint import Checkpointer, folder
 from shoal.errors import CheckpointError, Closed, ConfigError
 from training.checkpoint_states import Gate, assert_equal, names, newest, state_of
 from waiting import wait_for
-
-
-@pytest.fixture
-def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
-    with Checkpointer(tmp_path / "checkpoints", keep=2) as opened:
-        yield opened
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    return Gate(monkeypatch)
 
 
 def flip(path: Path) -> None:
