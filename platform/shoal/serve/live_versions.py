@@ -193,11 +193,6 @@ class LiveVersions:
             return next((snapshot for snapshot in snapshots if snapshot.version == version), None)
 
     @property
-    def is_pinned(self) -> bool:
-        """Whether it answers with the version that it is to stay with."""
-        return 0 < self._plan.pinned == self.version
-
-    @property
     def is_resting(self) -> bool:
         """Whether nothing new would be taken. What is pinned may be on its way: until then, what answers stays."""
         return self._plan.frozen or (self._plan.pinned > 0 and self.version > 0)

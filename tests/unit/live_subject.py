@@ -1,0 +1,99 @@
+"""Live versions whose models are made up: what they answer, how long they take and whether they fit is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shoal.errors import WeightsError
+from shoal.serve.forwards import ForwardTimes
+from shoal.serve.live_versions import LiveVersions, Trial
+from shoal.serve.options import GuardOptions
+from shoal.weights import WeightSnapshot
+
+FINE, BROKEN, UNFIT = "fine", "broken", "unfit"
+POISON = -1.0
+
+
+class FakeLoaded:
+    """Answers with its version, unless it is broken or is asked something that no version can answer."""
+
+    def __init__(self, version: int, kind: str, clock: Clock | None = None, seconds: float = 0.0) -> None:
+        self.version, self.kind, self._clock, self.seconds = version, kind, clock, seconds
+        self.num_asked = 0
+
+    def predict_batch(self, requests: Sequence[Any]) -> list[Any]:
+        self.num_asked += 1
+        if self._clock is not None:
+            self._clock.now_s += self.seconds
+        if self.kind == BROKEN or POISON in requests:
+            raise RuntimeError(f"{self.version} on purpose")
+        return [{"y": np.array([self.version])} for _ in requests]
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Subject:
+    """LiveVersions with models whose kinds are chosen by version."""
+
+    def __init__(self, num_older: int = 0, **guard: Any) -> None:
+        self.kinds: dict[int, str] = {}
+        self.seconds: dict[int, float] = {}
+        self.clock, self.forwards = Clock(), ForwardTimes()
+        self.flips: list[tuple[int, int]] = []
+        self.num_told = 0
+        options = GuardOptions.parse({"min_requests": 10, **guard})
+        load: Any = self._load
+        self.live = LiveVersions(options, load, self._flip, self.forwards, num_older, self.clock)
+        self.live.changed = self._told
+
+    def _load(self, snapshot: WeightSnapshot) -> FakeLoaded:
+        kind = self.kinds.get(snapshot.version, FINE)
+        if kind == UNFIT:
+            raise WeightsError("does not fit")
+        return FakeLoaded(snapshot.version, kind, self.clock, self.seconds.get(snapshot.version, 0.001))
+
+    def _flip(self, now: Any, before: Any) -> None:
+        self.flips.append((now.version, before.version if before else 0))
+
+    def _told(self) -> None:
+        self.num_told += 1
+
+    def publish(self, version: int, kind: str = FINE, seconds: float = 0.001) -> bool:
+        self.kinds[version], self.seconds[version] = kind, seconds
+        return self.live.take(weights(version))
+
+    def ask(self, num: int = 1) -> int:
+        """The version that answers a batch, whose time is kept as the batcher's would be."""
+        started_s = self.clock()
+        answered = self.live.predict([0.0] * num)  # type: ignore[list-item]
+        if answered.is_alone:
+            self.forwards.add(answered.version, num, self.clock() - started_s)
+        assert {int(outputs["y"][0]) for outputs in answered.outputs} == {answered.version}
+        return answered.version
+
+
+def weights(version: int) -> WeightSnapshot:
+    """A run that publishes one each second."""
+    return WeightSnapshot(version, b"", "", float(version))
+
+
+def slower() -> tuple[Subject, Trial, FakeLoaded]:
+    """A version that takes three times as long as the one before, which has been asked: its trial, and that one."""
+    subject = Subject(max_latency_ratio=2.0)
+    subject.publish(1, seconds=0.001)
+    for _ in range(10):
+        subject.ask()
+    subject.publish(2, seconds=0.003)
+    now = subject.live._trial
+    assert now is not None
+    assert now.before is not None
+    before: Any = now.before.loaded
+    return subject, now, before
