@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -74,13 +75,20 @@ class _Handler(BaseHTTPRequestHandler):
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 200
+    num_connections = 0
+
+    def get_request(self) -> tuple[socket.socket, object]:
+        accepted = super().get_request()
+        self.num_connections += 1
+        return accepted
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A connection that was cut is what the tests want."""
 
 
 class FakeReplica:
-    """Listens on `port` until close(). `paths`: what was asked, in order."""
+    """Listens on `port` until close(). `paths`: what was asked, in order; `num_connections`: accepted so far."""
 
     def __init__(self) -> None:
         self._server = _Server(("127.0.0.1", 0), _Handler)
@@ -89,6 +97,10 @@ class FakeReplica:
         self.port: int = self._server.server_address[1]
         self._thread = Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
+
+    @property
+    def num_connections(self) -> int:
+        return self._server.num_connections
 
     def close(self) -> None:
         self._server.shutdown()

@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
+import struct
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -174,3 +177,15 @@ def test_a_server_that_is_told_to_stop_answers_what_it_has(running: Running) -> 
             received += data
     assert received.startswith(b"HTTP/1.1 200 OK")
     assert b"connection: close" in received
+
+
+def test_a_connection_that_was_reset_leaves_nothing_behind(running: Running) -> None:
+    """uvicorn keeps it until its keep-alive timer ends; HAProxy resets those that it does not need."""
+    with running.line() as line:
+        line.sendall(b"GET /v2 HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert line.recv(4096)
+        (protocol,) = map(weakref.ref, running.server.server_state.connections)
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_for(lambda: not running.server.server_state.connections)
+    gc.collect()
+    assert protocol() is None

@@ -9,6 +9,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -365,3 +366,19 @@ def test_over_grpc_an_application_that_serve_has_not_is_one_that_may_come(
             server.stop(0).wait(ANSWER_S)
     assert caught.value.code() == code
     assert (caught.value.details() == details) == (code == grpc.StatusCode.NOT_FOUND)
+
+
+def test_connections_to_a_replica_are_kept_however_many_clients_there_are(replica: FakeReplica) -> None:
+    """HAProxy closes them when a quarter of its descriptors is in use: a connection for each request under overload."""
+    with tempfile.TemporaryDirectory(prefix="x.") as folder, ExitStack() as closing:
+        edits = f"{UNCHECKED}; s/maxconn .*/maxconn 100/"
+        small = HaproxyProcess(Path(folder), replica.port, grpc_replica_port=0, edits=edits)
+        closing.callback(small.close)
+        clients = [
+            closing.enter_context(socket.create_connection(("127.0.0.1", small.port), ANSWER_S)) for _ in range(90)
+        ]
+        before = replica.num_connections
+        for client in clients * 3:
+            client.sendall(b"GET /echo HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert read_answer(client).status == 200
+        assert replica.num_connections - before < len(clients) / 3

@@ -8,6 +8,7 @@ library only. What it changes, Serve has no setting for:
   passed on when that much of it is there (and one that is there whole can be asked of another replica).
 - What HAProxy, or Serve, says by itself has the protocol's body: `{"error": ...}`, or a status in gRPC's trailers. That
   it has no application is 503: there will be one, or the endpoint is going.
+- Connections to replicas are kept however many clients there are.
 - Heads with many headers are passed on, as far as they fit into a buffer: the endpoint says that they are too large
   (431). Of one that does not fit HAProxy 2.8 can only say 400, as of any that it cannot read (3.1 knows 414 and 431).
 - Serve's own paths (`/-/healthz`, `/-/routes`, `ray.serve.RayServeAPIService`) and the headers that steer Serve are
@@ -27,6 +28,13 @@ from pathlib import Path
 REQUEST_TIMEOUT_S = 10
 STREAM_TIMEOUT_S = 600  # a stream of gRPC may be silent for so long; an answer has Serve's time all the same
 MAX_HEADERS = 4096  # no more fit into a buffer
+# Connections to replicas are kept as long as HAProxy has descriptors at all, which is room for as many as clients have.
+# Its own 25% is reached by a third of the clients that may connect when all of them ask at once: from then on each
+# request has a connection of its own, and an endpoint that was overloaded for a moment stays so.
+DESCRIPTORS = """\
+    tune.pool-low-fd-ratio 100
+    tune.pool-high-fd-ratio 100
+"""
 CLOSED_SECTIONS = ("listen stats", "frontend prometheus")
 
 # HAProxy's code -> (status and reason that the client gets, Retry-After, the message).
@@ -183,7 +191,8 @@ def _error_files(folder: str, suffix: str) -> list[str]:
 
 def _section(head: str, lines: list[str]) -> list[str]:
     if head == "global":
-        return [*(line.replace("mode 666", "mode 600") for line in lines), f"    tune.http.maxhdr {MAX_HEADERS}"]
+        own = [f"    tune.http.maxhdr {MAX_HEADERS}", *DESCRIPTORS.splitlines()]
+        return [*(line.replace("mode 666", "mode 600") for line in lines), *own]
     if head == "defaults":
         return _defaults(lines)
     if head == "frontend http_frontend":

@@ -48,6 +48,10 @@ def install(application: Application | None) -> None:
 class DirectProtocol(HttpToolsProtocol):
     """One connection."""
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn lets the timer of a connection that was reset hold all of it
+
     def on_headers_complete(self) -> None:
         url = self.url
         application = _application[0]
