@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 import msgpack
-import numpy as np
 import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -19,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 from rl_setting import TOKEN, Parts, segment, serving
 from shoal.actor import ActorClient
 from shoal.rl.queue import BatchRequest
-from shoal.wire import Bye, Credit, DropReason, Hello, Ping, Pull, encode
+from shoal.wire import Bye, Credit, Hello, Ping, Pull, encode
 from waiting import wait_for
 from wire_cases import damaged_messages, frames_of
 
@@ -51,7 +50,7 @@ def consume(parts: Parts, stopping: threading.Event) -> None:
     while not stopping.is_set():
         batch = parts.queue.take("learner", BatchRequest(16, 16, 8, 0.05))
         if batch is not None:
-            parts.queue.settle(batch.lease_id, np.zeros(len(batch.lengths), bool), DropReason.STALE_CONSUMPTION)
+            parts.queue.settle(batch.lease_id, [None] * len(batch.lengths))
 
 
 def plays_on(parts: Parts) -> None:

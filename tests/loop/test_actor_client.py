@@ -315,3 +315,23 @@ def test_an_episodes_return_is_given_if_and_only_if_it_ended(changes: dict[str, 
         assert actor.drain(5)
         assert actor.drops == {"invalid_range": 1}
         assert parts.gateway.stats()["episodes"] == 0
+
+
+def test_a_segment_that_cannot_be_sent_leaves_no_trace() -> None:
+    with serving() as parts, client(parts) as actor:
+        with pytest.raises(InvalidSegment, match="cannot travel"):
+            actor.send(segment(actions=np.zeros(8, np.complex64)))
+        actor.send(segment())
+        assert actor.drain(5)
+        assert (actor.acknowledged["accepted"], actor.reconnects) == (1, 0)
+
+
+def test_a_client_that_waits_pings_whenever_it_has_heard_nothing_for_a_heartbeat() -> None:
+    """Also when the beats before have been answered; a gateway may call it dead after two."""
+    with serving(queue_capacity=2, heartbeat_s=1.0, timeout_s=2.0) as parts, client(parts) as actor:
+        actor.send(segment())
+        actor.send(segment())
+        with pytest.raises(ConnectionLost, match="credit"):
+            actor.send(segment(), timeout_s=4.5)
+        assert actor.reconnects == 0
+        assert not [kind for _, kind, _ in parts.gateway.take_events() if kind == "actor_lost"]

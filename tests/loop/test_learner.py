@@ -165,14 +165,50 @@ def test_one_batch_of_nonsense_is_dropped_with_a_reason_and_learning_goes_on(tmp
     assert bench.learner.updates == 1
 
 
+def test_an_actor_that_sends_nonsense_all_the_time_does_not_keep_the_others_from_being_learnt_from(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(tmp_path)
+    ledger = bench.queue.ledger
+    for number in range(5):
+        bench.put(segment(8, version=number + 1))
+        bad = segment(8, version=number + 1, rewards=np.full(8, 1e38, np.float32))
+        assert bench.queue.put(("bad", 1), ledger.account(("bad", 1)).next_seq, bad)
+        assert bench.learner.step()
+    assert bench.learner.updates == 5
+    assert (ledger.account(A).consumed, ledger.account(("bad", 1)).dropped) == (5, {"non_finite": 5})
+
+
+def test_each_segment_of_a_batch_is_dropped_for_its_own_reason(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "learner.batch_steps=24", "learner.max_batch_steps=24")
+    bench.learner.version = 9
+    bench.put(segment(8, version=1))
+    bench.put(segment(8, version=9, rewards=np.full(8, 1e38, np.float32)))
+    bench.put(segment(8, version=9))
+    assert bench.learner.step()
+    account = bench.queue.ledger.account(A)
+    assert (account.consumed, account.dropped) == (1, {"stale_consumption": 1, "non_finite": 1})
+
+
 def test_a_loss_that_stays_not_finite_ends_the_run_with_the_last_good_state_saved(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "impala.value_cost=1e30")
-    for _ in range(3):
-        bench.put(segment(16, rewards=np.full(16, 1e38, np.float32)))
+    bench = Bench(tmp_path)
+    bench.put(segment(16))
+    assert bench.learner.step()
     before = bench.learner.snapshot().payload
+    for _ in range(3):
+        bench.put(segment(16, version=2, rewards=np.full(16, 1e38, np.float32)))
     with pytest.raises(NonFiniteLoss):
         bench.learner.run()
-    assert Bench(tmp_path).learner.snapshot().payload == before
+    again = Bench(tmp_path).learner
+    assert (again.restored_updates, again.snapshot().payload) == (1, before)
+    assert bench.queue.ledger.account(A).dropped == {"non_finite": 3}
+
+
+def test_a_batch_of_one_step_can_be_learnt_from_with_normalised_advantages(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "impala.normalize_advantages=true", "learner.batch_steps=1", "learner.max_batch_steps=1")
+    bench.put(segment(1))
+    assert bench.learner.step()
+    assert bench.learner.updates == 1
 
 
 def test_stop_publishes_and_saves_what_was_learnt_last(tmp_path: Path) -> None:

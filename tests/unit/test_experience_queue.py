@@ -13,7 +13,9 @@ from rl_setting import segment
 from shoal.errors import Closed
 from shoal.rl.credit import share_credit
 from shoal.rl.ledger import Ledger
+from shoal.rl.progress import ActorProgress
 from shoal.rl.queue import BatchRequest, ExperienceBatch, ExperienceQueue
+from shoal.rl.sessions import Session, Sessions
 from waiting import wait_for
 
 A = ("a", 1)
@@ -93,6 +95,16 @@ def test_a_request_that_was_given_up_takes_nothing_when_a_newer_one_waits() -> N
     assert queue.ledger.account(A).queued == 2
 
 
+def test_a_request_that_comes_after_a_newer_one_of_the_same_learner_leaves_its_batch_alone() -> None:
+    """Both may wait for the lock while the gateway stalls, and get it in any order."""
+    queue = filled(10, 4, 4)
+    batch = queue.take("learner", BatchRequest(4, 4, 10, 0, number=6))
+    assert batch is not None
+    assert queue.take("learner", BatchRequest(4, 4, 10, 0, number=5)) is None
+    assert queue.settle(batch.lease_id, [None])
+    assert (queue.ledger.account(A).consumed, len(queue)) == (1, 1)
+
+
 def test_close_wakes_take_drops_the_rest_with_a_reason_and_refuses_more() -> None:
     queue = filled(10, 4, 4)
     results: list[object] = []
@@ -170,3 +182,17 @@ def test_a_batch_comes_out_of_its_bytes_as_it_went_in() -> None:
         if name != "lease_id":
             assert getattr(again, name).dtype == array.dtype
             np.testing.assert_array_equal(getattr(again, name), array)
+
+
+def test_a_learner_that_is_slower_than_its_actors_leaves_none_of_them_waiting_for_ever() -> None:
+    queue, sessions = ExperienceQueue(96, Ledger()), Sessions()
+    for number in range(64):
+        sessions[bytes([number])] = Session((f"a{number}", 1), ActorProgress(f"a{number}", 1), send_limit=0)
+    for number in range(40):
+        sessions.grant_credit(queue, max_credits=16)
+        for session in list(sessions.values()):
+            for seq in range(queue.ledger.account(session.key).next_seq, session.send_limit):
+                assert queue.put(session.key, seq, segment(1))
+        assert queue.take("learner", BatchRequest(16, 16, 16, 0, number))
+    received = [queue.ledger.account(session.key).received for session in sessions.values()]
+    assert max(received) - min(received) <= 2

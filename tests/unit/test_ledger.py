@@ -24,7 +24,7 @@ def test_a_segment_moves_from_received_to_queued_to_consumed() -> None:
     ledger.admit(B, 0, DropReason.NON_FINITE)
     lease = ledger.lease("learner", [A, A])
     assert ledger.account(A).queued == 3  # a leased segment has not left the books
-    assert ledger.settle(lease, [False, True], STALE)
+    assert ledger.settle(lease, [None, STALE])
     assert (ledger.account(A).consumed, ledger.account(A).queued) == (1, 1)
     assert ledger.totals().to_dict() == {
         "received": 4,
@@ -41,11 +41,11 @@ def test_a_lease_is_settled_once_and_saying_it_again_is_no_mistake(tmp_path: Pat
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.admit(A, 0)
     lease = ledger.lease("learner", [A])
-    assert ledger.settle(lease, [False], STALE)
-    assert ledger.settle(lease, [False], STALE)
-    assert Ledger(tmp_path / "ledger.sqlite").settle(lease, [False], STALE)
+    assert ledger.settle(lease, [None])
+    assert ledger.settle(lease, [None])
+    assert Ledger(tmp_path / "ledger.sqlite").settle(lease, [None])
     assert ledger.account(A).consumed == 1
-    assert not ledger.settle(lease + 1, [False], STALE)
+    assert not ledger.settle(lease + 1, [None])
 
 
 def test_the_leases_of_an_earlier_learner_are_dropped_with_a_reason_and_cannot_be_settled() -> None:
@@ -54,7 +54,7 @@ def test_the_leases_of_an_earlier_learner_are_dropped_with_a_reason_and_cannot_b
     dead = ledger.lease("learner 1", [A])
     assert ledger.end_open_leases("learner 2") == 1
     assert ledger.account(A).dropped == {"learner_crash": 1}
-    assert not ledger.settle(dead, [False], STALE)
+    assert not ledger.settle(dead, [None])
 
 
 def test_a_lease_whose_answer_was_lost_is_counted_when_the_learner_asks_again() -> None:
@@ -85,7 +85,7 @@ def test_what_was_queued_in_a_gateway_that_died_is_dropped_and_what_was_leased_c
     assert after.account(A).next_seq == 5
     assert after.account(A).dropped == {"gateway_crash": 3}
     assert after.account(A).queued == 2
-    assert after.settle(lease, [False, True], STALE)
+    assert after.settle(lease, [None, STALE])
     assert after.totals().to_dict()["dropped"] == {"gateway_crash": 3, "stale_consumption": 1}
     assert after.totals().balanced
     assert after.lease("learner", [A]) > lease
@@ -156,8 +156,8 @@ class Books(RuleBasedStateMachine):
     def settle(self, data: st.DataObject) -> None:
         if self.leases:
             lease, count = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
-            stale = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
-            assert self.ledger.settle(lease, stale, STALE)
+            fates = st.sampled_from([None, *DropReason])
+            assert self.ledger.settle(lease, data.draw(st.lists(fates, min_size=count, max_size=count)))
 
     @rule()
     def another_learner(self) -> None:

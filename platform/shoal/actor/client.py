@@ -49,7 +49,7 @@ from shoal.wire.messages import (
     Weights,
     Welcome,
 )
-from shoal.wire.segment import segment_bytes
+from shoal.wire.segment import check_dtypes, segment_bytes
 
 _log = logging.getLogger(__name__)
 _AGAIN = frozenset({"hello_required", "sequence_gap"})  # errors after which a new hello helps
@@ -193,13 +193,14 @@ class ActorClient:
         """Send a segment and return its sequence number; waits while the gateway gives no credit.
 
         Raises ConnectionLost when no credit came within `timeout_s` or no gateway within the client's, InvalidSegment
-        when it is too large for the gateway, Refused when the gateway refuses this actor, RunChanged as
-        `newer_weights` does.
+        when it is too large for the gateway or has a dtype that cannot travel (nothing is sent then), Refused when the
+        gateway refuses this actor, RunChanged as `newer_weights` does.
         """
         if self._closing.is_set():
             raise Closed("the client is closed")
         self._wait(lambda: self._outbox.has_credit or self.finished, timeout_s, "credit")
         with self._lock:
+            check_dtypes(segment)
             size_bytes = segment_bytes(segment)
             if self._welcome is not None and size_bytes > self._welcome.max_message_bytes:
                 problem = f"{size_bytes} bytes, the gateway takes {self._welcome.max_message_bytes}"
@@ -245,7 +246,7 @@ class ActorClient:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self._heard_at = self._used_at
+            self._heard_at, self._pinged_beats = self._used_at, 0
             self._handle(frames)
         if self.finished:
             return

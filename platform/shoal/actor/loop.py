@@ -14,8 +14,8 @@ import numpy as np
 
 from shoal.actor.client import ActorClient
 from shoal.actor.policy import MlpPolicy
-from shoal.errors import RunChanged
-from shoal.wire import ExperienceSpec, Segment
+from shoal.errors import InvalidSegment, RunChanged
+from shoal.wire import DropReason, ExperienceSpec, Segment
 
 
 class Environment(Protocol):
@@ -32,14 +32,20 @@ class SegmentBuilder:
     def __init__(self, spec: ExperienceSpec) -> None:
         self._spec = spec
         self._segment_length = spec.segment_length
-        self._observations: list[Any] = []
+        # Copied on arrival: an environment may give the same array at every step.
+        self._observations = np.empty(
+            (spec.segment_length + 1, *spec.observation.shape), spec.observation.numpy_dtype()
+        )
         self._steps: list[tuple[Any, float, float, int]] = []  # action, reward, log-probability, version
         self._return = 0.0  # of the episode, up to the segment
         self._length = 0
 
     def begin(self, observation: Any) -> None:
-        """The first observation of an episode."""
-        self._observations = [observation]
+        """The first observation of an episode. Raises InvalidSegment when it has another shape than the run's."""
+        shape, expected = np.shape(observation), self._spec.observation.shape
+        if shape != expected:
+            raise InvalidSegment(DropReason.INVALID_SHAPE, "observation", f"{shape}, expected {expected}")
+        self._observations[0], self._steps = observation, []
         self._return, self._length = 0.0, 0
 
     def step(
@@ -57,29 +63,31 @@ class SegmentBuilder:
         `observation` after a truncated or terminated step is the episode's real final one. After it, call `begin`.
         """
         # Everything that can wait does: this runs at every step of an environment that may be as fast as it is.
-        self._observations.append(observation)
         self._steps.append((action, reward, log_probability, version))
-        if terminated or truncated or len(self._steps) == self._segment_length:
+        num_steps = len(self._steps)
+        self._observations[num_steps] = observation
+        if terminated or truncated or num_steps == self._segment_length:
             return self._complete(terminated, truncated)
         return None
 
     def _complete(self, terminated: bool, truncated: bool) -> Segment:
         actions, rewards, log_probabilities, versions = zip(*self._steps, strict=True)
-        self._return = sum(rewards, self._return)
-        self._length += len(rewards)
+        num_steps = len(rewards)
+        self._return = float(sum(rewards, self._return))
+        self._length += num_steps
         ended = terminated or truncated
         segment = Segment(
-            np.array(self._observations, self._spec.observation.numpy_dtype()),
+            self._observations[: num_steps + 1].copy(),
             np.array(actions, self._spec.action.numpy_dtype()),
             np.array(rewards, np.float32),
             np.array(log_probabilities, np.float32),
             np.array(versions, np.int64),
-            terminated,
-            truncated and not terminated,
+            bool(terminated),
+            bool(truncated and not terminated),
             self._return if ended else None,
             self._length if ended else None,
         )
-        self._observations, self._steps = self._observations[-1:], []
+        self._observations[0], self._steps = self._observations[num_steps], []
         return segment
 
 

@@ -109,7 +109,7 @@ def impala_loss(logits: Tensor, values: Tensor, batch: Batch, config: ImpalaConf
     )
     advantages = trace.advantages_TB.flatten()[place]
     if config.normalize_advantages:
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
     policy_loss = -(advantages * log_pi).mean()
     value_loss = 0.5 * (trace.targets_TB.flatten()[place] - values.index_select(0, step_rows)).square().mean()
     total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
@@ -118,20 +118,30 @@ def impala_loss(logits: Tensor, values: Tensor, batch: Batch, config: ImpalaConf
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, config: ImpalaConfig) -> dict[str, float]:
     """One gradient step on `batch`. Returns metrics. Raises NonFiniteLoss, leaving the weights as they were."""
+    metrics = _gradients(model, batch, config)
+    bad = [name for name, value in metrics.items() if not np.isfinite(value)]
+    if bad:
+        raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower impala.learning_rate or check the rewards")
+    optimizer.step()
+    return metrics
+
+
+def is_finite(model: nn.Module, batch: Batch, config: ImpalaConfig) -> bool:
+    """Whether `update` could learn from `batch`; leaves the weights as they are."""
+    return bool(np.isfinite(list(_gradients(model, batch, config).values())).all())
+
+
+def _gradients(model: nn.Module, batch: Batch, config: ImpalaConfig) -> dict[str, float]:
+    """Put the clipped gradients of the loss into the model; the metrics of an update."""
     logits, values = model(batch.observations)
     losses = impala_loss(logits, values, batch, config)
-    optimizer.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
     losses.total.backward()
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-    metrics = {
+    return {
         "learner/loss": losses.total.item(),
         "learner/policy_loss": losses.policy.item(),
         "learner/value_loss": losses.value.item(),
         "learner/entropy": losses.entropy.item(),
         "learner/grad_norm": grad_norm.item(),
     }
-    bad = [name for name, value in metrics.items() if not np.isfinite(value)]
-    if bad:
-        raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower impala.learning_rate or check the rewards")
-    optimizer.step()
-    return metrics

@@ -15,9 +15,10 @@ K = TypeVar("K")
 def share_credit(open_credit: Mapping[K, int], queued: int, capacity: int, max_credits: int) -> dict[K, int]:
     """How many more segments each session may send: `open_credit` is what each may send already.
 
-    The poorest come first. A session is topped up only when half of its window is used, since not every freed place
-    is worth a message. The window is a quarter of an equal share of the queue, at least 1 and at most `max_credits`:
-    credit cannot be taken back, so those who come later must find some left although others sit on theirs.
+    The poorest come first, in the order of `open_credit` where they are equally poor. A session is topped up only when
+    half of its window is used, since not every freed place is worth a message. The window is a quarter of an equal
+    share of the queue, at least 1 and at most `max_credits`: credit cannot be taken back, so those who come later must
+    find some left although others sit on theirs.
     """
     grants: dict[K, int] = {}
     if not open_credit:

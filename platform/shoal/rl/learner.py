@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shoal import checkpoint
-from shoal.algorithms.impala import NonFiniteLoss, batch_of, update
+from shoal.algorithms.impala import Batch, NonFiniteLoss, batch_of, is_finite, update
 from shoal.errors import Closed, SpecMismatch
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.queue import BatchRequest, ExperienceBatch, ExperienceSource
@@ -26,7 +26,7 @@ from shoal.weights import WeightSnapshot
 from shoal.wire import DropReason, ExperienceSpec
 
 VERSIONS_RESERVED = 50  # at a time, on disk
-MAX_BAD_BATCHES = 3  # in a row, before the run is given up
+MAX_BAD_BATCHES = 3  # in a row, with nothing in them to learn from, before the run is given up
 
 
 class WeightSink(Protocol):
@@ -84,7 +84,7 @@ class Learner:
         self._reserved = folder / "versions-reserved"
         self._num_reserved = int(self._reserved.read_text()) if self._reserved.exists() else 0
         self.version = max(self.version, used_version or self._num_reserved)
-        self._bad_batches = 0  # in a row
+        self._num_bad_batches = 0  # in a row
         self._metrics: dict[str, float] = {}
         self._published: deque[Published] = deque(maxlen=10_000)
         self._lock = threading.Lock()  # guards what stats() reads together
@@ -143,16 +143,17 @@ class Learner:
                 self._publish_if_due()
             self._save_if_due()
             return False
-        lags = self.version - batch.oldest_versions()
-        stale = lags > self.spec.gateway.max_version_lag
-        fresh = batch.select(~stale) if stale.any() else batch
-        dropped, reason = stale, DropReason.STALE_CONSUMPTION
-        if fresh.num_steps and not self._update(fresh):
-            dropped, reason = np.ones_like(stale), DropReason.NON_FINITE
-        self.counts["dropped"] += int(dropped.sum())
-        self.counts["consumed"] += int((~dropped).sum())
-        if not self._source.settle(batch.lease_id, dropped, reason):
+        fates = self._learn(batch)
+        num_dropped = sum(fate is not None for fate in fates)
+        self.counts["dropped"] += num_dropped
+        self.counts["consumed"] += len(fates) - num_dropped
+        if not self._source.settle(batch.lease_id, fates):
             raise Closed("another life of this learner has taken over")
+        if self._num_bad_batches >= MAX_BAD_BATCHES:
+            raise NonFiniteLoss(
+                f"the loss of {MAX_BAD_BATCHES} batches in a row was not finite, each segment of them by itself;"
+                " lower impala.learning_rate or check the rewards"
+            )
         self._save_if_due()
         return True
 
@@ -194,26 +195,34 @@ class Learner:
         checkpoint.save(self._folder, self.updates, state, self.spec.learner.keep_checkpoints)
         self._saved_at = time.monotonic()
 
+    def _learn(self, batch: ExperienceBatch) -> list[DropReason | None]:
+        """What became of each segment: learnt from (None), or why not. [S]
+
+        When a loss is not finite, the segments whose own is not are left out: they are one actor's nonsense.
+        """
+        stale = self.version - batch.oldest_versions() > self.spec.gateway.max_version_lag
+        left = ~stale
+        if left.any() and not self._update(batch.select(left) if stale.any() else batch):
+            left &= [self._is_finite(batch.select(one)) for one in np.eye(len(left), dtype=bool)]
+            if not left.any() or not self._update(batch.select(left)):
+                left[:] = False
+                self._num_bad_batches += 1
+        return [
+            None if learnt else DropReason.STALE_CONSUMPTION if old else DropReason.NON_FINITE
+            for learnt, old in zip(left, stale, strict=True)
+        ]
+
+    def _is_finite(self, segment: ExperienceBatch) -> bool:
+        return is_finite(self.model, _tensors(segment), self.spec.impala)
+
     def _update(self, batch: ExperienceBatch) -> bool:
-        """One update; False when its loss was not finite, and nothing has changed. Raises NonFiniteLoss when that is
-        the third time in a row: then it is not one actor's nonsense."""
+        """One update; False when its loss was not finite, and nothing has changed."""
         started = time.perf_counter()
-        tensors = batch_of(
-            batch.observations,
-            batch.actions,
-            batch.rewards,
-            batch.log_probabilities,
-            batch.lengths,
-            batch.terminated,
-        )
         try:
-            metrics = update(self.model, self._optimizer, tensors, self.spec.impala)
+            metrics = update(self.model, self._optimizer, _tensors(batch), self.spec.impala)
         except NonFiniteLoss:
-            self._bad_batches += 1
-            if self._bad_batches >= MAX_BAD_BATCHES:
-                raise
             return False
-        self._bad_batches = 0
+        self._num_bad_batches = 0
         lag = float(np.mean(self.version - batch.versions))
         with self._lock:
             self.updates += 1
@@ -266,6 +275,17 @@ def build_model(spec: RLSpec, experience: ExperienceSpec) -> ActorCritic:
     """The model of a run, with fresh weights."""
     num_actions = int(experience.action.high or 0) + 1
     return ActorCritic(experience.observation.shape[0], num_actions, spec.hidden)
+
+
+def _tensors(batch: ExperienceBatch) -> Batch:
+    return batch_of(
+        batch.observations,
+        batch.actions,
+        batch.rewards,
+        batch.log_probabilities,
+        batch.lengths,
+        batch.terminated,
+    )
 
 
 def model_arrays(model: torch.nn.Module) -> dict[str, np.ndarray]:

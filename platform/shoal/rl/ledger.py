@@ -129,8 +129,8 @@ class Ledger:
             self.commit()
             return lease_id
 
-    def settle(self, lease_id: int, dropped: Sequence[bool], reason: DropReason) -> bool:
-        """Close a lease: segments where `dropped` is true were dropped for `reason`, the others consumed.
+    def settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+        """Close a lease: each of its segments was dropped for a reason, or consumed (None).
 
         Durable on return. Saying it again changes nothing and is True again: an answer may be lost on its way. False
         for a lease that was revoked.
@@ -141,9 +141,9 @@ class Ledger:
             self._last_settled = lease_id
             self._new_facts["last_settled"] = str(lease_id)
             keys = self._end_lease(lease_id)
-            for (key, is_dropped), count in Counter(zip(keys, dropped, strict=True)).items():
-                if is_dropped:
-                    self._drop(key, count, reason)
+            for (key, fate), count in Counter(zip(keys, fates, strict=True)).items():
+                if fate is not None:
+                    self._drop(key, count, fate)
                 else:
                     self._accounts[key].queued -= count
                     self._accounts[key].consumed += count

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Condition
 from typing import NamedTuple, Protocol
@@ -108,8 +108,8 @@ class ExperienceSource(Protocol):
         any other are revoked."""
         ...
 
-    def settle(self, lease_id: int, dropped: np.ndarray, reason: DropReason) -> bool:
-        """Answer for a lease: segments where `dropped` (bool [S]) were dropped for `reason`, the others consumed.
+    def settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+        """Answer for a lease: each of its S segments was dropped for a reason, or consumed (None).
 
         May be said again. False: the lease was revoked, because another life of the learner has taken over.
         """
@@ -157,6 +157,8 @@ class ExperienceQueue:
         min_steps, max_steps, max_segments, timeout_s, number = request
         deadline = time.monotonic() + timeout_s
         with self._arrived:
+            if self._newest_take[0] == consumer and number < self._newest_take[1]:
+                return None  # it was overtaken on its way: the lease of the newer one is in use
             self.ledger.end_open_leases(consumer)
             self._newest_take = (consumer, number)
             self._wanted = (min_steps, max_segments)
@@ -174,8 +176,8 @@ class ExperienceQueue:
         self.on_room()
         return ExperienceBatch.of(lease_id, segments)
 
-    def settle(self, lease_id: int, dropped: np.ndarray, reason: DropReason) -> bool:
-        return self.ledger.settle(lease_id, dropped.tolist(), reason)
+    def settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+        return self.ledger.settle(lease_id, fates)
 
     def close(self) -> None:
         """Drop what is left as SHUTDOWN and wake `take`. Idempotent."""

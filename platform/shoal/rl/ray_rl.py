@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -81,8 +81,8 @@ class GatewayWorker:
         batch = self._queue.take(consumer, request)
         return None if batch is None else batch.to_bytes()
 
-    def settle(self, lease_id: int, dropped: np.ndarray, reason: DropReason) -> bool:
-        return self._queue.settle(lease_id, dropped, reason)
+    def settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+        return self._queue.settle(lease_id, fates)
 
     def stats(self) -> dict[str, Any]:
         if not self._gateway.alive:
@@ -113,11 +113,11 @@ class RayExperienceSource:
             time.sleep(RETRY_S)
             return None
 
-    def settle(self, lease_id: int, dropped: np.ndarray, reason: DropReason) -> bool:
+    def settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
         while True:
             try:
-                return bool(ray.get(self._gateway.settle.remote(lease_id, dropped, reason), timeout=CALL_TIMEOUT_S))
+                return bool(ray.get(self._gateway.settle.remote(lease_id, fates), timeout=CALL_TIMEOUT_S))
             except STORE_IS_AWAY as error:
                 if time.monotonic() > deadline:
                     raise ConnectionLost(f"the gateway has been away for {SETTLE_TIMEOUT_S} s") from error

@@ -49,11 +49,12 @@ class Sessions(dict[bytes, Session]):
     """Sessions by route, the address that the socket gives a connection."""
 
     def grant_credit(self, queue: ExperienceQueue, max_credits: int) -> None:
-        """Share what room the queue has among all."""
+        """Share what room the queue has among all; of those that are equally poor, who waited longest comes first."""
         ledger = queue.ledger
         open_credit = {route: each.send_limit - ledger.account(each.key).next_seq for route, each in self.items()}
         for route, grant in share_credit(open_credit, len(queue), queue.capacity, max_credits).items():
-            self[route].send_limit += grant
+            session = self[route] = self.pop(route)
+            session.send_limit += grant
 
     def silent(self, timeout_s: float) -> list[bytes]:
         """The routes of those that have said nothing for so long."""

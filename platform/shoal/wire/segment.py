@@ -87,6 +87,20 @@ def segment_bytes(segment: Segment) -> int:
     return _HEADER_BYTES + sum(int(getattr(segment, name).nbytes) for name in _TENSORS)
 
 
+def check_dtypes(segment: Segment) -> None:
+    """Raises InvalidSegment when an array has a dtype that cannot travel."""
+    for name in _TENSORS:
+        _dtype_name(name, getattr(segment, name))
+
+
+def _dtype_name(name: str, array: np.ndarray) -> str:
+    dtype = _NAMES.get(array.dtype) or _NAMES.get(array.dtype.newbyteorder("<"))
+    if dtype is None:
+        problem = f"{array.dtype} cannot travel, these can: {', '.join(DTYPES)}"
+        raise InvalidSegment(DropReason.INVALID_DTYPE, name, problem)
+    return dtype
+
+
 def pack_segment(segment: Segment, seq: int) -> list[bytes | memoryview]:
     """The frames of a segment message: the header, then one frame a tensor.
 
@@ -95,20 +109,17 @@ def pack_segment(segment: Segment, seq: int) -> list[bytes | memoryview]:
     headers, frames = [], []
     for name in _TENSORS:
         array = np.ascontiguousarray(getattr(segment, name))
-        dtype = _NAMES.get(array.dtype.newbyteorder("<"))
-        if dtype is None:
-            problem = f"{array.dtype} cannot travel, these can: {', '.join(DTYPES)}"
-            raise InvalidSegment(DropReason.INVALID_DTYPE, name, problem)
+        dtype = _dtype_name(name, array)
         array = array.astype(DTYPES[dtype], copy=False)
         headers.append(TensorHeader(name, dtype, array.shape))
         frames.append(array.tobytes())
     header = SegmentMessage(
         seq,
         tuple(headers),
-        segment.terminated,
-        segment.truncated,
-        segment.episode_return,
-        segment.episode_length,
+        bool(segment.terminated),  # a scalar of NumPy is as good as Python's own, and cannot be encoded
+        bool(segment.truncated),
+        None if segment.episode_return is None else float(segment.episode_return),
+        None if segment.episode_length is None else int(segment.episode_length),
     )
     return [encode(header), *frames]
 
