@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 
 from loop.gateway_asking import client
-from rl_setting import Parts, segment, serving
+from rl_setting import Parts, segment, serving, weights
 from shoal.errors import ConfigError
+from shoal.rl.listener import listen
+from shoal.rl.spec import GatewaySpec
 
 
 def test_a_gateway_that_died_is_found_where_it_was_and_gets_what_it_did_not_acknowledge(tmp_path: Path) -> None:
@@ -72,3 +75,19 @@ def test_a_gateways_next_life_goes_on_counting(tmp_path: Path) -> None:
         assert actor.drain(5)
         stats = second.gateway.stats()
         assert (stats["steps"], stats["episodes"], stats["mean_return"]) == (5, 2, 8.0)
+
+
+def test_a_gateway_waits_for_weights_that_a_store_on_its_way_back_does_not_have_at_once(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    answers = [None, None, weights(7)]
+    parts.store.wait_newer = lambda than, timeout_s: answers.pop(0) if answers else None  # type: ignore[method-assign]
+    parts.gateway.start()
+    assert parts.gateway.stats()["weights_version"] == 7
+    parts.gateway.close()
+
+
+def test_connections_to_peers_that_vanished_are_given_up() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket, _ = listen(context, GatewaySpec())
+    assert [socket.getsockopt(option) for option in (zmq.TCP_KEEPALIVE, zmq.TCP_KEEPALIVE_IDLE)] == [1, 60]
+    context.destroy(linger=0)

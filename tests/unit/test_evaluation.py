@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from shoal.flows.evaluation import Evaluation
+from shoal.errors import RunError
+from shoal.flows.evaluation import Answer, Evaluation, play_through
 
 
 def _played(returns: list[float]) -> Evaluation:
@@ -20,3 +22,21 @@ def test_scattered_returns_are_less_sure_than_their_mean() -> None:
     played = _played([400.0, 500.0] * 8)
     assert played.mean_return == 450.0
     assert played.sure_return == pytest.approx(450.0 - 2.0 * 51.64 / 4.0, abs=0.01)
+
+
+class AlwaysLeft:
+    """Stands for a connection to an endpoint."""
+
+    def insist(self, observations: np.ndarray) -> Answer:
+        return Answer({"action": np.zeros(len(observations), np.int64)}, 3)
+
+
+def test_what_is_played_through_is_counted() -> None:
+    played = play_through(AlwaysLeft(), "CartPole-v1", num_episodes=2, seed=1)  # type: ignore[arg-type]
+    assert (len(played.returns), played.versions) == (2, {3})
+    assert played.num_requests == max(played.returns)
+
+
+def test_episodes_that_do_not_end_are_given_up() -> None:
+    with pytest.raises(RunError, match=r"2 of 2 episodes of CartPole-v1 have not ended after 0 s.*eval_timeout_s"):
+        play_through(AlwaysLeft(), "CartPole-v1", num_episodes=2, seed=1, timeout_s=0.0)  # type: ignore[arg-type]

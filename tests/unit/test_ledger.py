@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 from hypothesis import settings
@@ -182,7 +183,12 @@ class Books(RuleBasedStateMachine):
             assert account.balanced
             assert account.queued >= 0
         leased = sum(count for _, count in self.leases)
-        assert self.ledger.totals().queued == len(self.queue) + leased
+        totals = self.ledger.totals()
+        assert totals.queued == len(self.queue) + leased
+        accounts = self.ledger.accounts().values()
+        for count in ("received", "consumed", "queued", "duplicates"):
+            assert getattr(totals, count) == sum(getattr(account, count) for account in accounts)
+        assert +totals.dropped == sum((account.dropped for account in accounts), Counter())
 
 
 TestBooks = Books.TestCase

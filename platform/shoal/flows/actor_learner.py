@@ -25,7 +25,7 @@ from pydantic import Field, SecretStr, model_validator
 
 import shoal.runs
 from shoal.cluster.driver import expected_run_id
-from shoal.errors import ClusterError, RunError
+from shoal.errors import ClusterError, ConnectionLost, InferenceError, RunError
 from shoal.flows.evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
 from shoal.flows.policy import look_at_environment, served_model
 from shoal.flows.serving import record_changes
@@ -54,6 +54,7 @@ class ActorLearnerSpec(RLSpec):
     target_return: float | None = Field(default=475.0, description="mean of 100 episodes at which to stop")
     max_wall_s: float = Field(default=600.0, gt=0, description="from the first segment; then the run has failed")
     eval_episodes: int = Field(default=20, ge=1)
+    eval_timeout_s: float = Field(default=300.0, gt=0, description="for the episodes of one trial or evaluation")
     endpoint: EndpointSpec = EndpointSpec(name=NAMED_BY_ENV, num_cpus=0.5)
     aliases: tuple[str, ...] = ("champion",)
     resume: str = ""
@@ -157,19 +158,38 @@ class _Flow:
         while True:
             self._follow_until_a_trial_is_due()
             snapshot = self._workers.pause_learner()
-            trial = self._play(snapshot, TRIAL_SEED)
-            found = {"mean_return": trial.mean_return, "sure_return": trial.sure_return}
-            self.recorder.event("tried", version=snapshot.version, **found)
-            if self.spec.target_return is None or trial.sure_return >= self.spec.target_return:
+            if self._passes(snapshot):
                 self._candidate = snapshot
                 return
-            print(
-                f"version {snapshot.version} returned {trial.mean_return:.1f} in a trial, and not surely"
-                f" {self.spec.target_return:g} in other episodes: learning on",
-                flush=True,
-            )
             self._tried_at = int(self._learner_stats.get("updates", 0))
             self._workers.resume_learner()
+
+    def _passes(self, snapshot: WeightSnapshot) -> bool:
+        """Whether this version, played through the endpoint, makes the target sure. One that could not be tried does
+        not, and may be later; when the time is up, what was in the way is raised (ConnectionLost, InferenceError)."""
+        try:
+            trial = self._play(snapshot, TRIAL_SEED)
+        except (ConnectionLost, InferenceError) as error:
+            if self._time_is_up():
+                raise
+            return self._was_not_tried(snapshot, str(error))
+        if trial.versions != {snapshot.version}:  # a restarted learner has published, or the endpoint left this one
+            return self._was_not_tried(snapshot, f"versions {sorted(trial.versions)} answered")
+        found = {"mean_return": trial.mean_return, "sure_return": trial.sure_return}
+        self.recorder.event("tried", version=snapshot.version, **found)
+        if self.spec.target_return is None or trial.sure_return >= self.spec.target_return:
+            return True
+        print(
+            f"version {snapshot.version} returned {trial.mean_return:.1f} in a trial, and not surely"
+            f" {self.spec.target_return:g} in other episodes: learning on",
+            flush=True,
+        )
+        return False
+
+    def _was_not_tried(self, snapshot: WeightSnapshot, why: str) -> bool:
+        self.recorder.event("trial_failed", version=snapshot.version, error=why)
+        print(f"version {snapshot.version} could not be tried ({why}): learning on", flush=True)
+        return False
 
     def _trial_is_due(self) -> bool:
         """Whether the actors have reached the target, and the learner has moved on since the last trial."""
@@ -244,6 +264,7 @@ class _Flow:
     def _metrics(self) -> dict[str, float]:
         gateway, learner = self._gateway_stats, self._learner_stats
         segments = gateway["segments"]
+        here = [actor for actor in gateway["actors"] if actor["connected"]]
         metrics = {
             "return/mean_100": gateway["mean_return"],
             "episodes/total": gateway["episodes"],
@@ -251,7 +272,7 @@ class _Flow:
             "steps/per_s": self._rate("steps", gateway["steps"]),
             "weights/version": gateway["weights_version"],
             "queue/depth": gateway["queue_depth"],
-            "actors/connected": sum(actor["connected"] for actor in gateway["actors"]),
+            "actors/connected": len(here),
             "segments/received": segments["received"],
             "segments/consumed": segments["consumed"],
             "segments/queued": segments["queued"],
@@ -261,7 +282,7 @@ class _Flow:
             **learner.get("metrics", {}),
         }
         metrics |= {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
-        metrics |= {f"lag/{actor['actor_id']}": actor["lag"] for actor in gateway["actors"][:MAX_LAG_METRICS]}
+        metrics |= {f"lag/{actor['actor_id']}": actor["lag"] for actor in here[:MAX_LAG_METRICS]}
         return {name: float(value) for name, value in metrics.items()}
 
     def _endpoint_requests(self) -> float:
@@ -361,8 +382,8 @@ class _Flow:
         assert self._endpoint is not None
         connection = InferenceConnection(self._endpoint.url, self.spec.model_name, self.token)
         try:
-            wait_for_version(connection, self._first_observation, snapshot.version, timeout_s=15.0)
-            return play_through(connection, self.spec.env, self.spec.eval_episodes, seed)
+            wait_for_version(connection, self._first_observation, snapshot.version)
+            return play_through(connection, self.spec.env, self.spec.eval_episodes, seed, self.spec.eval_timeout_s)
         finally:
             connection.close()
 

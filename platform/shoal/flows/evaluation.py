@@ -15,7 +15,9 @@ from urllib.parse import urlsplit
 import gymnasium
 import numpy as np
 
-from shoal.errors import ConnectionLost, InferenceError
+from shoal.errors import ConnectionLost, InferenceError, RunError
+
+PATIENCE_S = 60.0  # with an endpoint that is away: a replica that died is back by then
 
 
 class Answer(NamedTuple):
@@ -57,7 +59,7 @@ class InferenceConnection:
         outputs = {one["name"]: np.array(one["data"]).reshape(one["shape"]) for one in body["outputs"]}
         return Answer(outputs, int(body["model_version"]))
 
-    def insist(self, observations: np.ndarray, patience_s: float = 15.0) -> Answer:
+    def insist(self, observations: np.ndarray, patience_s: float = PATIENCE_S) -> Answer:
         """`infer`, again and again while the endpoint is away or says 503: a replica may be on its way back."""
         deadline = time.monotonic() + patience_s
         while True:
@@ -92,7 +94,9 @@ class Evaluation(NamedTuple):
         return self.mean_return - 2.0 * float(np.std(self.returns, ddof=1)) / math.sqrt(len(self.returns))
 
 
-def wait_for_version(connection: InferenceConnection, observation: np.ndarray, version: int, timeout_s: float) -> None:
+def wait_for_version(
+    connection: InferenceConnection, observation: np.ndarray, version: int, timeout_s: float = PATIENCE_S
+) -> None:
     """Return when `version` or a newer one answers. Raises ConnectionLost after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     seen = 0
@@ -104,8 +108,13 @@ def wait_for_version(connection: InferenceConnection, observation: np.ndarray, v
     raise ConnectionLost(f"the endpoint still answers with version {seen}, not {version}, after {timeout_s} s")
 
 
-def play_through(connection: InferenceConnection, env: str, num_episodes: int, seed: int) -> Evaluation:
-    """Play `num_episodes` greedily, side by side: each request carries one observation of every unfinished episode."""
+def play_through(
+    connection: InferenceConnection, env: str, num_episodes: int, seed: int, timeout_s: float = 300.0
+) -> Evaluation:
+    """Play `num_episodes` greedily, side by side: each request carries one observation of every unfinished episode.
+
+    Raises RunError when they have not ended after `timeout_s`, and what `InferenceConnection.insist` does.
+    """
     started = time.monotonic()
     environments = [gymnasium.make(env) for _ in range(num_episodes)]
     observations = [environment.reset(seed=seed + index)[0] for index, environment in enumerate(environments)]
@@ -114,6 +123,9 @@ def play_through(connection: InferenceConnection, env: str, num_episodes: int, s
     versions: set[int] = set()
     num_requests = 0
     while playing:
+        if time.monotonic() - started > timeout_s:
+            still_s = f"{len(playing)} of {num_episodes} episodes of {env} have not ended after {timeout_s:g} s"
+            raise RunError(f"{still_s}: give the environment a time limit, or raise eval_timeout_s")
         answer = connection.insist(np.stack([observations[index] for index in playing]).astype(np.float32))
         num_requests += 1
         versions.add(answer.version)

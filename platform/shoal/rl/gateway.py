@@ -89,7 +89,9 @@ class Gateway:
 
     def start(self, weights_timeout_s: float = 60.0) -> None:
         """Wait for the first weights, bind, and serve. Raises ConfigError when the port that was asked for is taken."""
-        self._latest = self._weights.wait_newer(0, weights_timeout_s)
+        deadline = time.monotonic() + weights_timeout_s
+        while self._latest is None and (left_s := deadline - time.monotonic()) > 0:
+            self._latest = self._weights.wait_newer(0, left_s)  # None at once from a store that is on its way back
         if self._latest is None:
             raise ConfigError("weights", None, f"none were published within {weights_timeout_s} s", "start the learner")
         self._wake_read, self._wake_write = os.pipe()

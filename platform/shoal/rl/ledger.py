@@ -13,7 +13,7 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,8 @@ class Ledger:
         self._database.execute("PRAGMA synchronous=OFF")
         self._database.executescript(_SCHEMA)
         self._accounts: dict[ActorKey, Account] = {}
+        self._totals = Account()  # of all accounts; `next_seq` means nothing there
+        self._newest: dict[str, int] = {}  # incarnation of each actor
         self._leases: dict[int, _Lease] = {}
         self._dirty: set[ActorKey] = set()
         self._dirty_leases: set[int] = set()
@@ -88,13 +90,13 @@ class Ledger:
         """The account of an actor's incarnation, opened when it is new. The caller must not change it."""
         with self.lock:
             if (found := self._accounts.get(key)) is None:  # setdefault would make an account for every segment
-                found = self._accounts[key] = Account()
+                found = self._open(key, Account())
             return found
 
     def newest_incarnation(self, actor_id: str) -> int | None:
         """The highest incarnation under which this actor has ever been seen."""
         with self.lock:
-            return max((number for name, number in self._accounts if name == actor_id), default=None)
+            return self._newest.get(actor_id)
 
     def open_account(self, key: ActorKey) -> Account:
         """The account, on disk from the next commit on even when nothing was received yet."""
@@ -107,16 +109,18 @@ class Ledger:
         with self.lock:
             account = self.account(key)
             account.next_seq = seq + 1
-            account.received += 1
-            if reason is None:
-                account.queued += 1
-            else:
-                account.dropped[reason.value] += 1
+            for each in (account, self._totals):
+                each.received += 1
+                if reason is None:
+                    each.queued += 1
+                else:
+                    each.dropped[reason.value] += 1
             self._dirty.add(key)
 
     def count_duplicate(self, key: ActorKey) -> None:
         with self.lock:
             self.account(key).duplicates += 1
+            self._totals.duplicates += 1
             self._dirty.add(key)
 
     def lease(self, consumer: str, keys: Iterable[ActorKey]) -> int:
@@ -145,8 +149,9 @@ class Ledger:
                 if fate is not None:
                     self._drop(key, count, fate)
                 else:
-                    self._accounts[key].queued -= count
-                    self._accounts[key].consumed += count
+                    for each in (self._accounts[key], self._totals):
+                        each.queued -= count
+                        each.consumed += count
             self.commit()
             return True
 
@@ -171,15 +176,8 @@ class Ledger:
 
     def totals(self) -> Account:
         """The sum of all accounts."""
-        total = Account()
         with self.lock:
-            for account in self._accounts.values():
-                total.received += account.received
-                total.consumed += account.consumed
-                total.queued += account.queued
-                total.duplicates += account.duplicates
-                total.dropped.update(account.dropped)
-        return total
+            return replace(self._totals, dropped=self._totals.dropped.copy())
 
     def accounts(self) -> dict[ActorKey, Account]:
         """A copy of the book's index; the accounts themselves are live."""
@@ -225,10 +223,16 @@ class Ledger:
 
     def _drop(self, key: ActorKey, count: int, reason: DropReason) -> None:
         if count:
-            account = self._accounts[key]
-            account.queued -= count
-            account.dropped[reason.value] += count
+            for each in (self._accounts[key], self._totals):
+                each.queued -= count
+                each.dropped[reason.value] += count
             self._dirty.add(key)
+
+    def _open(self, key: ActorKey, account: Account) -> Account:
+        actor_id, incarnation = key
+        self._accounts[key] = account
+        self._newest[actor_id] = max(incarnation, self._newest.get(actor_id, incarnation))
+        return account
 
     def _end_lease(self, lease_id: int) -> tuple[ActorKey, ...]:
         self._dirty_leases.add(lease_id)
@@ -254,9 +258,8 @@ class Ledger:
         for actor_id, incarnation, next_seq, received, consumed, duplicates, dropped in self._database.execute(
             "SELECT * FROM accounts"
         ):
-            self._accounts[actor_id, incarnation] = Account(
-                next_seq, received, consumed, 0, duplicates, Counter(json.loads(dropped))
-            )
+            account = Account(next_seq, received, consumed, 0, duplicates, Counter(json.loads(dropped)))
+            self._open((actor_id, incarnation), account)
         self._next_lease = int(self.fact("next_lease") or 1)
         self._last_settled = int(self.fact("last_settled") or 0)
         for lease_id, consumer, text in self._database.execute("SELECT * FROM leases"):
@@ -265,5 +268,10 @@ class Ledger:
         leased = Counter(key for lease in self._leases.values() for key in lease.keys)
         for key, account in self._accounts.items():
             account.queued = account.received - account.consumed - account.dropped.total()
+            self._totals.received += account.received
+            self._totals.consumed += account.consumed
+            self._totals.queued += account.queued
+            self._totals.duplicates += account.duplicates
+            self._totals.dropped.update(account.dropped)
             self._drop(key, account.queued - leased[key], DropReason.GATEWAY_CRASH)
         self.commit()

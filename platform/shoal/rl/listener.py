@@ -13,6 +13,13 @@ from shoal.errors import ConfigError
 from shoal.rl.spec import GatewaySpec
 
 UNREAD_MESSAGES = 16  # that one connection may have waiting here; further ones wait on its own side
+# A peer that vanished without a word (no network, no power) gives its descriptor back after 60 + 4 * 15 s.
+_KEEPALIVE = (
+    (zmq.TCP_KEEPALIVE, 1),
+    (zmq.TCP_KEEPALIVE_IDLE, 60),
+    (zmq.TCP_KEEPALIVE_INTVL, 15),
+    (zmq.TCP_KEEPALIVE_CNT, 4),
+)
 _PORT_WAIT_S = 1.0  # for the gateway that had this port before to let go of it
 
 
@@ -31,6 +38,8 @@ def listen(
     socket.setsockopt(zmq.RCVHWM, UNREAD_MESSAGES)  # before hello nobody has a claim on memory
     socket.setsockopt(zmq.MAXMSGSIZE, spec.max_message_bytes)
     socket.setsockopt(zmq.LINGER, 500)
+    for option, value in _KEEPALIVE:
+        socket.setsockopt(option, value)
     socket.setsockopt(zmq.IPV6, ":" in spec.host)
     if spec.curve and curve_keys is not None:
         socket.curve_publickey, socket.curve_secretkey = curve_keys

@@ -33,9 +33,11 @@ from shoal.weights.ray_weights import (
     RayWeightPublisher,
     RayWeightSource,
     start_weight_store,
+    used_version,
 )
 from shoal.wire import DropReason, ExperienceSpec
 
+START_TIMEOUT_S = 300.0  # a learner may wait for a CPU of a busy cluster, and the gateway for its weights
 SETTLE_TIMEOUT_S = 60.0  # how long a learner waits for a gateway that restarts to take its answer
 
 
@@ -67,7 +69,7 @@ class GatewayWorker:
             setting.target_return,
             setting.curve_keys,
         )
-        self._gateway.start()
+        self._gateway.start(START_TIMEOUT_S)
 
     def address(self) -> str:
         """Where actors reach it; for a wildcard host, the address of this node."""
@@ -130,11 +132,10 @@ class LearnerWorker:
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
         store = start_weight_store(setting.run_id)
-        used_version = int(ray.get(store.version.remote(), timeout=CALL_TIMEOUT_S))
         self._publisher = RayWeightPublisher(store)
         source = RayExperienceSource(ray.get_actor(_gateway_name(setting.run_id), NAMESPACE))
         folder = setting.folder / "checkpoints"
-        self._learner = Learner(spec, experience, source, self._publisher, folder, used_version)
+        self._learner = Learner(spec, experience, source, self._publisher, folder, used_version(store))
         self._failure, self._finished = "", False
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._thread.start()
@@ -196,12 +197,20 @@ class ActorLearnerWorkers:
     def weight_source(self) -> RayWeightSource:
         return RayWeightSource(self._store)
 
-    def gateway_address(self, timeout_s: float = 120.0) -> str:
-        """Wait for the gateway. Raises ClusterError when it does not come up."""
+    def gateway_address(self, timeout_s: float = START_TIMEOUT_S) -> str:
+        """Wait for the learner's first weights, and for the gateway. Raises ClusterError when one does not come up."""
+        deadline = time.monotonic() + timeout_s
+        self._wait_for("learner", self._learner.stats, deadline)
+        return str(self._wait_for("gateway", self._gateway.address, deadline))
+
+    def _wait_for(self, name: str, method: Any, deadline: float) -> Any:
         try:
-            return str(ray.get(self._gateway.address.remote(), timeout=timeout_s))
+            return ray.get(method.remote(), timeout=max(0.0, deadline - time.monotonic()))
+        except ray.exceptions.GetTimeoutError as error:
+            raise ClusterError(f"the {name} did not start in time: is the cluster busy? {error}") from error
         except (*STORE_IS_AWAY, ray.exceptions.RayTaskError) as error:
-            raise ClusterError(f"the gateway did not start: {error}") from error
+            reason = str(error).strip().splitlines()[-1]
+            raise ClusterError(f"the {name} did not start: {reason}") from error
 
     def stats(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """(gateway's, learner's); None for one that is restarting. Raises ClusterError when one is gone for good."""

@@ -66,6 +66,7 @@ class WeightPublisher:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        is_away = False
         while True:
             with self._changed:
                 if not self._close_deadline and not self._pending():
@@ -81,7 +82,11 @@ class WeightPublisher:
                     self._forwarded_version = pending.version
                 elif self._last is not None and self._stored_version() < self._last.version:
                     self._forwarded_version = 0  # the store was restarted: send it again
-            except ConnectionLost:
+                is_away = False
+            except ConnectionLost as error:
+                if not is_away:
+                    logger.warning("weights are not forwarded, and will be: %s", error)
+                is_away = True
                 with self._changed:
                     self._changed.wait(self._retry_s)
 

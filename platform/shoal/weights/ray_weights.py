@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError
 
 from shoal.errors import ConnectionLost
 from shoal.weights.publisher import WeightPublisher
@@ -88,8 +88,20 @@ class RayWeightPublisher(WeightPublisher):
         )
 
 
+def used_version(store: ActorHandle, timeout_s: float = 30.0) -> int:
+    """The newest version that the store has had; 0 when it has none, or does not come back within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return int(_call(store.version))
+        except ConnectionLost:
+            if time.monotonic() > deadline:
+                return 0
+            time.sleep(RETRY_S)
+
+
 def _call(method: Any, *args: object) -> Any:
     try:
         return ray.get(method.remote(*args), timeout=CALL_TIMEOUT_S)
-    except STORE_IS_AWAY as error:
-        raise ConnectionLost(f"the weight store is away: {error}") from error
+    except RayError as error:  # also a full object store or disk: it is tried again
+        raise ConnectionLost(f"the weight store did not answer: {error}") from error

@@ -1,0 +1,125 @@
+"""What the loop's flow makes of trials and of workers that do not start. No cluster here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.errors import ClusterError, ConnectionLost, InferenceError, ShoalError, SpecMismatch
+from shoal.flows.evaluation import Evaluation
+from shoal.weights import WeightSnapshot
+
+SNAPSHOT = WeightSnapshot.of(7, {"w": np.zeros(1, np.float32)})
+
+
+class FakeFlow:
+    """What a trial needs of its flow; `outcome` is what playing brings."""
+
+    def __init__(self, outcome: Evaluation | ShoalError, time_is_up: bool = False) -> None:
+        from shoal.flows.actor_learner import _Flow
+
+        self.spec = SimpleNamespace(target_return=475.0)
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.recorder = SimpleNamespace(event=lambda kind, **details: self.events.append((kind, details)))
+        self._outcome, self._is_up = outcome, time_is_up
+        self._was_not_tried = lambda *words: _Flow._was_not_tried(self, *words)  # type: ignore[arg-type]
+        self.passes: Callable[[], bool] = lambda: _Flow._passes(self, SNAPSHOT)  # type: ignore[arg-type]
+
+    def _play(self, snapshot: WeightSnapshot, seed: int) -> Evaluation:
+        if isinstance(self._outcome, ShoalError):
+            raise self._outcome
+        return self._outcome
+
+    def _time_is_up(self) -> bool:
+        return self._is_up
+
+
+def played(mean: float, *versions: int) -> Evaluation:
+    return Evaluation([mean] * 20, 500, set(versions), 1.0)
+
+
+def test_a_version_that_returns_the_target_passes() -> None:
+    assert FakeFlow(played(480.0, 7)).passes()
+    assert not FakeFlow(played(470.0, 7)).passes()
+
+
+def test_what_other_versions_answered_speaks_for_none() -> None:
+    flow = FakeFlow(played(500.0, 7, 8))
+    assert not flow.passes()
+    assert flow.events == [("trial_failed", {"version": 7, "error": "versions [7, 8] answered"})]
+
+
+@pytest.mark.parametrize("error", [ConnectionLost("the endpoint did not answer"), InferenceError(503, "no replica")])
+def test_an_endpoint_that_is_away_for_a_while_costs_a_trial_and_not_the_run(error: ShoalError) -> None:
+    flow = FakeFlow(error)
+    assert not flow.passes()
+    assert [kind for kind, _ in flow.events] == ["trial_failed"]
+    with pytest.raises(type(error)):
+        FakeFlow(error, time_is_up=True).passes()
+
+
+class FakeWorker:
+    """Its methods' results stand for what Ray would fetch."""
+
+    def __init__(self, result: object) -> None:
+        self.stats = self.address = self.version = SimpleNamespace(remote=lambda: result)
+
+
+def fake_get(result: object, timeout: float) -> object:
+    if isinstance(result, list):
+        result = result.pop(0)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def workers(monkeypatch: pytest.MonkeyPatch, learner: object, gateway: object) -> Any:
+    import ray
+
+    from shoal.rl.ray_rl import ActorLearnerWorkers
+
+    monkeypatch.setattr(ray, "get", fake_get)
+    made: Any = object.__new__(ActorLearnerWorkers)
+    made._learner, made._gateway = FakeWorker(learner), FakeWorker(gateway)
+    return made
+
+
+def test_why_the_learner_did_not_start_is_said_and_not_what_followed_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
+
+    mismatch = SpecMismatch("hidden", [128], "does not fit the checkpoint of this run")
+    traceback = f"ray::LearnerWorker.__init__()\n  File ...\nshoal.errors.SpecMismatch: {mismatch}"
+    died = ActorDiedError(RayTaskError("LearnerWorker.__init__", traceback, mismatch, "", 1, ""))
+    with pytest.raises(ClusterError, match=r"^the learner did not start: \S*SpecMismatch: hidden = \[128\]"):
+        workers(monkeypatch, died, "tcp://here").gateway_address()
+    with pytest.raises(ClusterError, match="the gateway did not start in time"):
+        workers(monkeypatch, {}, GetTimeoutError("later")).gateway_address()
+    assert workers(monkeypatch, {}, "tcp://here").gateway_address() == "tcp://here"
+
+
+def test_a_store_that_is_on_its_way_back_is_asked_again_for_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    from ray.exceptions import ActorUnavailableError
+
+    from shoal.weights import ray_weights
+
+    monkeypatch.setattr(ray, "get", fake_get)
+    monkeypatch.setattr(ray_weights, "RETRY_S", 0.0)
+    away = ActorUnavailableError("restarting", b"x" * 16)
+    assert ray_weights.used_version(FakeWorker([away, away, 5])) == 5  # type: ignore[arg-type]
+    assert ray_weights.used_version(FakeWorker(away), timeout_s=0.0) == 0  # type: ignore[arg-type]
+
+
+def test_whatever_keeps_the_store_from_answering_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    from ray.exceptions import ObjectStoreFullError
+
+    from shoal.weights import ray_weights
+
+    monkeypatch.setattr(ray, "get", fake_get)
+    with pytest.raises(ConnectionLost, match="did not answer"):
+        ray_weights._call(FakeWorker(ObjectStoreFullError("full")).version)
