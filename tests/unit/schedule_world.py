@@ -45,7 +45,7 @@ class World:
         }
         for queue in self.queues.values() if self.exact else ():
             for rows in range(1, MAX_BATCH + 1):
-                queue.latency.observe(rows, self.seconds(rows))
+                queue.latency.observe(rows, self.seconds(rows), 0.0)
         self.now_s = 0.0
         self.jobs: list[Job] = []
         self.running: list[tuple[float, int, Batch[Job]]] = []

@@ -82,7 +82,7 @@ def test_a_request_that_cannot_make_it_is_refused_at_once() -> None:
         forward = GatedForward()
         batcher = Batcher()
         queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=2)
-        queue.latency.observe(2, 60.0)
+        queue.latency.observe(2, 60.0, time.monotonic())
         in_hand = asyncio.create_task(answer(queue, Request(0)))
         await forward.wait_entered()
         with pytest.raises(TooLate, match="the deadline is"):
@@ -109,7 +109,7 @@ def test_one_that_is_given_up_in_the_queue_is_told() -> None:
         patient = asyncio.create_task(answer(queue, Request(2)))
         await until(lambda: queue.queued_rows == 2)
         for _ in range(3):
-            queue.latency.observe(1, 60.0)
+            queue.latency.observe(1, 60.0, time.monotonic())
         forward.release()
         with pytest.raises(TooLate, match="cannot be met"):
             await doomed

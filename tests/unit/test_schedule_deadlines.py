@@ -53,7 +53,7 @@ def test_a_request_that_cannot_make_its_deadline_is_refused_at_the_door_and_one_
 
 def test_a_free_slot_tries_what_the_model_thinks_hopeless_and_so_learns_that_it_is_wrong() -> None:
     world = World()
-    world.queues["a"].latency.observe(1, 60.0)  # somebody's first batch took a minute
+    world.queues["a"].latency.observe(1, 60.0, 0.0)  # somebody's first batch took a minute
     for _ in range(3):
         assert world.submit(within_s=0.1).end == ""
         world.advance()

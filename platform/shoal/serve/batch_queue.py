@@ -193,9 +193,10 @@ class BatchQueue(Generic[RequestT, AnswerT]):
 
     def expect(self, measured: Sequence[tuple[int, float]]) -> None:
         """What is known of this queue's forwards, as (rows, seconds), before it has had any. From any thread."""
+        now_s = self._slots.clock()
         with self._slots.lock:
             for rows, seconds in measured:
-                self._policy.latency.observe(rows, seconds)
+                self._policy.latency.observe(rows, seconds, now_s)
 
     def close(self) -> None:
         """Fail what is queued with Closed and leave the batcher; what is in hand is answered. Idempotent."""

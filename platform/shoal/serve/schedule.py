@@ -176,7 +176,7 @@ class Schedule(Generic[WaitingT]):
         if now_s >= queue.observes_from_s:
             queue.observes_from_s = now_s + OBSERVED_EVERY_S
             for rows, seconds in forwards:
-                queue.latency.observe(rows, seconds)
+                queue.latency.observe(rows, seconds, now_s)
 
     def _next_queue(self) -> QueuePolicy[WaitingT] | None:
         """Of those with work, the one that has used the least."""
