@@ -1,8 +1,8 @@
 """The requests of one model that wait for a slot: in order of deadline, shared fairly between tenants.
 
 Owns the order in which waiting requests are taken. Used by the schedule only, which guards it; knows no clock and no
-thread. A request without a deadline stands in the order as if it had one `PATIENCE_S` after its arrival, so that
-everything is the earliest some day and nothing starves.
+thread. A request without a deadline, or with a later one, stands in the order as if it had one `PATIENCE_S` after its
+arrival, so that everything is the earliest some day and nothing starves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Waiting:
     ) -> None:
         self.num_rows, self.arrived_s, self.group, self.tenant = num_rows, arrived_s, group, tenant
         self.deadline_s = deadline_s
-        self.order_s = arrived_s + PATIENCE_S if deadline_s is None else deadline_s
+        patient_s = arrived_s + PATIENCE_S
+        self.order_s = patient_s if deadline_s is None or deadline_s > patient_s else deadline_s
 
 
 WaitingT = TypeVar("WaitingT", bound=Waiting)
