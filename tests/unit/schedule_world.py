@@ -62,7 +62,11 @@ class World:
         deadline_s = None if within_s is None else self.now_s + within_s
         job = Job(queue, rows, self.now_s, deadline_s, group, tenant)
         self.jobs.append(job)
-        refusal = self.schedule.admit(self.queues[queue], job, self.now_s)
+        refusal, evicted = self.schedule.admit(self.queues[queue], job, self.now_s)
+        assert refusal is None or not evicted
+        for other in evicted:
+            assert other.tenant != tenant
+            self.settle(other, "full")
         if refusal is not None:
             self.settle(job, "full" if isinstance(refusal, QueueFull) else "late")
         self.fill_slots()

@@ -117,7 +117,7 @@ def test_a_group_that_nobody_waits_for_is_let_go() -> None:
     for deadline_s in (None, 1.0):
         version = Version()
         gone = weakref.ref(version)
-        assert schedule.admit(queue, Waiting(1, 0.0, deadline_s, version), 0.0) is None
+        assert schedule.admit(queue, Waiting(1, 0.0, deadline_s, version), 0.0) == (None, ())
         batch, _ = schedule.take(0.0)
         assert batch is not None
         schedule.finished(batch, 0.0, [])
@@ -138,12 +138,38 @@ def test_a_queue_that_was_away_gets_no_credit_for_it() -> None:
     assert "".join(batch.queue.name for batch in world.started[-6:]) in ("ababab", "bababa")
 
 
+def test_who_fills_the_queue_makes_room_for_others_until_all_hold_as_much() -> None:
+    world = World()
+    world.submit(rows=MAX_BATCH)
+    flood = [world.submit(tenant="x") for _ in range(MAX_QUEUE + 5)]
+    assert world.ends(flood) == {"": MAX_QUEUE, "full": 5}
+    first = world.submit(tenant="y", rows=2)
+    assert first.end == ""
+    assert world.ends(flood[: MAX_QUEUE - 2]) == {"": MAX_QUEUE - 2}, "the newest leave"
+    for _ in range(MAX_QUEUE):
+        for tenant in "xyz":
+            world.submit(tenant=tenant)
+    held = Counter(job.tenant for job in world.queues["a"].line for _ in range(job.num_rows))
+    assert held == {"x": 4, "y": 4, "z": 4}
+    world.advance()
+    assert world.ends([first, *flood[:4]]) == {"answered": 5}
+
+
+def test_nobody_leaves_for_a_request_that_is_refused_all_the_same() -> None:
+    world = World(exact=True)
+    world.submit(rows=MAX_BATCH)
+    for _ in range(MAX_QUEUE):
+        world.submit(tenant="x")
+    assert world.submit(tenant="y", rows=MAX_BATCH, within_s=0.03).end == "late"
+    assert world.queues["a"].line.rows == MAX_QUEUE
+
+
 def test_a_full_queue_says_when_to_come_back() -> None:
     world = World(exact=True)
     for _ in range(4):
         world.submit(rows=MAX_BATCH)
     job = Job("a", 1, world.now_s, None, 0, "")
-    refusal = world.schedule.admit(world.queues["a"], job, world.now_s)
+    refusal, _ = world.schedule.admit(world.queues["a"], job, world.now_s)
     assert isinstance(refusal, QueueFull)
     assert refusal.status == 429
     assert refusal.retry_after_s == pytest.approx(4 * world.seconds(MAX_BATCH))

@@ -9,7 +9,8 @@ model; knows no HTTP, no torch, no Ray and not what a request is.
 |------------------|---------------------------|------------------------|----------------------------------------------|
 | `max_queue_rows` | nothing: a full queue     | a batch that is taken, | what is queued fails with Closed, the batch  |
 | of each queue    | refuses with QueueFull    | a request that is      | in hand is still answered, the threads end   |
-|                  | (429), at once            | cancelled or expires   | (waits up to `timeout_s` for them)           |
+|                  | (429), at once, whom it   | cancelled or expires   | (waits up to `timeout_s` for them)           |
+|                  | holds the most of         |                        |                                              |
 
 Thread rules: the schedule, and who sleeps, are guarded by one lock that nobody holds while computing; futures, timers
 and the counts of how requests ended belong to the event loop; results reach it with one call per batch.
@@ -86,7 +87,7 @@ class Batcher(Generic[RequestT, AnswerT]):
                         When it raises, the batch is halved until the poisonous request fails alone; an InferenceError
                         of status 503 is nobody's fault, and fails the whole batch
         max_batch_rows: a batch never holds more rows; a request is never split
-        max_queue_rows: rows that may wait; the next request is refused with QueueFull
+        max_queue_rows: rows that may wait; beyond, QueueFull is for the tenant that holds the most of them
         weight:         its share of the slots' time while other queues have work too
         on_batch:       told of every forward, in the forward's thread, after the answers are on their way
 

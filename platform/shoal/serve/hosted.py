@@ -140,7 +140,8 @@ class Hosted:
     def is_idle(self) -> bool:
         """Whether every call that came has ended."""
         counts = self._queue.counts()
-        return counts.submitted == counts.answered + counts.failed + counts.cancelled + counts.expired
+        ended = counts.answered + counts.failed + counts.cancelled + counts.expired + counts.evicted
+        return counts.submitted == ended
 
     def report(self) -> ModelReport:
         """What the controller is told."""

@@ -121,15 +121,21 @@ class Schedule(Generic[WaitingT]):
         """Whether anything waits."""
         return any(queue.line.rows for queue in self._queues)
 
-    def admit(self, queue: QueuePolicy[WaitingT], waiting: WaitingT, now_s: float) -> QueueFull | TooLate | None:
-        """Why this request is not taken in, or None when it was."""
+    def admit(
+        self, queue: QueuePolicy[WaitingT], waiting: WaitingT, now_s: float
+    ) -> tuple[QueueFull | TooLate | None, Sequence[WaitingT]]:
+        """Why this request is not taken in, or None when it was; and the requests that had to leave for it.
+
+        A full queue belongs to its tenants in equal parts: one that holds less takes from the one that holds the most.
+        """
         line = queue.line
         queue.asked_rows += waiting.num_rows
-        if line.rows + waiting.num_rows > queue.max_queue_rows:
-            return QueueFull(queue.max_queue_rows, self._start_s(queue, line.seconds(), now_s) - now_s)
+        excess_rows = line.rows + waiting.num_rows - queue.max_queue_rows
+        if excess_rows > 0 and not line.can_evict(excess_rows, waiting):
+            return self.full(queue, now_s), ()
         if waiting.deadline_s is not None:
             if waiting.deadline_s <= now_s:
-                return TooLate("the deadline had passed when the request came")
+                return TooLate("the deadline had passed when the request came"), ()
             if line.rows or len(self.in_hand) >= self.slots:
                 before_s, rows = line.outlook(waiting)
                 start_s = self._start_s(queue, before_s, now_s)
@@ -141,11 +147,16 @@ class Schedule(Generic[WaitingT]):
                     return TooLate(
                         f"the answer would come {ends_s - now_s:.3f} s from now, "
                         f"the deadline is {waiting.deadline_s - now_s:.3f} s from now"
-                    )
+                    ), ()
         if not line.rows and queue.used_s < self._used_s:
             queue.used_s = self._used_s  # what it did not use while it was idle is gone
+        evicted = line.evict(excess_rows) if excess_rows > 0 else ()
         line.add(waiting)
-        return None
+        return None, evicted
+
+    def full(self, queue: QueuePolicy[WaitingT], now_s: float) -> QueueFull:
+        """What is said to a request for which this queue has no room."""
+        return QueueFull(queue.max_queue_rows, self._start_s(queue, queue.line.seconds(), now_s) - now_s)
 
     def take(self, now_s: float) -> tuple[Batch[WaitingT] | None, list[WaitingT]]:
         """The next batch for a free slot, or None when nothing waits; and the requests that are too late.

@@ -119,7 +119,8 @@ class ScheduleServer:
 
     def arrive(self, number: int, now_s: float, deadline_s: float | None) -> bool:
         request = _Numbered(number, now_s, deadline_s if self._admission else None)
-        return self._schedule.admit(self._queue, request, now_s) is None
+        refusal, _ = self._schedule.admit(self._queue, request, now_s)
+        return refusal is None
 
     def start(self, now_s: float) -> list[int]:
         batch, _ = self._schedule.take(now_s)

@@ -121,6 +121,23 @@ class WaitingLine(Generic[WaitingT]):
             self._tenants.clear()  # nobody waits, so nobody is behind anybody
         return batch, late
 
+    def can_evict(self, rows: int, waiting: WaitingT) -> bool:
+        """Whether the tenant that holds the most would hold as many without `rows` of them as this one's with it."""
+        tenant = self._tenants.get(waiting.tenant)
+        held = waiting.num_rows + (tenant.rows if tenant is not None else 0)
+        return held <= max([each.rows for each in self._tenants.values()], default=0) - rows
+
+    def evict(self, rows: int) -> list[WaitingT]:
+        """Take `rows` or more from the tenant that holds the most: the requests whose turn would come last."""
+        tenant = max(self._tenants.values(), key=_rows)
+        evicted: list[WaitingT] = []
+        while rows > 0:
+            lane = max(tenant.lanes.values(), key=_last_order)
+            evicted.append(lane[-1])
+            rows -= lane[-1].num_rows
+            self._remove(tenant, lane[-1], len(lane) - 1)
+        return evicted
+
     def outlook(self, waiting: WaitingT) -> tuple[float, float]:
         """For a request that is not here yet: what forwards before its own should take, and the rows of its own."""
         rows, most = self._rows_before(waiting), self._max_batch_rows
@@ -282,6 +299,14 @@ def _prefix(batch: Sequence[Waiting], room: float) -> tuple[int, int]:
 
 def _served(tenant: _Tenant[WaitingT]) -> float:
     return tenant.served
+
+
+def _rows(tenant: _Tenant[WaitingT]) -> int:
+    return tenant.rows
+
+
+def _last_order(lane: Lane[WaitingT]) -> float:
+    return lane[-1].order_s
 
 
 def _deadline(waiting: Waiting) -> float:
