@@ -215,6 +215,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
                 self._policy.line.withdraw(entry)
             self._slots.schedule.remove_queue(self._policy)
         self.settle_all(entries, "failed", Closed("the batcher was closed before this request was computed"))
+        self._expiry.close()
 
     # What follows runs on the event loop.
 
