@@ -164,6 +164,27 @@ def test_nobody_leaves_for_a_request_that_is_refused_all_the_same() -> None:
     assert world.queues["a"].line.rows == MAX_QUEUE
 
 
+def test_a_queue_is_full_of_bytes_too() -> None:
+    schedule: Schedule[Waiting] = Schedule()
+    queue = schedule.add_queue("a", max_batch_rows=4, max_queue_rows=8, max_queue_bytes=8000)
+    taken = []
+    for rows, size_bytes in ((4, 3200), (1, 3000), (2, 100), (1, 0), (1, 1)):
+        waiting = Waiting(rows, 0.0, None, num_places=queue.places(rows, size_bytes))
+        refusal, _ = schedule.admit(queue, waiting, 0.0)
+        taken.append(waiting.num_places if refusal is None else refusal.status)
+    assert taken == [4, 3, 429, 1, 429]
+    assert str(refusal).startswith("the queue is full (it holds 8 rows, or 8000 bytes)")
+
+
+def test_a_request_that_is_larger_than_the_queue_may_wait_alone() -> None:
+    schedule: Schedule[Waiting] = Schedule()
+    queue = schedule.add_queue("a", max_batch_rows=4, max_queue_rows=8, max_queue_bytes=8000)
+    large, small = Waiting(1, 0.0, None, num_places=queue.places(1, 50_000)), Waiting(1, 0.0, None)
+    assert schedule.admit(queue, large, 0.0) == (None, ())
+    refusal, _ = schedule.admit(queue, small, 0.0)
+    assert isinstance(refusal, QueueFull)
+
+
 def test_a_full_queue_says_when_to_come_back() -> None:
     world = World(exact=True)
     for _ in range(4):
@@ -182,12 +203,14 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         ((8, 4, 1.0), "max_queue_rows"),
         ((8, 8, 0.0), "weight"),
         ((8, 8, math.nan), "weight"),
+        ((8, 8, 1.0, 0), "max_queue_bytes"),
     ],
 )
 def test_limits_that_do_not_fit_are_refused(words: tuple[int, int, float], field_name: str) -> None:
     schedule: Schedule[Job] = Schedule()
+    names = ("max_batch_rows", "max_queue_rows", "weight", "max_queue_bytes")
     with pytest.raises(ConfigError) as caught:
-        schedule.add_queue("a", max_batch_rows=words[0], max_queue_rows=words[1], weight=words[2])
+        schedule.add_queue("a", **dict(zip(names, words, strict=False)))  # type: ignore[arg-type]
     assert caught.value.field == field_name
 
 
@@ -197,6 +220,6 @@ def test_a_schedule_without_slots_is_refused() -> None:
 
 
 def test_the_refusals_survive_a_pickle() -> None:
-    for error in (QueueFull(8, 0.25), TooLate("never")):
+    for error in (QueueFull(8, 0.25), QueueFull(8, 0.25, 800), TooLate("never")):
         copy = pickle.loads(pickle.dumps(error))
         assert (copy.status, str(copy), copy.retry_after_s) == (error.status, str(error), error.retry_after_s)

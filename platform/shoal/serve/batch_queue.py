@@ -153,12 +153,14 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         group: Hashable = None,
         deadline_s: float | None = None,
         tenant: str = "",
+        size_bytes: int = 0,
     ) -> Batched[AnswerT]:
         """The answer to one request of `num_rows` rows. Cancelling the caller takes the request out of the queue.
 
         group:      requests share a batch only with equal ones
         deadline_s: by the batcher's clock; after it nobody wants the answer. None: for ever
         tenant:     whose share of a busy queue it comes from
+        size_bytes: of the request: what it takes of the queue's `max_queue_bytes`
 
         Raises QueueFull (429, says when to try again; after a while too, for another tenant's sake), TooLate (504, at
         once when the latency model says that the deadline cannot be met, and at the deadline at the latest),
@@ -171,7 +173,8 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         if not 1 <= num_rows <= policy.max_batch_rows:
             raise InferenceError(422, f"a request holds 1 to {policy.max_batch_rows} rows, this one has {num_rows}")
         now_s = slots.clock()
-        entry: Entry[RequestT, AnswerT] = Entry(num_rows, now_s, deadline_s, group, tenant)
+        places = policy.places(num_rows, size_bytes)
+        entry: Entry[RequestT, AnswerT] = Entry(num_rows, now_s, deadline_s, group, tenant, places)
         entry.queue, entry.request, entry.future = self, request, slots.loop.create_future()
         with slots.lock:
             refusal, evicted = slots.schedule.admit(policy, entry, now_s)

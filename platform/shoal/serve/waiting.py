@@ -19,15 +19,24 @@ PATIENCE_S = 1.0
 
 
 class Waiting:
-    """One request that waits: what the order needs to know of it. Compared by identity."""
+    """One request that waits: what the order needs to know of it. Compared by identity.
 
-    __slots__ = ("arrived_s", "deadline_s", "group", "num_rows", "order_s", "tenant")
+    num_places: what it takes of the queue's room; 0: as much as its rows
+    """
+
+    __slots__ = ("arrived_s", "deadline_s", "group", "num_places", "num_rows", "order_s", "tenant")
 
     def __init__(
-        self, num_rows: int, arrived_s: float, deadline_s: float | None, group: Hashable = None, tenant: str = ""
+        self,
+        num_rows: int,
+        arrived_s: float,
+        deadline_s: float | None,
+        group: Hashable = None,
+        tenant: str = "",
+        num_places: int = 0,
     ) -> None:
         self.num_rows, self.arrived_s, self.group, self.tenant = num_rows, arrived_s, group, tenant
-        self.deadline_s = deadline_s
+        self.deadline_s, self.num_places = deadline_s, num_places or num_rows
         patient_s = arrived_s + PATIENCE_S
         self.order_s = patient_s if deadline_s is None or deadline_s > patient_s else deadline_s
 
@@ -39,11 +48,11 @@ Lane = list[WaitingT]  # sorted by `order_s`, and equal ones by arrival
 class _Tenant(Generic[WaitingT]):
     """What one tenant has waiting, a lane for each group, and how many rows of its were served: its virtual time."""
 
-    __slots__ = ("lanes", "rows", "served")
+    __slots__ = ("lanes", "places", "rows", "served")
 
     def __init__(self, served: float) -> None:
         self.lanes: dict[Hashable, Lane[WaitingT]] = {}
-        self.rows = 0
+        self.rows = self.places = 0
         self.served = served
 
 
@@ -55,7 +64,7 @@ class WaitingLine(Generic[WaitingT]):
     """
 
     def __init__(self, max_batch_rows: int, latency: LatencyModel) -> None:
-        self.rows = 0
+        self.rows = self.places = 0
         self._max_batch_rows, self._latency = max_batch_rows, latency
         self._tenants: dict[str, _Tenant[WaitingT]] = {}
         self._served = 0.0  # the virtual time of the tenant that was served last
@@ -78,7 +87,9 @@ class WaitingLine(Generic[WaitingT]):
         else:
             lane.append(waiting)
         tenant.rows += waiting.num_rows
+        tenant.places += waiting.num_places
         self.rows += waiting.num_rows
+        self.places += waiting.num_places
         if waiting.deadline_s is not None:
             self._num_deadlines += 1
 
@@ -121,20 +132,20 @@ class WaitingLine(Generic[WaitingT]):
             self._tenants.clear()  # nobody waits, so nobody is behind anybody
         return batch, late
 
-    def can_evict(self, rows: int, waiting: WaitingT) -> bool:
-        """Whether the tenant that holds the most would hold as many without `rows` of them as this one's with it."""
+    def can_evict(self, places: int, waiting: WaitingT) -> bool:
+        """Whether the tenant that holds the most would hold as many without `places` of them as this one's with it."""
         tenant = self._tenants.get(waiting.tenant)
-        held = waiting.num_rows + (tenant.rows if tenant is not None else 0)
-        return held <= max([each.rows for each in self._tenants.values()], default=0) - rows
+        held = waiting.num_places + (tenant.places if tenant is not None else 0)
+        return held <= max([each.places for each in self._tenants.values()], default=0) - places
 
-    def evict(self, rows: int) -> list[WaitingT]:
-        """Take `rows` or more from the tenant that holds the most: the requests whose turn would come last."""
-        tenant = max(self._tenants.values(), key=_rows)
+    def evict(self, places: int) -> list[WaitingT]:
+        """Take `places` or more from the tenant that holds the most: the requests whose turn would come last."""
+        tenant = max(self._tenants.values(), key=_places)
         evicted: list[WaitingT] = []
-        while rows > 0:
+        while places > 0:
             lane = max(tenant.lanes.values(), key=_last_order)
             evicted.append(lane[-1])
-            rows -= lane[-1].num_rows
+            places -= lane[-1].num_places
             self._remove(tenant, lane[-1], len(lane) - 1)
         return evicted
 
@@ -159,7 +170,7 @@ class WaitingLine(Generic[WaitingT]):
         tenant.lanes.clear()
         self._served = tenant.served
         tenant.served += self.rows
-        tenant.rows = self.rows = 0
+        tenant.rows = self.rows = tenant.places = self.places = 0
         return batch
 
     def _lead(self) -> WaitingT:
@@ -233,7 +244,9 @@ class WaitingLine(Generic[WaitingT]):
         insort_left(tenant.lanes.setdefault(waiting.group, []), waiting, key=_order)
         tenant.served -= waiting.num_rows
         tenant.rows += waiting.num_rows
+        tenant.places += waiting.num_places
         self.rows += waiting.num_rows
+        self.places += waiting.num_places
         if waiting.deadline_s is not None:
             self._num_deadlines += 1
 
@@ -243,7 +256,9 @@ class WaitingLine(Generic[WaitingT]):
         if not lane:
             del tenant.lanes[waiting.group]  # a group may hold on to a model's version
         tenant.rows -= waiting.num_rows
+        tenant.places -= waiting.num_places
         self.rows -= waiting.num_rows
+        self.places -= waiting.num_places
         if waiting.deadline_s is not None:
             self._num_deadlines -= 1
 
@@ -301,8 +316,8 @@ def _served(tenant: _Tenant[WaitingT]) -> float:
     return tenant.served
 
 
-def _rows(tenant: _Tenant[WaitingT]) -> int:
-    return tenant.rows
+def _places(tenant: _Tenant[WaitingT]) -> int:
+    return tenant.places
 
 
 def _last_order(lane: Lane[WaitingT]) -> float:
