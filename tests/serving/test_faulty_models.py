@@ -113,6 +113,23 @@ def test_a_model_that_leaks_is_answered_until_its_replica_is_too_large() -> None
     asyncio.run(body())
 
 
+def test_large_requests_fill_the_queue_before_they_fill_the_memory(tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+
+    async def body() -> None:
+        async with replica_of(hold, model={"max_queue_bytes": 1024}) as replica:
+            tasks = [asyncio.create_task(infer(replica, (HANG, 1.0)))]
+            await until(lambda: counts(replica)["queued_rows"] == 0 and counts(replica)["submitted"] == 1)
+            tasks += [asyncio.create_task(infer(replica, *[(FINE, 1.0)] * 32)) for _ in range(6)]  # of 256 bytes
+            await until(lambda: counts(replica)["refused_full"] == 2)
+            hold.unlink()
+            statuses = Counter(answer.status for answer in await asyncio.gather(*tasks))
+            assert statuses == {200: 5, 429: 2}
+
+    asyncio.run(body())
+
+
 def test_whatever_is_asked_is_answered_or_refused_and_counted(tmp_path: Path) -> None:
     """Four hundred requests, a third of them bad in some way, some gone before their answer."""
 

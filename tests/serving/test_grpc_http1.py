@@ -240,6 +240,20 @@ def test_a_deadline_is_kept_by_the_replica_too(http_port: int, directly: bool) -
     asyncio.run(test())
 
 
+def test_a_deadline_of_ages_is_none(http_port: int, directly: bool) -> None:
+    model = FakeModel()
+    message = request().SerializeToString()
+
+    async def test() -> None:
+        async with served(FakeHost(model), http_port, directly):
+            body = b"\0" + len(message).to_bytes(4, "big") + message
+            for timeout, is_kept in (("99999999S", True), ("99999999H", False)):
+                assert b"grpc-status: 0\r\n" in await exchange(http_port, POST, body, f"grpc-timeout: {timeout}")
+                assert (model.calls[-1].deadline_s is not None) is is_kept
+
+    asyncio.run(test())
+
+
 async def exchange(http_port: int, line: str, body: bytes, header: str) -> bytes:
     """What the replica's server answers to these bytes, until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", http_port)

@@ -21,8 +21,10 @@ class Job(Waiting):
 
     __slots__ = ("end", "ended_s", "queue", "trial")
 
-    def __init__(self, queue: str, rows: int, now_s: float, deadline_s: float | None, group: int, tenant: str) -> None:
-        super().__init__(rows, now_s, deadline_s, group, tenant)
+    def __init__(
+        self, queue: str, rows: int, now_s: float, deadline_s: float | None, group: int, tenant: str, places: int = 0
+    ) -> None:
+        super().__init__(rows, now_s, deadline_s, group, tenant, places)
         self.queue, self.end, self.ended_s, self.trial = queue, "", math.nan, False
 
 
@@ -45,7 +47,7 @@ class World:
         }
         for queue in self.queues.values() if self.exact else ():
             for rows in range(1, MAX_BATCH + 1):
-                queue.latency.observe(rows, self.seconds(rows))
+                queue.latency.observe(rows, self.seconds(rows), 0.0)
         self.now_s = 0.0
         self.jobs: list[Job] = []
         self.running: list[tuple[float, int, Batch[Job]]] = []
@@ -57,12 +59,22 @@ class World:
         return self.seconds_of[0] + self.seconds_of[1] * rows
 
     def submit(
-        self, queue: str = "a", rows: int = 1, within_s: float | None = None, group: int = 0, tenant: str = ""
+        self,
+        queue: str = "a",
+        rows: int = 1,
+        within_s: float | None = None,
+        group: int = 0,
+        tenant: str = "",
+        places: int = 0,
     ) -> Job:
         deadline_s = None if within_s is None else self.now_s + within_s
-        job = Job(queue, rows, self.now_s, deadline_s, group, tenant)
+        job = Job(queue, rows, self.now_s, deadline_s, group, tenant, places)
         self.jobs.append(job)
-        refusal = self.schedule.admit(self.queues[queue], job, self.now_s)
+        refusal, evicted = self.schedule.admit(self.queues[queue], job, self.now_s)
+        assert refusal is None or not evicted
+        for other in evicted:
+            assert other.tenant != tenant
+            self.settle(other, "full")
         if refusal is not None:
             self.settle(job, "full" if isinstance(refusal, QueueFull) else "late")
         self.fill_slots()
@@ -110,7 +122,8 @@ class World:
 
     def check(self) -> None:
         for queue in self.queues.values():
-            assert queue.line.rows == sum(job.num_rows for job in queue.line) <= MAX_QUEUE
+            assert queue.line.rows == sum(job.num_rows for job in queue.line)
+            assert queue.line.places == sum(job.num_places for job in queue.line) <= MAX_QUEUE
 
     def check_batch(self, batch: Batch[Job]) -> None:
         assert 1 <= batch.rows == sum(job.num_rows for job in batch.requests) <= MAX_BATCH
@@ -136,6 +149,7 @@ arrivals = st.tuples(
     st.none() | st.floats(0.001, 0.3),
     st.integers(0, 1),
     st.sampled_from(["", "x", "y"]),
+    st.sampled_from([0, 0, MAX_BATCH, MAX_QUEUE]),
 )
 events = st.lists(
     arrivals | st.tuples(st.just("cancel"), st.integers(0, 99)) | st.tuples(st.just("pass"), st.floats(0.0, 0.05)),

@@ -223,7 +223,7 @@ steps = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(steps=steps, close_early=st.booleans())
 def test_every_request_ends_exactly_once(steps: list[tuple[str, int, bool]], close_early: bool) -> None:
-    """In = answered + failed + cancelled + expired, whatever is submitted, cancelled, poisoned and closed, and when."""
+    """In = answered + failed + cancelled + expired + evicted, whatever comes, is cancelled, poisoned, closed."""
 
     async def body() -> None:
         forward = GatedForward()
@@ -255,9 +255,10 @@ def test_every_request_ends_exactly_once(steps: list[tuple[str, int, bool]], clo
         counts = queue.counts()
         unborn = sum(isinstance(result, asyncio.CancelledError) for result in results) - counts.cancelled
         assert len(tasks) == counts.submitted + counts.refused_full + counts.refused_late + unborn
-        assert counts.refused_full == sum(isinstance(result, QueueFull) for result in results)
+        assert counts.refused_full + counts.evicted == sum(isinstance(result, QueueFull) for result in results)
         assert counts.refused_late + counts.expired == sum(isinstance(result, TooLate) for result in results)
-        assert counts.submitted == counts.answered + counts.failed + counts.cancelled + counts.expired
+        ended = counts.answered + counts.failed + counts.cancelled + counts.expired + counts.evicted
+        assert counts.submitted == ended
         assert counts.answered == sum(isinstance(result, int) for result in results)
         assert all(result == number * 10 for number, result in enumerate(results) if isinstance(result, int))
         assert counts.queued_rows == 0

@@ -1,7 +1,9 @@
 """Deadlines in the running batcher: who is refused, who expires where, and that nobody is computed for nothing."""
 
 import asyncio
+import gc
 import time
+import weakref
 from collections.abc import Hashable, Sequence
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from gated_forward import GatedForward, Request, answer, opened, run, until
 from shoal.errors import InferenceError
 from shoal.serve.batcher import Batcher, BatchReport, TooLate
-from shoal.serve.expiry import TICK_S, Expiry
+from shoal.serve.expiry import SWEPT_FROM, TICK_S, Expiry
 
 SOON_S = 0.02
 
@@ -82,7 +84,7 @@ def test_a_request_that_cannot_make_it_is_refused_at_once() -> None:
         forward = GatedForward()
         batcher = Batcher()
         queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=2)
-        queue.latency.observe(2, 60.0)
+        queue.latency.observe(2, 60.0, time.monotonic())
         in_hand = asyncio.create_task(answer(queue, Request(0)))
         await forward.wait_entered()
         with pytest.raises(TooLate, match="the deadline is"):
@@ -109,7 +111,7 @@ def test_one_that_is_given_up_in_the_queue_is_told() -> None:
         patient = asyncio.create_task(answer(queue, Request(2)))
         await until(lambda: queue.queued_rows == 2)
         for _ in range(3):
-            queue.latency.observe(1, 60.0)
+            queue.latency.observe(1, 60.0, time.monotonic())
         forward.release()
         with pytest.raises(TooLate, match="cannot be met"):
             await doomed
@@ -172,6 +174,41 @@ def test_expiry_is_never_early_and_tells_each_once_who_was_not_discarded() -> No
         await until(lambda: len(told) == 3)
         assert [name for name, _ in told] == ["a", "c", "d"]
         assert all(now_s >= deadlines[name] for name, now_s in told)
+
+    run(body)
+
+
+def test_deadlines_that_nobody_waits_for_are_forgotten_long_before_they_come() -> None:
+    async def body() -> None:
+        expiry: Expiry[int] = Expiry(asyncio.get_running_loop(), time.monotonic, lambda item: None)
+        in_an_hour_s = time.monotonic() + 3600
+        kept = [expiry.add(-number, in_an_hour_s + number) for number in range(1, 11)]
+        for number in range(50 * SWEPT_FROM):
+            expiry.discard(number, expiry.add(number, in_an_hour_s + number * TICK_S))
+            assert len(expiry._ticks) == len(expiry._timers) <= 2 * SWEPT_FROM
+        expiry.close()
+        assert set(expiry._ticks) == set(kept)
+        for number, tick in enumerate(kept, 1):
+            expiry.discard(-number, tick)
+        assert not expiry._ticks
+        assert not expiry._timers
+
+    run(body)
+
+
+def test_a_queue_that_was_closed_is_let_go_before_its_deadlines() -> None:
+    """It holds on to a model."""
+
+    async def body() -> None:
+        batcher = Batcher()
+        queue = batcher.add_queue("model", opened(), max_batch_rows=2, max_queue_rows=2)
+        assert await answer(queue, Request(1), deadline_s=time.monotonic() + 3600) == 10
+        queue.close()
+        batcher.close()
+        gone = weakref.ref(queue)
+        del queue, batcher
+        gc.collect()
+        assert gone() is None
 
     run(body)
 

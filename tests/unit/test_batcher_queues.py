@@ -8,7 +8,7 @@ import pytest
 
 from gated_forward import DEADLINE_S, GatedForward, Request, answer, opened, run, until
 from shoal.errors import Closed, ConfigError
-from shoal.serve.batcher import Batcher, BatchReport
+from shoal.serve.batcher import Batcher, BatchReport, QueueFull
 
 
 def test_only_one_group_is_in_a_batch_and_the_forward_hears_which() -> None:
@@ -89,6 +89,34 @@ def test_two_slots_compute_at_the_same_time_and_wake_each_other() -> None:
             ]
         batcher.close()
         assert not batcher.alive
+
+    run(body)
+
+
+def test_who_has_to_leave_a_full_queue_for_another_tenant_is_told_when_to_come_back() -> None:
+    async def body() -> None:
+        batcher = Batcher()
+        forward = GatedForward()
+        queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=4)
+        in_hand = asyncio.create_task(answer(queue, Request(0)))
+        await forward.wait_entered()
+        flood = [asyncio.create_task(answer(queue, Request(n), tenant="x")) for n in range(1, 5)]
+        await until(lambda: queue.queued_rows == 4)
+        other = asyncio.create_task(answer(queue, Request(5), tenant="y"))
+        with pytest.raises(QueueFull) as caught:
+            await flood[-1]
+        assert caught.value.retry_after_s is not None
+        with pytest.raises(QueueFull):
+            await answer(queue, Request(6), tenant="x")
+        last = asyncio.create_task(answer(queue, Request(7), tenant="y"))
+        await asyncio.sleep(0)
+        flood[2].cancel()  # in the turn in which it has to leave
+        forward.open()
+        assert await asyncio.gather(in_hand, other, last, *flood[:2]) == [0, 50, 70, 10, 20]
+        counts = queue.counts()
+        assert counts.submitted == 7
+        assert (counts.answered, counts.evicted, counts.cancelled, counts.refused_full) == (5, 1, 1, 1)
+        batcher.close()
 
     run(body)
 

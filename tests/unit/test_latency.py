@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.serve.latency import QUANTILE, WINDOW, LatencyModel, size_class
+from shoal.serve.latency import FRESH_S, QUANTILE, WINDOW, LatencyModel, size_class
 
 observations = st.lists(st.tuples(st.integers(1, 300), st.floats(1e-5, 10.0)), min_size=1, max_size=80)
 
@@ -16,7 +16,7 @@ observations = st.lists(st.tuples(st.integers(1, 300), st.floats(1e-5, 10.0)), m
 def learned(points: list[tuple[int, float]]) -> LatencyModel:
     model = LatencyModel()
     for rows, seconds in points:
-        model.observe(rows, seconds)
+        model.observe(rows, seconds, 0.0)
     return model
 
 
@@ -61,7 +61,7 @@ def test_a_noisy_affine_model_is_learned_to_its_high_quantile() -> None:
     model = LatencyModel()
     for _ in range(4000):
         rows = draw.randint(1, 64)
-        model.observe(rows, (0.02 + 0.0005 * rows) * draw.uniform(0.9, 1.1))
+        model.observe(rows, (0.02 + 0.0005 * rows) * draw.uniform(0.9, 1.1), 0.0)
     for rows in (1, 5, 17, 32, 64):
         assert model.seconds(rows) == pytest.approx((0.02 + 0.0005 * rows) * (0.9 + 0.2 * QUANTILE), rel=0.05)
 
@@ -77,36 +77,74 @@ def test_steps_are_seen() -> None:
 def test_slow_batches_now_and_then_do_not_move_it(outliers: int) -> None:
     model = learned([(8, 0.01)] * WINDOW)
     for _ in range(outliers):
-        model.observe(8, 5.0)
+        model.observe(8, 5.0, 0.0)
     assert model.seconds(8) == 0.01
 
 
 def test_a_slow_first_batch_is_forgotten_with_the_second() -> None:
     model = learned([(1, 60.0)])
-    model.observe(1, 0.02)
+    model.observe(1, 0.02, 0.0)
     assert model.seconds(1) == 0.02
-    model.observe(1, 0.03)
+    model.observe(1, 0.03, 0.0)
     assert model.seconds(1) == 0.03
 
 
 def test_a_model_that_became_slower_is_known_within_a_few_batches_and_faster_within_a_window() -> None:
     model = learned([(8, 0.01)] * WINDOW)
     for _ in range(WINDOW // 5):
-        model.observe(8, 0.02)
+        model.observe(8, 0.02, 0.0)
     assert model.seconds(8) == 0.02
     for _ in range(WINDOW):
-        model.observe(8, 0.005)
+        model.observe(8, 0.005, 0.0)
     assert model.seconds(8) == 0.005
 
 
 def test_sizes_that_were_not_seen_again_follow_those_that_were() -> None:
     model = learned([(1, 0.01), (64, 0.1)])
-    model.observe(8, 0.2)  # the model was replaced by a slower one
-    model.observe(8, 0.2)
+    model.observe(8, 0.2, 0.0)  # the model was replaced by a slower one
+    model.observe(8, 0.2, 0.0)
     assert (model.seconds(1), model.seconds(64)) == (0.01, 0.2)
     model = learned([(1, 0.1), (64, 0.2)])
-    model.observe(8, 0.01)  # by a faster one
-    assert (model.seconds(1), model.seconds(64)) == (0.01, 0.2)
+    model.observe(8, 0.03, 0.0)  # by a faster one
+    assert (model.seconds(1), model.seconds(64)) == (0.03, 0.2)
+
+
+def test_a_single_slow_batch_moves_no_other_size_and_costs_no_more_than_its_rows_did_elsewhere() -> None:
+    model = learned([(1, 0.01), (4, 0.02), (8, 0.03)])
+    model.observe(6, 5.0, 0.0)
+    assert [model.seconds(rows) for rows in (1, 4, 6, 8)] == [0.01, 0.02, 0.03, 0.03]
+    model.observe(16, 5.0, 0.0)
+    assert model.seconds(16) == pytest.approx(0.06)
+
+
+def test_a_slow_spell_of_one_size_is_forgotten_by_all_when_it_has_gone_from_that_one() -> None:
+    model = learned([(1, 0.01), (2, 0.02), (64, 0.1)])
+    for _ in range(WINDOW):
+        model.observe(1, 5.0, 1.0)
+    assert model.seconds(64) == 5.0
+    for _ in range(WINDOW):
+        model.observe(1, 0.01, 2.0)
+    assert model.measured() == [(1, 0.01), (2, 0.02), (64, 0.1)]
+
+
+def test_where_two_sizes_that_are_known_contradict_each_other_the_cheaper_is_right() -> None:
+    model = learned([(4, 5.0)] * 3 + [(8, 0.03)] * 3)
+    assert model.seconds(4) == 0.03
+
+
+def test_what_was_not_seen_while_others_were_is_doubted() -> None:
+    model = learned([(8, 5.0)] * WINDOW)
+    for _ in range(WINDOW):
+        model.observe(4, 0.02, FRESH_S + 1)
+    assert model.seconds(8) == pytest.approx(0.04)
+    model.observe(8, 0.03, FRESH_S + 2)
+    assert model.seconds(8) == 0.03
+
+
+def test_time_alone_takes_nothing_away() -> None:
+    model = learned([(8, 0.03)] * WINDOW)
+    model.observe(16, 0.05, 100 * FRESH_S)
+    assert (model.seconds(8), model.seconds(16)) == (0.03, 0.05)
 
 
 def test_classes_grow_with_the_rows_and_are_at_most_a_quarter_wide() -> None:

@@ -117,7 +117,7 @@ def test_a_group_that_nobody_waits_for_is_let_go() -> None:
     for deadline_s in (None, 1.0):
         version = Version()
         gone = weakref.ref(version)
-        assert schedule.admit(queue, Waiting(1, 0.0, deadline_s, version), 0.0) is None
+        assert schedule.admit(queue, Waiting(1, 0.0, deadline_s, version), 0.0) == (None, ())
         batch, _ = schedule.take(0.0)
         assert batch is not None
         schedule.finished(batch, 0.0, [])
@@ -138,12 +138,59 @@ def test_a_queue_that_was_away_gets_no_credit_for_it() -> None:
     assert "".join(batch.queue.name for batch in world.started[-6:]) in ("ababab", "bababa")
 
 
+def test_who_fills_the_queue_makes_room_for_others_until_all_hold_as_much() -> None:
+    world = World()
+    world.submit(rows=MAX_BATCH)
+    flood = [world.submit(tenant="x") for _ in range(MAX_QUEUE + 5)]
+    assert world.ends(flood) == {"": MAX_QUEUE, "full": 5}
+    first = world.submit(tenant="y", rows=2)
+    assert first.end == ""
+    assert world.ends(flood[: MAX_QUEUE - 2]) == {"": MAX_QUEUE - 2}, "the newest leave"
+    for _ in range(MAX_QUEUE):
+        for tenant in "xyz":
+            world.submit(tenant=tenant)
+    held = Counter(job.tenant for job in world.queues["a"].line for _ in range(job.num_rows))
+    assert held == {"x": 4, "y": 4, "z": 4}
+    world.advance()
+    assert world.ends([first, *flood[:4]]) == {"answered": 5}
+
+
+def test_nobody_leaves_for_a_request_that_is_refused_all_the_same() -> None:
+    world = World(exact=True)
+    world.submit(rows=MAX_BATCH)
+    for _ in range(MAX_QUEUE):
+        world.submit(tenant="x")
+    assert world.submit(tenant="y", rows=MAX_BATCH, within_s=0.03).end == "late"
+    assert world.queues["a"].line.rows == MAX_QUEUE
+
+
+def test_a_queue_is_full_of_bytes_too() -> None:
+    schedule: Schedule[Waiting] = Schedule()
+    queue = schedule.add_queue("a", max_batch_rows=4, max_queue_rows=8, max_queue_bytes=8000)
+    taken = []
+    for rows, size_bytes in ((4, 3200), (1, 3000), (2, 100), (1, 0), (1, 1)):
+        waiting = Waiting(rows, 0.0, None, num_places=queue.places(rows, size_bytes))
+        refusal, _ = schedule.admit(queue, waiting, 0.0)
+        taken.append(waiting.num_places if refusal is None else refusal.status)
+    assert taken == [4, 3, 429, 1, 429]
+    assert str(refusal).startswith("the queue is full (it holds 8 rows, or 8000 bytes)")
+
+
+def test_a_request_that_is_larger_than_the_queue_may_wait_alone() -> None:
+    schedule: Schedule[Waiting] = Schedule()
+    queue = schedule.add_queue("a", max_batch_rows=4, max_queue_rows=8, max_queue_bytes=8000)
+    large, small = Waiting(1, 0.0, None, num_places=queue.places(1, 50_000)), Waiting(1, 0.0, None)
+    assert schedule.admit(queue, large, 0.0) == (None, ())
+    refusal, _ = schedule.admit(queue, small, 0.0)
+    assert isinstance(refusal, QueueFull)
+
+
 def test_a_full_queue_says_when_to_come_back() -> None:
     world = World(exact=True)
     for _ in range(4):
         world.submit(rows=MAX_BATCH)
     job = Job("a", 1, world.now_s, None, 0, "")
-    refusal = world.schedule.admit(world.queues["a"], job, world.now_s)
+    refusal, _ = world.schedule.admit(world.queues["a"], job, world.now_s)
     assert isinstance(refusal, QueueFull)
     assert refusal.status == 429
     assert refusal.retry_after_s == pytest.approx(4 * world.seconds(MAX_BATCH))
@@ -156,12 +203,14 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         ((8, 4, 1.0), "max_queue_rows"),
         ((8, 8, 0.0), "weight"),
         ((8, 8, math.nan), "weight"),
+        ((8, 8, 1.0, 0), "max_queue_bytes"),
     ],
 )
 def test_limits_that_do_not_fit_are_refused(words: tuple[int, int, float], field_name: str) -> None:
     schedule: Schedule[Job] = Schedule()
+    names = ("max_batch_rows", "max_queue_rows", "weight", "max_queue_bytes")
     with pytest.raises(ConfigError) as caught:
-        schedule.add_queue("a", max_batch_rows=words[0], max_queue_rows=words[1], weight=words[2])
+        schedule.add_queue("a", **dict(zip(names, words, strict=False)))  # type: ignore[arg-type]
     assert caught.value.field == field_name
 
 
@@ -171,6 +220,6 @@ def test_a_schedule_without_slots_is_refused() -> None:
 
 
 def test_the_refusals_survive_a_pickle() -> None:
-    for error in (QueueFull(8, 0.25), TooLate("never")):
+    for error in (QueueFull(8, 0.25), QueueFull(8, 0.25, 800), TooLate("never")):
         copy = pickle.loads(pickle.dumps(error))
         assert (copy.status, str(copy), copy.retry_after_s) == (error.status, str(error), error.retry_after_s)

@@ -19,13 +19,25 @@ def test_what_is_answered_is_answered_in_time_when_the_model_is_right(script: li
             assert job.ended_s <= job.deadline_s + 1e-9
 
 
-def test_the_earliest_deadline_goes_first_and_no_deadline_stands_at_its_patience() -> None:
+def test_the_earliest_deadline_goes_first_and_a_late_one_or_none_stands_at_its_patience() -> None:
     world = World(exact=True)
     world.submit(rows=MAX_BATCH)
     deadlines = (3 * PATIENCE_S, PATIENCE_S / 2, None)
     late, soon, never = [world.submit(rows=MAX_BATCH, within_s=seconds) for seconds in deadlines]
     world.advance()
-    assert [batch.requests for batch in world.started[1:]] == [[soon], [never], [late]]
+    assert [batch.requests for batch in world.started[1:]] == [[soon], [late], [never]]
+
+
+def test_a_request_with_much_time_is_not_starved_by_those_without_a_deadline() -> None:
+    world = World(exact=True)
+    world.submit(rows=MAX_BATCH)
+    patient = world.submit(rows=MAX_BATCH, within_s=30 * PATIENCE_S)
+    while not patient.end:
+        assert world.now_s < PATIENCE_S + 4 * world.seconds(MAX_BATCH), "it starves"
+        for _ in range(3):
+            world.submit(rows=2)
+        world.advance(world.seconds(MAX_BATCH) / 2)
+    assert patient.end == "answered"
 
 
 def test_a_request_without_a_deadline_is_not_starved_by_those_with_one() -> None:
@@ -53,7 +65,7 @@ def test_a_request_that_cannot_make_its_deadline_is_refused_at_the_door_and_one_
 
 def test_a_free_slot_tries_what_the_model_thinks_hopeless_and_so_learns_that_it_is_wrong() -> None:
     world = World()
-    world.queues["a"].latency.observe(1, 60.0)  # somebody's first batch took a minute
+    world.queues["a"].latency.observe(1, 60.0, 0.0)  # somebody's first batch took a minute
     for _ in range(3):
         assert world.submit(within_s=0.1).end == ""
         world.advance()

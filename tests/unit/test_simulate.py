@@ -1,11 +1,13 @@
 """The simulation: exact where a formula is known, close to the oracle, and with admission no collapse."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 
 from shoal.errors import ConfigError
 from shoal.serve.simulate import ClassicServer, ForwardTime, ScheduleServer, drive, poisson, simulate
+from shoal.serve.warm_up import batch_sizes
 
 MEASURED = [(1, 0.0205), (32, 0.036)]  # 20 ms + 0.5 ms per item
 FORWARD = ForwardTime(MEASURED)
@@ -82,6 +84,53 @@ def test_a_tight_deadline_under_heavy_load_does_not_force_small_batches() -> Non
     """Though 60 ms are less than two full batches of 36 ms: admission foresees that its batch will be full."""
     result = drive(ScheduleServer(32), FORWARD, poisson(2 * CAPACITY, 15_000), deadline_s=0.06)
     assert result.goodput_per_s >= 0.9 * CAPACITY
+
+
+class Slowed(ForwardTime):
+    """Some of the forwards are slow: those that `is_slow` says, by their number and rows."""
+
+    def __init__(self, is_slow: Callable[[int, int], bool]) -> None:
+        super().__init__(SLOPE)
+        self._is_slow, self._started = is_slow, 0
+
+    def seconds(self, rows: int) -> float:
+        self._started += 1
+        return 0.4 if self._is_slow(self._started, rows) else super().seconds(rows)
+
+
+SLOPE = [(1, 0.0205), (64, 0.052)]
+WARM = [(rows, ForwardTime(SLOPE).seconds(rows)) for rows in batch_sizes(64)]
+
+
+@pytest.mark.parametrize("warm", [WARM, []])
+@pytest.mark.parametrize("deadline_s", [0.05, 0.1])
+def test_one_slow_batch_costs_no_more_than_itself(warm: list[tuple[int, float]], deadline_s: float) -> None:
+    slow = iter([True])
+    forward = Slowed(lambda number, rows: rows == 6 and next(slow, False))
+    result = drive(ScheduleServer(64, warm=warm), forward, poisson(400, 8000), deadline_s=deadline_s)
+    assert result.answered >= 0.92 * 8000  # 200 come while it lasts; with 50 ms some are refused in any case
+
+
+@pytest.mark.parametrize("warm", [WARM, []])
+def test_a_slow_spell_is_over_when_it_is_over(warm: list[tuple[int, float]]) -> None:
+    """Of single requests, when there are few; then many come, and need large batches: within a second they get them."""
+    few = poisson(20, 200)
+    many = [few[-1] + seconds for seconds in poisson(400, 8000)]
+    forward = Slowed(lambda number, rows: 100 <= number < 115)
+    server = ScheduleServer(64, warm=warm)
+    drive(server, forward, few, deadline_s=0.1)
+    result = drive(server, forward, many, deadline_s=0.1)
+    assert result.answered >= 8000 - 1.5 * 400
+
+
+def test_a_slow_spell_under_load_is_over_ten_seconds_later() -> None:
+    """Half a second in which each forward takes eight times as long, whatever its size."""
+    server = ScheduleServer(64, warm=WARM)
+    forward = Slowed(lambda number, rows: 200 <= number < 203)
+    drive(server, forward, poisson(400, 4800), deadline_s=0.05)
+    after = [12.0 + seconds for seconds in poisson(400, 8000)]
+    result = drive(server, forward, after, deadline_s=0.05)
+    assert result.answered >= 0.9 * 8000
 
 
 def test_several_slots_share_the_load() -> None:

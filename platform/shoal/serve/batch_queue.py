@@ -53,9 +53,10 @@ class BatchReport:
 
 @dataclass(frozen=True)
 class BatcherCounts:
-    """What went through. submitted = answered + failed + cancelled + expired + (still queued or in hand).
+    """What went through. submitted = answered + failed + cancelled + expired + evicted + (still queued or in hand).
 
-    Refused requests were never submitted: `refused_full` with QueueFull, `refused_late` with TooLate.
+    Refused requests were never submitted: `refused_full` with QueueFull, `refused_late` with TooLate. Those that had to
+    leave a full queue for another tenant's are `evicted`, with QueueFull.
     """
 
     submitted: int = 0
@@ -63,6 +64,7 @@ class BatcherCounts:
     failed: int = 0
     cancelled: int = 0
     expired: int = 0
+    evicted: int = 0
     refused_full: int = 0
     refused_late: int = 0
     batches: int = 0
@@ -119,7 +121,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         self.closed = False
         # Written by the event loop:
         self._submitted = self._refused_full = self._refused_late = self._batches = self._rows_run = 0
-        self._ends = dict.fromkeys(("answered", "failed", "cancelled", "expired"), 0)
+        self._ends = dict.fromkeys(("answered", "failed", "cancelled", "expired", "evicted"), 0)
 
     @property
     def queued_rows(self) -> int:
@@ -151,16 +153,19 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         group: Hashable = None,
         deadline_s: float | None = None,
         tenant: str = "",
+        size_bytes: int = 0,
     ) -> Batched[AnswerT]:
         """The answer to one request of `num_rows` rows. Cancelling the caller takes the request out of the queue.
 
         group:      requests share a batch only with equal ones
         deadline_s: by the batcher's clock; after it nobody wants the answer. None: for ever
         tenant:     whose share of a busy queue it comes from
+        size_bytes: of the request: what it takes of the queue's `max_queue_bytes`
 
-        Raises QueueFull (429, says when to try again), TooLate (504, at once when the latency model says that the
-        deadline cannot be met, and at the deadline at the latest), InferenceError (422) for more rows than a batch may
-        hold, Closed, or what `forward` raised for this request alone.
+        Raises QueueFull (429, says when to try again; after a while too, for another tenant's sake), TooLate (504, at
+        once when the latency model says that the deadline cannot be met, and at the deadline at the latest),
+        InferenceError (422) for more rows than a batch may hold, Closed, or what `forward` raised for this request
+        alone.
         """
         slots, policy = self._slots, self._policy
         if self.closed:
@@ -168,11 +173,15 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         if not 1 <= num_rows <= policy.max_batch_rows:
             raise InferenceError(422, f"a request holds 1 to {policy.max_batch_rows} rows, this one has {num_rows}")
         now_s = slots.clock()
-        entry: Entry[RequestT, AnswerT] = Entry(num_rows, now_s, deadline_s, group, tenant)
+        places = policy.places(num_rows, size_bytes)
+        entry: Entry[RequestT, AnswerT] = Entry(num_rows, now_s, deadline_s, group, tenant, places)
         entry.queue, entry.request, entry.future = self, request, slots.loop.create_future()
         with slots.lock:
-            refusal = slots.schedule.admit(policy, entry, now_s)
+            refusal, evicted = slots.schedule.admit(policy, entry, now_s)
+            full = slots.schedule.full(policy, now_s) if evicted else None
             wake = refusal is None and slots.claim_wakeup()
+        if full is not None:
+            self.settle_all(evicted, "evicted", full)
         if refusal is not None:
             self._count_refusal(refusal)
             raise refusal
@@ -193,9 +202,10 @@ class BatchQueue(Generic[RequestT, AnswerT]):
 
     def expect(self, measured: Sequence[tuple[int, float]]) -> None:
         """What is known of this queue's forwards, as (rows, seconds), before it has had any. From any thread."""
+        now_s = self._slots.clock()
         with self._slots.lock:
             for rows, seconds in measured:
-                self._policy.latency.observe(rows, seconds)
+                self._policy.latency.observe(rows, seconds, now_s)
 
     def close(self) -> None:
         """Fail what is queued with Closed and leave the batcher; what is in hand is answered. Idempotent."""
@@ -208,11 +218,12 @@ class BatchQueue(Generic[RequestT, AnswerT]):
                 self._policy.line.withdraw(entry)
             self._slots.schedule.remove_queue(self._policy)
         self.settle_all(entries, "failed", Closed("the batcher was closed before this request was computed"))
+        self._expiry.close()
 
     # What follows runs on the event loop.
 
     def settle_all(self, entries: Sequence[Entry[RequestT, AnswerT]], end: str, error: Exception) -> None:
-        """Tell requests that they failed or expired."""
+        """Tell requests that they failed, expired or had to leave."""
         for entry in entries:
             if not entry.future.done():
                 self._ends[end] += 1

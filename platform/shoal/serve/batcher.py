@@ -8,8 +8,9 @@ model; knows no HTTP, no torch, no Ray and not what a request is.
 | capacity         | what blocks               | who unblocks           | close()                                      |
 |------------------|---------------------------|------------------------|----------------------------------------------|
 | `max_queue_rows` | nothing: a full queue     | a batch that is taken, | what is queued fails with Closed, the batch  |
-| of each queue    | refuses with QueueFull    | a request that is      | in hand is still answered, the threads end   |
-|                  | (429), at once            | cancelled or expires   | (waits up to `timeout_s` for them)           |
+| and `_bytes` of  | refuses with QueueFull    | a request that is      | in hand is still answered, the threads end   |
+| each queue       | (429), at once, whom it   | cancelled or expires   | (waits up to `timeout_s` for them)           |
+|                  | holds the most of         |                        |                                              |
 
 Thread rules: the schedule, and who sleeps, are guarded by one lock that nobody holds while computing; futures, timers
 and the counts of how requests ended belong to the event loop; results reach it with one call per batch.
@@ -77,6 +78,7 @@ class Batcher(Generic[RequestT, AnswerT]):
         *,
         max_batch_rows: int,
         max_queue_rows: int,
+        max_queue_bytes: int | None = None,
         weight: float = 1.0,
         on_batch: Callable[[BatchReport], None] | None = None,
     ) -> BatchQueue[RequestT, AnswerT]:
@@ -86,7 +88,8 @@ class Batcher(Generic[RequestT, AnswerT]):
                         When it raises, the batch is halved until the poisonous request fails alone; an InferenceError
                         of status 503 is nobody's fault, and fails the whole batch
         max_batch_rows: a batch never holds more rows; a request is never split
-        max_queue_rows: rows that may wait; the next request is refused with QueueFull
+        max_queue_rows: rows that may wait; beyond, QueueFull is for the tenant that holds the most of them
+        max_queue_bytes: the same in bytes, for requests whose rows are large; None: no bound
         weight:         its share of the slots' time while other queues have work too
         on_batch:       told of every forward, in the forward's thread, after the answers are on their way
 
@@ -96,7 +99,11 @@ class Batcher(Generic[RequestT, AnswerT]):
             raise Closed("the batcher is closed")
         with self._slots.lock:
             policy = self._slots.schedule.add_queue(
-                name, max_batch_rows=max_batch_rows, max_queue_rows=max_queue_rows, weight=weight
+                name,
+                max_batch_rows=max_batch_rows,
+                max_queue_rows=max_queue_rows,
+                max_queue_bytes=max_queue_bytes,
+                weight=weight,
             )
         queue = BatchQueue(self._slots, policy, forward, on_batch)
         self._queues = [*(other for other in self._queues if not other.closed), queue]

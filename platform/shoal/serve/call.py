@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from sys import getsizeof
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -44,6 +45,16 @@ class InferCall(msgspec.Struct, frozen=True, gc=False):
     track: str = ""
     outputs: frozenset[str] | None = None
     trace: RequestTrace | None = None
+
+
+def size_bytes(inputs: Arrays) -> int:
+    """What the inputs of a request take in memory, strings included."""
+    total = 0
+    for array in inputs.values():
+        total += array.nbytes
+        if array.dtype.hasobject:
+            total += sum(map(getsizeof, array.flat))
+    return total
 
 
 class Prediction(msgspec.Struct, frozen=True, gc=False):

@@ -1,7 +1,8 @@
 """Tells requests that their deadline has passed, with one timer for all whose deadlines fall together.
 
 Owns the event loop's timers of a batcher's queue. Called on the event loop only. A timer of its own for every request
-would cost more than the rest of the request's way through the batcher.
+would cost more than the rest of the request's way through the batcher; so would to cancel one whenever nobody waits for
+it any more. Those are swept together, when there are many.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 TICK_S = 0.005
+SWEPT_FROM = 1024  # ticks
 ItemT = TypeVar("ItemT")
 
 
@@ -21,15 +23,20 @@ class Expiry(Generic[ItemT]):
         self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float], expired: Callable[[ItemT], None]
     ) -> None:
         self._loop, self._clock, self._expired = loop, clock, expired
-        self._ticks: dict[int, set[ItemT]] = {}  # each has a timer, which ends it
+        self._ticks: dict[int, set[ItemT]] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}  # of each tick
+        self._sweep_from = SWEPT_FROM
+        self._closing = False
 
     def add(self, item: ItemT, deadline_s: float) -> int:
         """The tick under which the item is known to `discard`."""
         tick = int(deadline_s / TICK_S) + 1
         items = self._ticks.get(tick)
         if items is None:
+            if len(self._ticks) >= self._sweep_from:
+                self._sweep()
             items = self._ticks[tick] = set()
-            self._loop.call_later(tick * TICK_S - self._clock(), self._fire, tick)
+            self._timers[tick] = self._loop.call_later(tick * TICK_S - self._clock(), self._fire, tick)
         items.add(item)
         return tick
 
@@ -38,7 +45,25 @@ class Expiry(Generic[ItemT]):
         items = self._ticks.get(tick)
         if items is not None:
             items.discard(item)
+            if self._closing and not items:
+                self._forget(tick)
+
+    def close(self) -> None:
+        """Nothing will be added. What is here is still told, and nothing is left when all of it was discarded."""
+        self._closing = True
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Forget the ticks that nobody waits for."""
+        for tick in [tick for tick, items in self._ticks.items() if not items]:
+            self._forget(tick)
+        self._sweep_from = max(SWEPT_FROM, 2 * len(self._ticks))
+
+    def _forget(self, tick: int) -> None:
+        del self._ticks[tick]
+        self._timers.pop(tick).cancel()
 
     def _fire(self, tick: int) -> None:
+        del self._timers[tick]
         for item in self._ticks.pop(tick):
             self._expired(item)

@@ -21,7 +21,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from shoal.errors import InferenceError
-from shoal.serve.grpc_server import METHODS, SERVICE, Method, answer, refuse
+from shoal.serve.grpc_server import FOREVER_S, METHODS, SERVICE, Method, answer, refuse
 from shoal.serve.grpc_service import InferenceServicer
 from shoal.serve.http_messages import Receive, Scope, Send
 from shoal.serve.in_progress import Disconnected, Progress, RequestsInProgress
@@ -136,10 +136,11 @@ def _chunks(message: bytes, trailers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def _timeout_s(text: str | None) -> float | None:
-    """The value of `grpc-timeout`. Raises InferenceError (400)."""
+    """The value of `grpc-timeout`; None for none, or one that means none. Raises InferenceError (400)."""
     if text is None:
         return None
     found = _TIMEOUT.fullmatch(text)
     if found is None:
         raise InferenceError(400, f"grpc-timeout = {text[:40]!r}: expected digits and one of H M S m u n")
-    return int(found[1]) * UNITS_S[found[2]]
+    left_s = int(found[1]) * UNITS_S[found[2]]
+    return None if left_s > FOREVER_S else left_s

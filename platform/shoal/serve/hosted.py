@@ -18,7 +18,7 @@ from shoal.errors import Closed, InferenceError
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.batcher import Batcher, BatcherCounts, BatchReport
-from shoal.serve.call import Arrays, InferCall, Prediction
+from shoal.serve.call import Arrays, InferCall, Prediction, size_bytes
 from shoal.serve.forwards import ForwardTimes
 from shoal.serve.live_versions import LiveVersions
 from shoal.serve.metrics import ModelStatistics
@@ -68,6 +68,7 @@ class Hosted:
             self._forward,
             max_batch_rows=self.options.max_batch_size,
             max_queue_rows=self.options.max_queue_size,
+            max_queue_bytes=self.options.max_queue_bytes,
             weight=self.options.weight,
             on_batch=self._batch_done,
         )
@@ -98,6 +99,7 @@ class Hosted:
                 group=group,
                 deadline_s=deadline_s,
                 tenant=call.tenant,
+                size_bytes=size_bytes(call.inputs),
             )
         except Closed:
             raise InferenceError(503, f"model {self.name!r} is closing; try again later", retry_after_s=1.0) from None
@@ -140,7 +142,8 @@ class Hosted:
     def is_idle(self) -> bool:
         """Whether every call that came has ended."""
         counts = self._queue.counts()
-        return counts.submitted == counts.answered + counts.failed + counts.cancelled + counts.expired
+        ended = counts.answered + counts.failed + counts.cancelled + counts.expired + counts.evicted
+        return counts.submitted == ended
 
     def report(self) -> ModelReport:
         """What the controller is told."""

@@ -4,11 +4,17 @@ Owns one estimate, l(rows). Called by the schedule, which uses it for three thin
 make its deadline, to cap a batch whose deadline a larger one would break, and to share the machine between models. It
 never decides when a batch starts. Knows no clock, no thread and no request.
 
-Sizes are gathered in classes, four to an octave. A class keeps the last `WINDOW` times of batches of about its size and
-stands for a high quantile of them, so that a promise made by it is usually kept; one slow batch does not move it,
-a model that became slower does within a few batches. Between the classes that were seen l is a straight line, below
-and above them it is flat: what was never tried is hoped to be cheap, and is known after the first try. l never falls
-with the rows: where classes contradict each other, the one that was seen last is right.
+Sizes are gathered in classes, four to an octave. A class keeps the last `WINDOW` times of batches of about its size, of
+the last `FRESH_S`, and stands for a high quantile of them, so that a promise made by it is usually kept; one slow batch
+does not move it, a model that became slower does within a few batches. Between the classes that were seen l is a
+straight line, below and above them it is flat: what was never tried is hoped to be cheap, and is known after the first
+try.
+
+l never falls with the rows. Where classes contradict each other, the cheaper is right: what looks too cheap is tried,
+and so corrects itself, while what looks too dear is refused, and nobody learns that it is not. For the same reason a
+class that is not *firm*, because it has a single time or was not seen while others were, bends to those that are, and
+its rows cost at most what they cost in smaller batches. Nothing but the times themselves is kept: whatever a slow
+moment does to the curve goes with it.
 """
 
 from __future__ import annotations
@@ -20,43 +26,34 @@ from collections import deque
 WINDOW = 50
 QUANTILE = 0.8
 CLASSES_PER_OCTAVE = 4
+FRESH_S = 10.0
+NUM_FIRM = 2  # times
+RENEWED_EVERY_S = 1.0  # at least, since classes age
 
 
 class LatencyModel:
-    """l(rows) in seconds, from `observe(rows, seconds)`. All zero before the first observation.
+    """l(rows) in seconds, from `observe(rows, seconds, now_s)`. All zero before the first observation.
 
     Read from any thread; observed by one at a time (the schedule's lock sees to that).
     """
 
     def __init__(self) -> None:
         self._classes: dict[int, _SizeClass] = {}
-        self._keys: list[int] = []  # of the classes that were seen, ascending
+        self._ascending: list[_SizeClass] = []
+        self._renew_from_s = -math.inf
         # Their rows, and their seconds, which never fall. Replaced, never changed: readers hold no lock.
         self._curve: tuple[list[int], list[float]] = ([], [])
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """A forward over `rows` rows took `seconds`."""
+    def observe(self, rows: int, seconds: float, now_s: float) -> None:
+        """A forward over `rows` rows took `seconds`, and ended at `now_s`."""
         key = size_class(rows)
-        all_rows, all_seconds = self._curve[0].copy(), self._curve[1].copy()
-        place = bisect_left(self._keys, key)
-        if key not in self._classes:
-            self._classes[key] = _SizeClass()
-            self._keys.insert(place, key)
-            all_rows.insert(place, rows)
-            all_seconds.insert(place, seconds)
-        known = self._classes[key]
-        known.add(rows, seconds)
-        all_rows[place] = known.most_rows
-        all_seconds[place] = estimate = known.high_seconds
-        for below in range(place - 1, -1, -1):
-            if all_seconds[below] <= estimate:
-                break
-            all_seconds[below] = estimate
-        for above in range(place + 1, len(all_seconds)):
-            if all_seconds[above] >= estimate:
-                break
-            all_seconds[above] = estimate
-        self._curve = all_rows, all_seconds
+        known = self._classes.get(key)
+        if known is None:
+            known = self._classes[key] = _SizeClass()
+            self._ascending = [self._classes[each] for each in sorted(self._classes)]
+        if known.add(rows, seconds, now_s) or now_s >= self._renew_from_s:
+            self._renew_from_s = now_s + RENEWED_EVERY_S
+            self._curve = [each.rows for each in self._ascending], _curve(self._ascending, now_s - FRESH_S)
 
     def seconds(self, rows: float) -> float:
         """What a forward over so many rows is expected to take at most, four times out of five."""
@@ -90,31 +87,57 @@ class LatencyModel:
 
 
 class _SizeClass:
-    """The last times of batches of about one size."""
+    """The last times of batches of about one size.
 
-    __slots__ = ("_recent", "_sorted")
+    rows:    where the class stands: a high quantile of its times belongs to its larger batches
+    seconds: the quantile, but never the largest of three or more: one slow batch convinces nobody
+    """
+
+    __slots__ = ("_recent", "_sorted", "rows", "seconds", "seen_s")
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[int, float]] = deque()
+        self._recent: deque[tuple[int, float, float]] = deque()
         self._sorted: list[float] = []
+        self.rows, self.seconds, self.seen_s = 0, 0.0, -math.inf
 
-    def add(self, rows: int, seconds: float) -> None:
-        self._recent.append((rows, seconds))
-        insort(self._sorted, seconds)
-        if len(self._recent) > WINDOW:
-            _, oldest = self._recent.popleft()
-            del self._sorted[bisect_left(self._sorted, oldest)]
+    def add(self, rows: int, seconds: float, now_s: float) -> bool:
+        """Whether what it stands for has changed."""
+        recent, ascending = self._recent, self._sorted
+        before = self.rows, self.seconds, len(ascending)
+        recent.append((rows, seconds, now_s))
+        insort(ascending, seconds)
+        while len(recent) > WINDOW or recent[0][2] < now_s - FRESH_S:
+            _, oldest, _ = recent.popleft()
+            del ascending[bisect_left(ascending, oldest)]
+        self.rows = max([rows for rows, _, _ in recent])
+        count = len(ascending)
+        self.seconds = ascending[max(0, min(int(QUANTILE * count), count - 2))]
+        self.seen_s = now_s
+        return before != (self.rows, self.seconds, count)
 
-    @property
-    def most_rows(self) -> int:
-        """Where the class stands: a high quantile of its times belongs to its larger batches."""
-        return max([rows for rows, _ in self._recent])
+    def is_firm(self, fresh_from_s: float) -> bool:
+        """Whether what it stands for is known well, and lately."""
+        return len(self._sorted) >= NUM_FIRM and self.seen_s >= fresh_from_s
 
-    @property
-    def high_seconds(self) -> float:
-        """The quantile, but never the largest of three or more: one slow batch convinces nobody."""
-        count = len(self._sorted)
-        return self._sorted[max(0, min(int(QUANTILE * count), count - 2))]
+
+def _curve(ascending: list[_SizeClass], fresh_from_s: float) -> list[float]:
+    """Seconds of each class: of the firm ones the least from it upwards, and of the others what fits between those."""
+    firm = [known.is_firm(fresh_from_s) for known in ascending]
+    seconds: list[float] = []
+    least_firm = least = math.inf
+    for known, is_firm in zip(reversed(ascending), reversed(firm), strict=True):
+        least = min(least, known.seconds)
+        if is_firm:
+            least_firm = min(least_firm, known.seconds)
+        seconds.append(least_firm if is_firm else least)
+    seconds.reverse()
+    floor, row_s = 0.0, math.inf
+    for place, known in enumerate(ascending):
+        if not firm[place]:
+            seconds[place] = min(seconds[place], row_s * known.rows)
+        floor = seconds[place] = max(floor, seconds[place])
+        row_s = min(row_s, floor / known.rows)
+    return seconds
 
 
 def size_class(rows: int) -> int:

@@ -35,6 +35,7 @@ class ModelOptions(Spec):
 
     max_batch_size: rows that one forward may hold
     max_queue_size: rows per replica that may wait before requests are refused with 429
+    max_queue_bytes: the same in bytes of their inputs: a queue of large rows is full sooner
     deadline_s:     how long after its arrival an answer is of use, when the request does not say; None: for ever
     weight:         this model's share of a busy replica, beside its other models'
     ragged:         inputs whose variable dimensions differ: `bucket` batches equal shapes only, `pad` fills the shorter
@@ -53,6 +54,7 @@ class ModelOptions(Spec):
 
     max_batch_size: int = Field(default=64, ge=1)
     max_queue_size: int = Field(default=1024, ge=1)
+    max_queue_bytes: int = Field(default=1 << 30, ge=1)
     deadline_s: float | None = Field(default=None, gt=0)
     weight: float = Field(default=1.0, gt=0)
     ragged: Literal["bucket", "pad"] = "bucket"

@@ -3,9 +3,11 @@
 Called by the predictor. Pure functions of arrays and of a signature, in which -1 is a dimension of variable size.
 
 bucket  only requests of equal shapes share a batch
-pad     all do: shorter ones are filled at the end, and an output's variable dimension is cut back to its request's own
-        length. It follows the input dimension of variable size at the same place, or else the only one there is; an
-        output whose dimension has another size than that input's was not made from it, and stays as it is.
+pad     shorter ones are filled at the end, and an output's variable dimension is cut back to its request's own length.
+        It follows the input dimension of variable size at the same place, or else the only one there is; an output
+        whose dimension has another size than that input's was not made from it, and stays as it is. All share a batch
+        of which a row, padded, cannot have more than `SHARED_ROW` elements; larger ones share it with those of about
+        their size, so that padding at most doubles each dimension: a long and a wide one would fill the memory.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from shoal.errors import ConfigError
 from shoal.open_inference.datatypes import NUMPY, bf16_bits
 from shoal.registry.manifest import Signature, TensorSignature
 from shoal.serve.formats import Arrays
+
+SHARED_ROW = 1 << 17  # elements of one input
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +47,23 @@ class Joiner:
         self._variable = {spec.name: _variable_dimensions(spec) for spec in signature.inputs}
         self._ragged = [name for name, dimensions in self._variable.items() if dimensions]
         self._padding: dict[str, Any] = {}
+        self._shared: list[tuple[str, int, int]] = []  # input, its dimension, the largest size that any may share
         self._followed: list[tuple[str, int, str, int]] = []  # output, its dimension, input, its dimension
         if pad_value is not None and self._ragged:
             self._padding = {spec.name: _padding(spec, pad_value) for spec in signature.inputs}
             self._followed = _followed(signature, self._variable)
+            self._shared = [shared for spec in signature.inputs for shared in _shared(spec)]
 
     def bucket(self, inputs: Arrays) -> Hashable:
         """What requests must have in common to share a batch."""
-        if self._padding or not self._ragged:
+        if not self._ragged:
             return None
-        return tuple([inputs[name].shape[1:] for name in self._ragged])
+        if not self._padding:
+            return tuple([inputs[name].shape[1:] for name in self._ragged])
+        for name, dimension, most in self._shared:
+            if inputs[name].shape[dimension] > most:
+                return tuple([inputs[name].shape[dimension].bit_length() for name, dimension, _ in self._shared])
+        return None
 
     def join(self, requests: Sequence[Arrays]) -> Joined:
         """One after the other along the first dimension."""
@@ -82,6 +93,13 @@ class Joiner:
 
 def _variable_dimensions(spec: TensorSignature) -> list[int]:
     return [index for index, size in enumerate(spec.shape) if index and size == -1]
+
+
+def _shared(spec: TensorSignature) -> list[tuple[str, int, int]]:
+    """The variable dimensions of an input, with the size at which all of them together make a row of `SHARED_ROW`."""
+    variable = _variable_dimensions(spec)
+    fixed = math.prod([size for size in spec.shape[1:] if size != -1])
+    return [(spec.name, dimension, int((SHARED_ROW / max(fixed, 1)) ** (1 / len(variable)))) for dimension in variable]
 
 
 def _followed(signature: Signature, variable: dict[str, list[int]]) -> list[tuple[str, int, str, int]]:

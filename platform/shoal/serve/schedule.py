@@ -28,18 +28,17 @@ DEMAND_SPAN_S = 0.05
 
 
 class QueueFull(InferenceError):
-    """The queue has no room for the request's rows; `retry_after_s` is when what waits now should have been served."""
+    """The queue has no room for the request; `retry_after_s` is when what waits now should have been served."""
 
-    def __init__(self, max_queue_rows: int, retry_after_s: float) -> None:
-        self.max_queue_rows = max_queue_rows
+    def __init__(self, max_queue_rows: int, retry_after_s: float, max_queue_bytes: int | None = None) -> None:
+        self.max_queue_rows, self.max_queue_bytes = max_queue_rows, max_queue_bytes
+        holds = f"{max_queue_rows} rows" + ("" if max_queue_bytes is None else f", or {max_queue_bytes} bytes")
         super().__init__(
-            429,
-            f"the queue is full (it holds {max_queue_rows} rows); try again in {retry_after_s:.3f} s",
-            retry_after_s,
+            429, f"the queue is full (it holds {holds}); try again in {retry_after_s:.3f} s", retry_after_s
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.max_queue_rows, self.retry_after_s))
+        return (type(self), (self.max_queue_rows, self.retry_after_s, self.max_queue_bytes))
 
 
 class TooLate(InferenceError):
@@ -55,16 +54,21 @@ class TooLate(InferenceError):
 class QueuePolicy(Generic[WaitingT]):
     """One model's line, limits, latency and used share. Made by `Schedule.add_queue`."""
 
-    def __init__(self, name: str, max_batch_rows: int, max_queue_rows: int, weight: float) -> None:
+    def __init__(
+        self, name: str, max_batch_rows: int, max_queue_rows: int, max_queue_bytes: int | None, weight: float
+    ) -> None:
         """Raises ConfigError for limits that do not fit together."""
         if max_batch_rows < 1:
             raise ConfigError("max_batch_rows", max_batch_rows, "a batch holds at least one row")
         if max_queue_rows < max_batch_rows:
             raise ConfigError("max_queue_rows", max_queue_rows, "is below one batch", f"at least {max_batch_rows}")
+        if max_queue_bytes is not None and max_queue_bytes < 1:
+            raise ConfigError("max_queue_bytes", max_queue_bytes, "a queue holds at least one byte")
         if not weight > 0:
             raise ConfigError("weight", weight, "a share is above 0")
         self.name, self.weight = name, weight
-        self.max_batch_rows, self.max_queue_rows = max_batch_rows, max_queue_rows
+        self.max_batch_rows, self.max_queue_rows, self.max_queue_bytes = max_batch_rows, max_queue_rows, max_queue_bytes
+        self._place_bytes = math.inf if max_queue_bytes is None else max_queue_bytes / max_queue_rows
         self.latency = LatencyModel()
         self.line: WaitingLine[WaitingT] = WaitingLine(max_batch_rows, self.latency)
         self.asked_rows = 0  # since `_asked_from_s`, refused ones too
@@ -72,6 +76,12 @@ class QueuePolicy(Generic[WaitingT]):
         self._asked_from_s = -math.inf
         self.used_s = 0.0  # virtual time: seconds of forwards over weight
         self.observes_from_s = -math.inf
+
+    def places(self, num_rows: int, size_bytes: int) -> int:
+        """What a request takes of the queue's `max_queue_rows` places: one for each row, more for large rows."""
+        if size_bytes <= num_rows * self._place_bytes:
+            return num_rows
+        return min(math.ceil(size_bytes / self._place_bytes), self.max_queue_rows)
 
     def measure_demand(self, now_s: float) -> None:
         """Renew `asked_rows_per_s`, when the last time was not just now."""
@@ -105,10 +115,16 @@ class Schedule(Generic[WaitingT]):
         self._used_s = 0.0  # the virtual time of the queue that was served last
 
     def add_queue(
-        self, name: str, *, max_batch_rows: int, max_queue_rows: int, weight: float = 1.0
+        self,
+        name: str,
+        *,
+        max_batch_rows: int,
+        max_queue_rows: int,
+        max_queue_bytes: int | None = None,
+        weight: float = 1.0,
     ) -> QueuePolicy[WaitingT]:
         """Raises ConfigError for limits that do not fit together."""
-        queue: QueuePolicy[WaitingT] = QueuePolicy(name, max_batch_rows, max_queue_rows, weight)
+        queue: QueuePolicy[WaitingT] = QueuePolicy(name, max_batch_rows, max_queue_rows, max_queue_bytes, weight)
         self._queues.append(queue)
         return queue
 
@@ -121,15 +137,21 @@ class Schedule(Generic[WaitingT]):
         """Whether anything waits."""
         return any(queue.line.rows for queue in self._queues)
 
-    def admit(self, queue: QueuePolicy[WaitingT], waiting: WaitingT, now_s: float) -> QueueFull | TooLate | None:
-        """Why this request is not taken in, or None when it was."""
+    def admit(
+        self, queue: QueuePolicy[WaitingT], waiting: WaitingT, now_s: float
+    ) -> tuple[QueueFull | TooLate | None, Sequence[WaitingT]]:
+        """Why this request is not taken in, or None when it was; and the requests that had to leave for it.
+
+        A full queue belongs to its tenants in equal parts: one that holds less takes from the one that holds the most.
+        """
         line = queue.line
         queue.asked_rows += waiting.num_rows
-        if line.rows + waiting.num_rows > queue.max_queue_rows:
-            return QueueFull(queue.max_queue_rows, self._start_s(queue, line.seconds(), now_s) - now_s)
+        excess_places = line.places + waiting.num_places - queue.max_queue_rows
+        if excess_places > 0 and not line.can_evict(excess_places, waiting):
+            return self.full(queue, now_s), ()
         if waiting.deadline_s is not None:
             if waiting.deadline_s <= now_s:
-                return TooLate("the deadline had passed when the request came")
+                return TooLate("the deadline had passed when the request came"), ()
             if line.rows or len(self.in_hand) >= self.slots:
                 before_s, rows = line.outlook(waiting)
                 start_s = self._start_s(queue, before_s, now_s)
@@ -141,11 +163,17 @@ class Schedule(Generic[WaitingT]):
                     return TooLate(
                         f"the answer would come {ends_s - now_s:.3f} s from now, "
                         f"the deadline is {waiting.deadline_s - now_s:.3f} s from now"
-                    )
+                    ), ()
         if not line.rows and queue.used_s < self._used_s:
             queue.used_s = self._used_s  # what it did not use while it was idle is gone
+        evicted = line.evict(excess_places) if excess_places > 0 else ()
         line.add(waiting)
-        return None
+        return None, evicted
+
+    def full(self, queue: QueuePolicy[WaitingT], now_s: float) -> QueueFull:
+        """What is said to a request for which this queue has no room."""
+        retry_after_s = self._start_s(queue, queue.line.seconds(), now_s) - now_s
+        return QueueFull(queue.max_queue_rows, retry_after_s, queue.max_queue_bytes)
 
     def take(self, now_s: float) -> tuple[Batch[WaitingT] | None, list[WaitingT]]:
         """The next batch for a free slot, or None when nothing waits; and the requests that are too late.
@@ -176,7 +204,7 @@ class Schedule(Generic[WaitingT]):
         if now_s >= queue.observes_from_s:
             queue.observes_from_s = now_s + OBSERVED_EVERY_S
             for rows, seconds in forwards:
-                queue.latency.observe(rows, seconds)
+                queue.latency.observe(rows, seconds, now_s)
 
     def _next_queue(self) -> QueuePolicy[WaitingT] | None:
         """Of those with work, the one that has used the least."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from shoal.errors import Closed, InferenceError
 from shoal.serve.batcher import Batcher
-from shoal.serve.call import Arrays, InferCall
+from shoal.serve.call import Arrays, InferCall, size_bytes
 from shoal.serve.metrics import ModelStatistics
 from shoal.serve.options import ModelOptions
 from shoal.serve.versions import Draws, Track
@@ -46,6 +46,7 @@ class Shadow:
             forward,
             max_batch_rows=options.max_batch_size,
             max_queue_rows=options.max_queue_size,
+            max_queue_bytes=options.max_queue_bytes,
             weight=WEIGHT,
         )
 
@@ -72,7 +73,9 @@ class Shadow:
         loaded = group[0].loaded
         assert loaded is not None
         try:
-            batched = await self._queue.submit(call.inputs, call.num_rows, group=group)
+            batched = await self._queue.submit(
+                call.inputs, call.num_rows, group=group, size_bytes=size_bytes(call.inputs)
+            )
         except Closed:
             return
         except InferenceError as error:

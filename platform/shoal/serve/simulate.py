@@ -115,11 +115,12 @@ class ScheduleServer:
         self._admission = admission
         self._in_hand: dict[int, Batch[_Numbered]] = {}
         for rows, seconds in warm:
-            self._queue.latency.observe(rows, seconds)
+            self._queue.latency.observe(rows, seconds, 0.0)
 
     def arrive(self, number: int, now_s: float, deadline_s: float | None) -> bool:
         request = _Numbered(number, now_s, deadline_s if self._admission else None)
-        return self._schedule.admit(self._queue, request, now_s) is None
+        refusal, _ = self._schedule.admit(self._queue, request, now_s)
+        return refusal is None
 
     def start(self, now_s: float) -> list[int]:
         batch, _ = self._schedule.take(now_s)
@@ -182,11 +183,12 @@ def simulate(
 
     deadline_s: after its arrival, for every request. Raises ConfigError for values that make no sense.
     """
+    forward = ForwardTime(measured)
     server = ScheduleServer(
         max_batch_rows, max_queue_rows=max(max_queue_rows, max_batch_rows), slots=slots, warm=measured
     )
     arrivals = poisson(requests_per_s, num_requests, seed)
-    return drive(server, ForwardTime(measured), arrivals, deadline_s=deadline_s, slots=slots)
+    return drive(server, forward, arrivals, deadline_s=deadline_s, slots=slots)
 
 
 def poisson(requests_per_s: float, num_requests: int, seed: int = 0) -> list[float]:

@@ -1,8 +1,8 @@
 """The requests of one model that wait for a slot: in order of deadline, shared fairly between tenants.
 
 Owns the order in which waiting requests are taken. Used by the schedule only, which guards it; knows no clock and no
-thread. A request without a deadline stands in the order as if it had one `PATIENCE_S` after its arrival, so that
-everything is the earliest some day and nothing starves.
+thread. A request without a deadline, or with a later one, stands in the order as if it had one `PATIENCE_S` after its
+arrival, so that everything is the earliest some day and nothing starves.
 """
 
 from __future__ import annotations
@@ -19,16 +19,26 @@ PATIENCE_S = 1.0
 
 
 class Waiting:
-    """One request that waits: what the order needs to know of it. Compared by identity."""
+    """One request that waits: what the order needs to know of it. Compared by identity.
 
-    __slots__ = ("arrived_s", "deadline_s", "group", "num_rows", "order_s", "tenant")
+    num_places: what it takes of the queue's room; 0: as much as its rows
+    """
+
+    __slots__ = ("arrived_s", "deadline_s", "group", "num_places", "num_rows", "order_s", "tenant")
 
     def __init__(
-        self, num_rows: int, arrived_s: float, deadline_s: float | None, group: Hashable = None, tenant: str = ""
+        self,
+        num_rows: int,
+        arrived_s: float,
+        deadline_s: float | None,
+        group: Hashable = None,
+        tenant: str = "",
+        num_places: int = 0,
     ) -> None:
         self.num_rows, self.arrived_s, self.group, self.tenant = num_rows, arrived_s, group, tenant
-        self.deadline_s = deadline_s
-        self.order_s = arrived_s + PATIENCE_S if deadline_s is None else deadline_s
+        self.deadline_s, self.num_places = deadline_s, num_places or num_rows
+        patient_s = arrived_s + PATIENCE_S
+        self.order_s = patient_s if deadline_s is None or deadline_s > patient_s else deadline_s
 
 
 WaitingT = TypeVar("WaitingT", bound=Waiting)
@@ -38,11 +48,11 @@ Lane = list[WaitingT]  # sorted by `order_s`, and equal ones by arrival
 class _Tenant(Generic[WaitingT]):
     """What one tenant has waiting, a lane for each group, and how many rows of its were served: its virtual time."""
 
-    __slots__ = ("lanes", "rows", "served")
+    __slots__ = ("lanes", "places", "rows", "served")
 
     def __init__(self, served: float) -> None:
         self.lanes: dict[Hashable, Lane[WaitingT]] = {}
-        self.rows = 0
+        self.rows = self.places = 0
         self.served = served
 
 
@@ -54,7 +64,7 @@ class WaitingLine(Generic[WaitingT]):
     """
 
     def __init__(self, max_batch_rows: int, latency: LatencyModel) -> None:
-        self.rows = 0
+        self.rows = self.places = 0
         self._max_batch_rows, self._latency = max_batch_rows, latency
         self._tenants: dict[str, _Tenant[WaitingT]] = {}
         self._served = 0.0  # the virtual time of the tenant that was served last
@@ -77,7 +87,9 @@ class WaitingLine(Generic[WaitingT]):
         else:
             lane.append(waiting)
         tenant.rows += waiting.num_rows
+        tenant.places += waiting.num_places
         self.rows += waiting.num_rows
+        self.places += waiting.num_places
         if waiting.deadline_s is not None:
             self._num_deadlines += 1
 
@@ -120,6 +132,23 @@ class WaitingLine(Generic[WaitingT]):
             self._tenants.clear()  # nobody waits, so nobody is behind anybody
         return batch, late
 
+    def can_evict(self, places: int, waiting: WaitingT) -> bool:
+        """Whether the tenant that holds the most would hold as many without `places` of them as this one's with it."""
+        tenant = self._tenants.get(waiting.tenant)
+        held = waiting.num_places + (tenant.places if tenant is not None else 0)
+        return held <= max([each.places for each in self._tenants.values()], default=0) - places
+
+    def evict(self, places: int) -> list[WaitingT]:
+        """Take `places` or more from the tenant that holds the most: the requests whose turn would come last."""
+        tenant = max(self._tenants.values(), key=_places)
+        evicted: list[WaitingT] = []
+        while places > 0:
+            lane = max(tenant.lanes.values(), key=_last_order)
+            evicted.append(lane[-1])
+            places -= lane[-1].num_places
+            self._remove(tenant, lane[-1], len(lane) - 1)
+        return evicted
+
     def outlook(self, waiting: WaitingT) -> tuple[float, float]:
         """For a request that is not here yet: what forwards before its own should take, and the rows of its own."""
         rows, most = self._rows_before(waiting), self._max_batch_rows
@@ -141,7 +170,7 @@ class WaitingLine(Generic[WaitingT]):
         tenant.lanes.clear()
         self._served = tenant.served
         tenant.served += self.rows
-        tenant.rows = self.rows = 0
+        tenant.rows = self.rows = tenant.places = self.places = 0
         return batch
 
     def _lead(self) -> WaitingT:
@@ -215,7 +244,9 @@ class WaitingLine(Generic[WaitingT]):
         insort_left(tenant.lanes.setdefault(waiting.group, []), waiting, key=_order)
         tenant.served -= waiting.num_rows
         tenant.rows += waiting.num_rows
+        tenant.places += waiting.num_places
         self.rows += waiting.num_rows
+        self.places += waiting.num_places
         if waiting.deadline_s is not None:
             self._num_deadlines += 1
 
@@ -225,7 +256,9 @@ class WaitingLine(Generic[WaitingT]):
         if not lane:
             del tenant.lanes[waiting.group]  # a group may hold on to a model's version
         tenant.rows -= waiting.num_rows
+        tenant.places -= waiting.num_places
         self.rows -= waiting.num_rows
+        self.places -= waiting.num_places
         if waiting.deadline_s is not None:
             self._num_deadlines -= 1
 
@@ -281,6 +314,14 @@ def _prefix(batch: Sequence[Waiting], room: float) -> tuple[int, int]:
 
 def _served(tenant: _Tenant[WaitingT]) -> float:
     return tenant.served
+
+
+def _places(tenant: _Tenant[WaitingT]) -> int:
+    return tenant.places
+
+
+def _last_order(lane: Lane[WaitingT]) -> float:
+    return lane[-1].order_s
 
 
 def _deadline(waiting: Waiting) -> float:

@@ -1,0 +1,50 @@
+"""Which requests of several lengths share a batch when they are padded, and what that may cost in memory."""
+
+import math
+from collections import defaultdict
+from itertools import product
+
+import numpy as np
+
+from shoal.registry.manifest import Signature, TensorSignature
+from shoal.serve.ragged import SHARED_ROW, Joiner
+
+
+def padding(*shapes: list[int]) -> Joiner:
+    inputs = [TensorSignature(name=f"x{place}", datatype="FP32", shape=shape) for place, shape in enumerate(shapes)]
+    output = TensorSignature(name="y", datatype="FP32", shape=[-1, 1])
+    return Joiner(Signature(inputs=inputs, outputs=[output]), 0.0)
+
+
+def request(*shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Of these shapes, without the memory."""
+    return {f"x{place}": np.broadcast_to(np.float32(1), shape) for place, shape in enumerate(shapes)}
+
+
+def test_two_small_requests_cannot_make_a_large_batch() -> None:
+    joiner = padding([-1, -1, -1])
+    assert joiner.bucket(request((1, 60_000, 1))) != joiner.bucket(request((1, 1, 60_000)))
+
+
+def test_a_padded_row_is_small_or_hardly_larger_than_the_request_s_own() -> None:
+    joiner = padding([-1, -1, -1, 3])
+    together = defaultdict(list)
+    for sizes in product((0, 1, 7, 40, 209, 210, 900, 60_000), repeat=2):
+        together[joiner.bucket(request((1, *sizes, 3)))].append((*sizes, 3))
+    for rows in together.values():
+        padded = math.prod(map(max, zip(*rows, strict=True)))
+        assert padded <= SHARED_ROW or padded <= 4 * min(map(math.prod, rows))
+    assert max(map(len, together.values())) == 5 * 5, "small ones share a batch, whatever their sizes"
+
+
+def test_the_lengths_of_sentences_share_a_batch() -> None:
+    for wide in ((), (768,)):
+        joiner = padding([-1, -1, *wide], [-1, -1])
+        assert {joiner.bucket(request((1, length, *wide), (1, length))) for length in range(4, 129)} == {None}
+
+
+def test_every_input_counts() -> None:
+    joiner = padding([-1, -1], [-1, -1], [-1, 4])
+    long, longer = request((1, 8), (1, 200_000), (1, 4)), request((1, 8), (1, 300_000), (1, 4))
+    assert joiner.bucket(long) == joiner.bucket(request((1, 9), (1, 140_000), (1, 4)))
+    assert joiner.bucket(long) != joiner.bucket(longer)
