@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -254,6 +255,31 @@ def test_a_broken_answer_is_asked_for_again_only_when_told(payload: bytes) -> No
         with Client(url, timeout_s=5.0, num_retries=2, retry_lost=True) as client, pytest.raises(ConnectionLost):
             client.metadata("m")
         assert len(heard) == 4
+
+
+@pytest.mark.parametrize("payload", [b"", b"HTTP/1.1 503 x\r\nretry-after: 0\r\ncontent-length: 0\r\n\r\n"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda client: client.rollout("rollback", "m"),
+        lambda client: client.load("m"),
+        lambda client: client.unload("m"),
+    ],
+)
+def test_a_change_is_sent_once(payload: bytes, change: Callable[[Client | AsyncClient], Any]) -> None:
+    listener, heard = _answering(payload)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    async def ask() -> None:
+        async with AsyncClient(url, retry_lost=True) as client:
+            await change(client)
+
+    with listener:
+        with Client(url, retry_lost=True) as client, pytest.raises((InferenceError, ConnectionLost)):
+            change(client)
+        with pytest.raises((InferenceError, ConnectionLost)):
+            asyncio.run(ask())
+    assert len(heard) == 2
 
 
 def test_what_is_no_endpoint_is_said_to_be_none() -> None:

@@ -104,6 +104,15 @@ def test_a_lost_answer_is_not_asked_for_again_unless_told() -> None:
     assert Talk(Patience(5.0, retry_lost=True)).answer(Broken("reset"), DONE) is DONE
 
 
+@pytest.mark.parametrize("outcome", [FULL, Reply(503, {"retry-after": "1"}, b"{}"), Broken("reset")])
+def test_a_change_that_was_sent_is_not_asked_for_again(outcome: Outcome) -> None:
+    """Whatever the answer says: who gave it need not know what became of the change."""
+    patience = Patience(5.0, retry_lost=True, is_change=True)
+    with pytest.raises((InferenceError, ConnectionLost)):
+        Talk(patience).answer(outcome)
+    assert Talk(patience).answer(NotSent("refused"), DONE) is DONE
+
+
 def test_the_time_of_the_caller_is_for_all_attempts_together() -> None:
     talk = Talk(Patience(1.0), send_s=0.4)
     with pytest.raises(ConnectionLost):

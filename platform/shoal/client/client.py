@@ -39,8 +39,11 @@ class _Settings:
         self._retry_lost, self._binary = retry_lost, binary
         self._signatures: dict[str, ModelMetadata] = {}
 
-    def _patience(self, timeout_s: float | None = None) -> Patience:
-        return Patience(timeout_s or self._timeout_s, self._num_retries, self._retry_lost)
+    def _patience(self) -> Patience:
+        return Patience(self._timeout_s, self._num_retries, self._retry_lost)
+
+    def _change_patience(self) -> Patience:
+        return Patience(ADMIN_TIMEOUT_S, self._num_retries, is_change=True)
 
     def _infer_patience(self, deadline_s: float | None) -> Patience:
         if deadline_s is None:
@@ -70,7 +73,8 @@ class Client(_Settings):
 
     token:       what the endpoint asks for: the access token, or an API key; "" for none
     timeout_s:   for each call, with all that is tried again, when the call gives no deadline
-    num_retries: how often at most a call is tried again: when there was no connection, and when the endpoint said so
+    num_retries: how often at most a call is tried again: when there was no connection, and when the endpoint said so.
+                 A change of the endpoint is sent once
     retry_lost:  also when the connection broke after the request was sent; inference changes nothing, so this is safe
                  but for the work that is done twice
     binary:      tensors as bytes behind a small header, several times as fast as JSON for large ones; off: plain JSON
@@ -147,11 +151,11 @@ class Client(_Settings):
 
     def load(self, model: str, **parameters: bool | int | float | str) -> None:
         """Load a registered model in every replica; returns when all have it."""
-        self._have(calls.load(model, parameters), self._patience(ADMIN_TIMEOUT_S))
+        self._have(calls.load(model, parameters), self._change_patience())
 
     def unload(self, model: str) -> None:
         """Unload a model in every replica, when what waits for it has been answered."""
-        self._have(calls.unload(model), self._patience(ADMIN_TIMEOUT_S))
+        self._have(calls.unload(model), self._change_patience())
 
     def status(self) -> EndpointStatus:
         """The whole endpoint, as its controller sees it."""
@@ -163,7 +167,7 @@ class Client(_Settings):
         action: canary, promote, rollback, shadow, deploy, delete, metric
         """
         request = calls.rollout({"action": action, "model": model, **details})
-        return calls.decode(self._have(request, self._patience(ADMIN_TIMEOUT_S)), ModelStatus)
+        return calls.decode(self._have(request, self._change_patience()), ModelStatus)
 
     def close(self) -> None:
         """Close every connection. Idempotent; later calls raise Closed."""
@@ -248,11 +252,11 @@ class AsyncClient(_Settings):
 
     async def load(self, model: str, **parameters: bool | int | float | str) -> None:
         """See `Client.load`."""
-        await self._have(calls.load(model, parameters), self._patience(ADMIN_TIMEOUT_S))
+        await self._have(calls.load(model, parameters), self._change_patience())
 
     async def unload(self, model: str) -> None:
         """See `Client.unload`."""
-        await self._have(calls.unload(model), self._patience(ADMIN_TIMEOUT_S))
+        await self._have(calls.unload(model), self._change_patience())
 
     async def status(self) -> EndpointStatus:
         """See `Client.status`."""
@@ -261,7 +265,7 @@ class AsyncClient(_Settings):
     async def rollout(self, action: str, model: str, **details: bool | int | float | str | None) -> ModelStatus:
         """See `Client.rollout`."""
         request = calls.rollout({"action": action, "model": model, **details})
-        return calls.decode(await self._have(request, self._patience(ADMIN_TIMEOUT_S)), ModelStatus)
+        return calls.decode(await self._have(request, self._change_patience()), ModelStatus)
 
     async def close(self) -> None:
         """See `Client.close`."""

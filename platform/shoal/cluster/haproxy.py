@@ -9,6 +9,7 @@ library only. What it changes, Serve has no setting for:
 - What HAProxy, or Serve, says by itself has the protocol's body: `{"error": ...}`, or a status in gRPC's trailers. That
   it has no application is 503: there will be one, or the endpoint is going.
 - Connections to replicas are kept however many clients there are.
+- A change of the endpoint is asked of one replica only: it may have made it before it died.
 - Heads with many headers are passed on, as far as they fit into a buffer: the endpoint says that they are too large
   (431). Of one that does not fit HAProxy 2.8 can only say 400, as of any that it cannot read (3.1 knows 414 and 431).
 - Serve's own paths (`/-/healthz`, `/-/routes`, `ray.serve.RayServeAPIService`) and the headers that steer Serve are
@@ -76,6 +77,9 @@ FROM = """\
     http-request set-header shoal-from "%[src]"
     http-request set-header shoal-from "%[req.fhdr(x-forwarded-for)], %[src]" if { req.hdr(x-forwarded-for) -m found }
 """
+# A rollback that is made twice goes back by two versions; only where nothing was sent is another replica asked.
+CHANGES = "/shoal/v1/rollout /v2/repository/models/ /inference.GRPCInferenceService/RepositoryModel"
+ONCE = f"    http-request disable-l7-retry if {{ path,url_dec -m beg {CHANGES} }}"
 FRONTEND = """\
     option http-buffer-request
     http-request del-header x-request-timeout-seconds
@@ -196,9 +200,9 @@ def _section(head: str, lines: list[str]) -> list[str]:
     if head == "defaults":
         return _defaults(lines)
     if head == "frontend http_frontend":
-        return [*FROM.splitlines(), *FRONTEND.splitlines(), *_answers(), *lines]
+        return [*FROM.splitlines(), ONCE, *FRONTEND.splitlines(), *_answers(), *lines]
     if head == "frontend grpc_frontend":
-        return [*FROM.splitlines(), *GRPC_FRONTEND.splitlines(), *_unary_first(lines)]
+        return [*FROM.splitlines(), ONCE, *GRPC_FRONTEND.splitlines(), *_unary_first(lines)]
     if head == "backend default_backend":
         return ["    http-request deny deny_status 503"]
     if head == "backend default_grpc_backend":
