@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import InferenceError
 from shoal.serve.controller import EndpointController
 from shoal.serve.controller_state import Deployment, StateFile
 from shoal.serve.rollout import Phase
@@ -132,11 +131,31 @@ def test_a_promotion_whose_alias_cannot_be_moved_does_not_happen(cluster: Cluste
     cluster.ask(action="canary", version=2, percent=10)
     cluster.settle()
     cluster.catalogue.away = True
-    with pytest.raises(InferenceError, match="cannot be moved"):
-        cluster.loop.run_until_complete(
-            cluster.administration.administer({"action": "promote", "model": "m", "timeout_s": 1.0}, "me")
-        )
+    assert "cannot be moved" in str(cluster.refusal(action="promote", timeout_s=1.0))
     assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.CANARY, 1)
+
+
+@pytest.mark.parametrize("phase", [Phase.CANARY, Phase.STAGING])
+def test_a_rollback_that_says_what_it_leaves_does_not_go_back_further_when_it_comes_again(
+    cluster: Cluster, phase: Phase
+) -> None:
+    """Its answer was lost, say: without the version, the second would go back from what had been stable."""
+    cluster.ask(action="promote", version=2)
+    cluster.settle()
+    cluster.ask(action="canary", version=3, percent=10)
+    if phase is Phase.CANARY:
+        cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.candidate) == (phase, 2, 3)
+    cluster.ask(action="rollback", from_version=3)
+    cluster.settle()
+    refused = cluster.refusal(action="rollback", from_version=3)
+    assert (refused.status, str(refused)) == (409, "a rollback of 'm' would leave version 2, not 3: see its status")
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable, cluster.catalogue.stack) == (Phase.STEADY, 2, [1, 2])
+    cluster.ask(action="rollback", from_version=2)
+    cluster.settle()
+    assert (cluster.rollout.stable, cluster.refusal(action="rollback", from_version=2).status) == (1, 409)
+    assert cluster.refusal(action="promote", version=3, from_version=1).status == 400
 
 
 def test_closed_it_wakes_who_waits(cluster: Cluster) -> None:

@@ -165,6 +165,7 @@ class Client(_Settings):
         """Change how versions of a model are rolled out (administrators only); the model's new status.
 
         action: canary, promote, rollback, shadow, deploy, delete, metric
+        details: its fields; `from_version` says what a rollback is to leave, so that it cannot go back twice
         """
         request = calls.rollout({"action": action, "model": model, **details})
         return calls.decode(self._have(request, self._change_patience()), ModelStatus)

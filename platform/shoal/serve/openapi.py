@@ -272,6 +272,7 @@ _CHANGE: Json = {
         "action": {"enum": ["deploy", "canary", "shadow", "promote", "rollback", "delete", "metric"]},
         "model": {"type": "string", "minLength": 1},
         "version": {"type": ["integer", "string"]},
+        "from_version": {"type": "integer"},
         "percent": {"type": "number", "minimum": 0, "maximum": 100},
         "options": {"type": "object"},
         "metric": {"type": "string"},
