@@ -103,6 +103,29 @@ def test_many_replicas_that_die_with_a_candidate_roll_it_back(cluster: Cluster) 
     assert "replicas died" in cluster.rollout.reason
 
 
+def test_replicas_that_leave_in_order_do_not_count_as_dead(cluster: Cluster) -> None:
+    """Not even when they leave while the controller still has a question of theirs: it ends later than they do."""
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    before = steps(cluster)
+
+    async def leave_while_following() -> None:
+        generation = cluster.controller.plan.generation
+        following = [asyncio.create_task(cluster.controller.follow(name, generation, 0.01)) for name in ("r1", "r2")]
+        await asyncio.sleep(0)
+        for name in ("r1", "r2"):
+            cluster.controller.leave(name)
+            del cluster.replicas[name]
+        assert await asyncio.gather(*following) == [None, None]
+
+    cluster.loop.run_until_complete(leave_while_following())
+    assert list(cluster.controller.reports) == cluster.controller.state.replicas == ["r3"]
+    cluster.now_s += LEASE_S + 1.0
+    cluster.tell(cluster.replicas["r3"])
+    cluster.controller.tick()
+    assert (steps(cluster), cluster.rollout.lost_replicas) == (before, 0)
+
+
 def test_a_promotion_waits_for_replicas_that_came_after_the_canary_was_opened(cluster: Cluster) -> None:
     cluster.ask(action="canary", version=2, percent=10)
     cluster.settle()
