@@ -14,8 +14,11 @@ import pytest
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, Counting, served
 from shoal.client import AsyncClient, Client
+from shoal.client.exchange import Conversation, Patience, Reply, Request
 from shoal.errors import Closed, ConfigError, ConnectionLost, InferenceError
 from shoal.open_inference.datatypes import NUMPY, bf16_bits
+from shoal.serve.administration import LOAD_TIMEOUT_S
+from shoal.serve.changes import Change
 
 ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -280,6 +283,34 @@ def test_a_change_is_sent_once(payload: bytes, change: Callable[[Client | AsyncC
         with pytest.raises((InferenceError, ConnectionLost)):
             asyncio.run(ask())
     assert len(heard) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "endpoint_s"),
+    [
+        (lambda client: client.rollout("promote", "m"), Change("promote", "m").timeout_s),
+        (lambda client: client.rollout("promote", "m", timeout_s=600), 600.0),
+        (lambda client: client.unload("m"), Change("delete", "m").timeout_s),
+        (lambda client: client.load("m"), LOAD_TIMEOUT_S),
+    ],
+)
+@pytest.mark.parametrize("client_type", [Client, AsyncClient])
+def test_a_change_is_waited_for_until_the_endpoint_has_given_it_up(
+    monkeypatch: pytest.MonkeyPatch, client_type: type, change: Callable[[Any], Any], endpoint_s: float
+) -> None:
+    """Whose words say what has not come to be, and that it goes on."""
+    waited_s = []
+
+    def converse(request: Request, patience: Patience) -> Conversation:
+        waited_s.append(patience.timeout_s)
+        return Reply(200, {}, b'{"name": "m"}')
+        yield
+
+    monkeypatch.setattr("shoal.client.client.converse", converse)
+    asked = change(client_type("http://127.0.0.1:1"))
+    if asyncio.iscoroutine(asked):
+        asyncio.run(asked)
+    assert endpoint_s + 10.0 <= waited_s[0] <= endpoint_s + 60.0
 
 
 def test_what_is_no_endpoint_is_said_to_be_none() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
@@ -15,13 +17,17 @@ import pytest
 
 from serving.fake_replica import FakeReplica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
+from shoal.cluster import haproxy
+from shoal.serve.administration import LOAD_TIMEOUT_S
+from shoal.serve.changes import MAX_TIMEOUT_S
 
 ANSWER_S = 10.0
+SERVER_S, LONGER_S = 0.2, 0.4
 BODY, NO_SETTINGS = b"the call", bytes.fromhex("000000040000000000")  # the latter a frame of HTTP/2
 SERVICE = "inference.GRPCInferenceService"
+GRPC_CHANGES, GRPC_OTHERS = ["RepositoryModelLoad", "RepositoryModelUnload"], ["RepositoryIndex"]
 CHANGES = [
     "/shoal/v1/rollout",
-    "/shoal/v1/%72ollout",
     "/v2/repository/models/m/load",
     "/v2/repository/models/m/unload",
 ]
@@ -77,12 +83,43 @@ def proxy(replica: FakeReplica, grpc_replica: AbruptGrpc) -> Iterator[HaproxyPro
         started.close()
 
 
+@pytest.fixture(scope="module")
+def hurried_proxy(replica: FakeReplica) -> Iterator[HaproxyProcess]:
+    """Waits `SERVER_S` for a replica, instead of a minute; over gRPC, every answer takes longer."""
+
+    def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+        time.sleep(LONGER_S)
+        return BODY
+
+    handlers = {method: grpc.unary_unary_rpc_method_handler(answer) for method in GRPC_CHANGES + GRPC_OTHERS}
+    with ThreadPoolExecutor() as threads, tempfile.TemporaryDirectory(prefix="x.") as folder:
+        server = grpc.server(threads)
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        edits = f"{UNCHECKED}; s/server 60s/server {SERVER_S * 1000:.0f}ms/"
+        started = HaproxyProcess(Path(folder), replica.port, port, edits)
+        yield started
+        started.close()
+        server.stop(0).wait(ANSWER_S)
+
+
 def post(proxy: HaproxyProcess, path: str) -> HTTPResponse:
     with closing(HTTPConnection("127.0.0.1", proxy.port, timeout=ANSWER_S)) as connection:
-        connection.request("POST", path, b"{}")
+        connection.request("POST", path)
         answer = connection.getresponse()
         answer.read()
         return answer
+
+
+def call(proxy: HaproxyProcess, method: str) -> grpc.StatusCode:
+    with grpc.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel:
+        ask = channel.unary_unary(f"/{SERVICE}/{method}", request_serializer=None, response_deserializer=None)
+        try:
+            ask(BODY, timeout=ANSWER_S)
+        except grpc.RpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize("path", ["/v2/models/m/infer", "/v2/repository/index", *CHANGES])
@@ -94,14 +131,19 @@ def test_only_what_changes_nothing_is_asked_again(proxy: HaproxyProcess, replica
     assert (len(replica.paths) == 1) == (path in CHANGES)
 
 
-@pytest.mark.parametrize(
-    ("method", "is_change"), [("RepositoryModelLoad", True), ("RepositoryModelUnload", True), ("ModelMetadata", False)]
-)
-def test_nor_over_grpc(proxy: HaproxyProcess, grpc_replica: AbruptGrpc, method: str, is_change: bool) -> None:
+@pytest.mark.parametrize("method", GRPC_CHANGES + GRPC_OTHERS)
+def test_nor_over_grpc(proxy: HaproxyProcess, grpc_replica: AbruptGrpc, method: str) -> None:
     before = grpc_replica.num_calls
-    with grpc.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel:
-        call = channel.unary_unary(f"/{SERVICE}/{method}", request_serializer=None, response_deserializer=None)
-        with pytest.raises(grpc.RpcError) as caught:
-            call(BODY, timeout=ANSWER_S)
-    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-    assert (grpc_replica.num_calls - before == 1) == is_change
+    assert call(proxy, method) == grpc.StatusCode.UNAVAILABLE
+    assert (grpc_replica.num_calls - before == 1) == (method in GRPC_CHANGES)
+
+
+def test_a_change_may_take_longer_than_an_answer(hurried_proxy: HaproxyProcess) -> None:
+    """It says by itself when it has taken too long."""
+    others = ["/v2/models/m/infer", "/v2/repository/index"]
+    statuses = {path: post(hurried_proxy, f"{path}?/slow/{LONGER_S}").status for path in CHANGES + others}
+    assert statuses == dict.fromkeys(CHANGES, 200) | dict.fromkeys(others, 504)
+    codes = {method: call(hurried_proxy, method) for method in GRPC_CHANGES + GRPC_OTHERS}
+    late = dict.fromkeys(GRPC_OTHERS, grpc.StatusCode.DEADLINE_EXCEEDED)
+    assert codes == dict.fromkeys(GRPC_CHANGES, grpc.StatusCode.OK) | late
+    assert haproxy.CHANGE_TIMEOUT_S > MAX_TIMEOUT_S >= LOAD_TIMEOUT_S

@@ -25,7 +25,9 @@ from shoal.open_inference.messages import IndexedModel, ModelMetadata, VersionSt
 
 TIMEOUT_S = 30.0
 NUM_CONNECTIONS = 100
-ADMIN_TIMEOUT_S = 120.0  # a change returns when every replica has it, and a model may take a while to load
+# A change returns when every replica has it, or with the endpoint's words when that takes longer than this.
+CHANGE_TIMEOUT_S, LOAD_TIMEOUT_S = 120.0, 300.0
+WORDS_S = 30.0  # for the words
 
 
 class _Settings:
@@ -42,8 +44,9 @@ class _Settings:
     def _patience(self) -> Patience:
         return Patience(self._timeout_s, self._num_retries, self._retry_lost)
 
-    def _change_patience(self) -> Patience:
-        return Patience(ADMIN_TIMEOUT_S, self._num_retries, is_change=True)
+    def _change_patience(self, timeout_s: object = None) -> Patience:
+        endpoint_s = timeout_s if isinstance(timeout_s, int | float) else CHANGE_TIMEOUT_S
+        return Patience(endpoint_s + WORDS_S, self._num_retries, is_change=True)
 
     def _infer_patience(self, deadline_s: float | None) -> Patience:
         if deadline_s is None:
@@ -151,7 +154,7 @@ class Client(_Settings):
 
     def load(self, model: str, **parameters: bool | int | float | str) -> None:
         """Load a registered model in every replica; returns when all have it."""
-        self._have(calls.load(model, parameters), self._change_patience())
+        self._have(calls.load(model, parameters), self._change_patience(LOAD_TIMEOUT_S))
 
     def unload(self, model: str) -> None:
         """Unload a model in every replica, when what waits for it has been answered."""
@@ -165,10 +168,12 @@ class Client(_Settings):
         """Change how versions of a model are rolled out (administrators only); the model's new status.
 
         action: canary, promote, rollback, shadow, deploy, delete, metric
-        details: its fields; `from_version` says what a rollback is to leave, so that it cannot go back twice
+        details: its fields; `from_version` says what a rollback is to leave, so that it cannot go back twice, and
+                 `timeout_s` how long it is waited for
         """
         request = calls.rollout({"action": action, "model": model, **details})
-        return calls.decode(self._have(request, self._change_patience()), ModelStatus)
+        patience = self._change_patience(details.get("timeout_s"))
+        return calls.decode(self._have(request, patience), ModelStatus)
 
     def close(self) -> None:
         """Close every connection. Idempotent; later calls raise Closed."""
@@ -253,7 +258,7 @@ class AsyncClient(_Settings):
 
     async def load(self, model: str, **parameters: bool | int | float | str) -> None:
         """See `Client.load`."""
-        await self._have(calls.load(model, parameters), self._change_patience())
+        await self._have(calls.load(model, parameters), self._change_patience(LOAD_TIMEOUT_S))
 
     async def unload(self, model: str) -> None:
         """See `Client.unload`."""
@@ -266,7 +271,8 @@ class AsyncClient(_Settings):
     async def rollout(self, action: str, model: str, **details: bool | int | float | str | None) -> ModelStatus:
         """See `Client.rollout`."""
         request = calls.rollout({"action": action, "model": model, **details})
-        return calls.decode(await self._have(request, self._change_patience()), ModelStatus)
+        patience = self._change_patience(details.get("timeout_s"))
+        return calls.decode(await self._have(request, patience), ModelStatus)
 
     async def close(self) -> None:
         """See `Client.close`."""

@@ -114,7 +114,8 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         "RAY_SERVE_HAPROXY_RETRIES": "3",
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
-        # No answer for this long is an answer too (504): no request waits for ever for a replica to come to life.
+        # No answer for this long is an answer too (504): no request waits for ever for a replica to come to life. (A
+        # change has longer: see `haproxy`.)
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "60",
         # A client that neither sends what it owes nor takes what it asked for is cut off (`serve.in_progress` too).
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_TIMEOUT_S),

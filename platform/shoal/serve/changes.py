@@ -27,6 +27,7 @@ from shoal.registry import split_ref
 from shoal.serve.options import ModelOptions
 
 MAX_REASON_CHARS = 500
+MAX_TIMEOUT_S = 3600.0
 
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,8 +69,8 @@ def parse_change(values: Mapping[str, Any]) -> Change:
         change = msgspec.structs.replace(change, model=name, version=word)
     if change.percent is not None and not 0.0 <= change.percent <= 100.0:
         raise InferenceError(400, f"percent = {change.percent:g}: expected 0 to 100")
-    if not 0.0 < change.timeout_s <= 3600.0:
-        raise InferenceError(400, f"timeout_s = {change.timeout_s:g}: expected 0 to 3600")
+    if not 0.0 < change.timeout_s <= MAX_TIMEOUT_S:
+        raise InferenceError(400, f"timeout_s = {change.timeout_s:g}: expected 0 to {MAX_TIMEOUT_S:g}")
     if change.action == "metric" and (not change.metric or change.value is None or not math.isfinite(change.value)):
         raise InferenceError(400, "a metric needs a name (metric) and a finite number (value)")
     if change.action in ("canary", "shadow") and change.percent is None:
