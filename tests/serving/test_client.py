@@ -334,6 +334,21 @@ def test_an_endpoint_that_does_not_answer_is_left_in_time() -> None:
     assert late.value.status == 504
 
 
+def test_a_deadline_is_also_for_the_first_call_which_asks_for_the_signature() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+
+        async def ask() -> None:
+            async with AsyncClient(url, timeout_s=1.0) as client:
+                await client.infer("m", ROWS, deadline_s=0.2)
+
+        with pytest.raises(InferenceError, match=r"no answer within 0.2 s") as late:
+            asyncio.run(ask())
+        with Client(url, timeout_s=1.0) as client, pytest.raises(InferenceError, match=r"no answer within 0.2 s"):
+            client.infer("m", ROWS, deadline_s=0.2)
+    assert late.value.status == 504
+
+
 def test_the_asynchronous_client_asks_alike(endpoint: tuple[str, Counting], host: FakeHost) -> None:
     async def ask() -> None:
         async with AsyncClient(endpoint[0], token=TOKEN) as client:

@@ -120,6 +120,16 @@ def test_the_time_of_the_caller_is_for_all_attempts_together() -> None:
     assert [round(send.timeout_s, 2) for send in talk.sent] == [1.0, 0.55, 0.05]
 
 
+def test_the_time_of_the_caller_may_have_begun_before() -> None:
+    talk = Talk(Patience(1.0, tells=True, end_s=100.6))
+    assert talk.answer(NotSent("refused"), DONE) is DONE
+    assert [send.request.headers["shoal-deadline-ms"] for send in talk.sent] == ["600.000", "540.000"]
+    late = Talk(Patience(1.0, end_s=99.9))
+    with pytest.raises(InferenceError, match=r"no answer within 1 s"):
+        late.answer(DONE)
+    assert late.sent == []
+
+
 def test_no_answer_in_time_is_what_the_endpoint_would_say_too() -> None:
     with pytest.raises(InferenceError, match=r"no answer within 0.5 s") as late:
         Talk(Patience(0.5)).answer(TooLong())

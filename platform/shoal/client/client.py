@@ -11,6 +11,7 @@ become what the model takes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -49,11 +50,12 @@ class _Settings:
         return Patience(endpoint_s + WORDS_S, self._num_retries, is_change=True)
 
     def _infer_patience(self, deadline_s: float | None) -> Patience:
-        if deadline_s is None:
-            return self._patience()
-        if deadline_s <= 0:
+        """Of a call that begins now, with the signature that it may have to ask for."""
+        if deadline_s is not None and deadline_s <= 0:
             raise ConfigError("deadline_s", deadline_s, "is over", "give seconds from now, above 0")
-        return Patience(deadline_s, self._num_retries, self._retry_lost, tells=True)
+        timeout_s, tells = (self._timeout_s, False) if deadline_s is None else (deadline_s, True)
+        end_s = time.monotonic() + timeout_s
+        return Patience(timeout_s, self._num_retries, self._retry_lost, tells=tells, end_s=end_s)
 
     def _remember(self, model: str, reply: Reply) -> ModelMetadata:
         signature = self._signatures[model] = calls.decode(reply, ModelMetadata)
@@ -124,7 +126,7 @@ class Client(_Settings):
         """
         options = {"outputs": outputs, "request_id": request_id, "sticky": sticky, "track": track}
         patience = self._infer_patience(deadline_s)
-        signature = self._signatures.get(model) or self.metadata(model)
+        signature = self._signatures.get(model) or self._metadata(model, patience)
         try:
             request = self._request(signature, model, inputs, options, version)
             return decode_answer(self._have(request, patience))
@@ -134,7 +136,7 @@ class Client(_Settings):
 
     def metadata(self, model: str) -> ModelMetadata:
         """What the model takes and gives, and its versions, asked anew."""
-        return self._remember(model, self._have(calls.metadata(model)))
+        return self._metadata(model, self._patience())
 
     def models(self) -> list[IndexedModel]:
         """Every version of every model that the endpoint knows, with its state."""
@@ -185,6 +187,9 @@ class Client(_Settings):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    def _metadata(self, model: str, patience: Patience) -> ModelMetadata:
+        return self._remember(model, self._have(calls.metadata(model), patience))
+
     def _have(self, request: Request, patience: Patience | None = None) -> Reply:
         return self._transport.have(converse(request, patience or self._patience()))
 
@@ -228,7 +233,7 @@ class AsyncClient(_Settings):
         """See `Client.infer`."""
         options = {"outputs": outputs, "request_id": request_id, "sticky": sticky, "track": track}
         patience = self._infer_patience(deadline_s)
-        signature = self._signatures.get(model) or await self.metadata(model)
+        signature = self._signatures.get(model) or await self._metadata(model, patience)
         try:
             request = self._request(signature, model, inputs, options, version)
             return decode_answer(await self._have(request, patience))
@@ -238,7 +243,7 @@ class AsyncClient(_Settings):
 
     async def metadata(self, model: str) -> ModelMetadata:
         """See `Client.metadata`."""
-        return self._remember(model, await self._have(calls.metadata(model)))
+        return await self._metadata(model, self._patience())
 
     async def models(self) -> list[IndexedModel]:
         """See `Client.models`."""
@@ -285,6 +290,9 @@ class AsyncClient(_Settings):
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def _metadata(self, model: str, patience: Patience) -> ModelMetadata:
+        return self._remember(model, await self._have(calls.metadata(model), patience))
 
     async def _have(self, request: Request, patience: Patience | None = None) -> Reply:
         return await self._transport.have(converse(request, patience or self._patience()))

@@ -60,6 +60,7 @@ class Patience:
                  again costs no more than the time; but the model then computes the same twice
     is_change:   what was sent is never tried again, whatever came back
     tells:       whether the endpoint is told how long the answer is of use, and refuses what cannot be in time
+    end_s:       when that time is over, by the clock of the conversation; None when it begins with this call
     """
 
     timeout_s: float
@@ -67,6 +68,7 @@ class Patience:
     retry_lost: bool = False
     is_change: bool = False
     tells: bool = False
+    end_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ def converse(
     jitter: Callable[[], float] = random.random,
 ) -> Conversation:
     """The conversation about one request; returns a reply of status 2xx. Raises InferenceError, ConnectionLost."""
-    end_s = clock() + patience.timeout_s
+    end_s = clock() + patience.timeout_s if patience.end_s is None else patience.end_s
     for attempt in range(patience.num_retries + 1):
         is_last = attempt == patience.num_retries
         remaining_s = end_s - clock()
