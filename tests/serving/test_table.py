@@ -94,6 +94,7 @@ def test_what_does_not_fit_is_named(table: pa.Table, words: list[str], message: 
         *[("UINT8", [0, 300]), ("UINT8", [-1]), ("UINT8", ["256"]), ("INT8", [[1, 2], [3, 128]]), ("INT32", [2**40])],
         *[("INT64", [0.5]), ("INT64", [float("nan")]), ("INT64", [2.0**63]), ("UINT64", [-1]), ("INT16", ["1.5"])],
         *[("INT64", [[1, 2], [3, None]]), ("BOOL", ["perhaps"])],
+        *[("FP16", [70000]), ("FP16", ["70000"]), ("FP32", [1e300]), ("BF16", [-1e300]), ("BF16", [3.4e38])],
     ],
 )
 def test_a_value_that_the_input_cannot_hold_is_refused(datatype: str, values: list[Any]) -> None:
@@ -114,6 +115,7 @@ def test_a_value_that_the_input_cannot_hold_is_refused(datatype: str, values: li
         ("FP32", [2**24 + 1, 0], [2.0**24, 0]),
         ("FP32", ["1.5", "2"], [1.5, 2]),
         ("FP16", [True, False], [1, 0]),
+        ("FP32", [float("inf"), 1e38], [float("inf"), float(np.float32(1e38))]),
     ],
 )
 def test_a_value_becomes_what_the_input_holds(datatype: str, values: Any, expected: list[float]) -> None:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from shoal.errors import DataError
-from shoal.open_inference.datatypes import NUMPY, bf16_bits, bf16_values
+from shoal.open_inference.datatypes import NUMPY, bf16_values, floats_of
 
 
 class TensorSpec(Protocol):
@@ -135,7 +135,7 @@ def _values(table: pa.Table, column: str, spec: TensorSpec) -> np.ndarray:
             values = values.flatten()
             _require_all(values, column, len(table))
         return _numbers(values, spec.datatype)
-    except (pa.ArrowException, ValueError, TypeError) as error:
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise DataError("column", column, f"cannot be {spec.datatype}: {error}", "choose another column") from None
 
 
@@ -149,11 +149,12 @@ def _require_all(values: pa.Array, column: str, num_rows: int) -> None:
 def _numbers(values: pa.Array, datatype: str) -> np.ndarray:
     """Whole numbers and truths exactly, floats to the nearest that there is. Raises what Arrow and NumPy raise."""
     if datatype != "BF16" and NUMPY[datatype].kind in "iub":
-        values = values.cast(pa.from_numpy_dtype(NUMPY[datatype]), safe=True)
+        whole: np.ndarray = values.cast(pa.from_numpy_dtype(NUMPY[datatype]), safe=True).to_numpy(zero_copy_only=False)
+        return whole
     numbers: np.ndarray = values.to_numpy(zero_copy_only=False)
-    if datatype == "BF16":
-        return bf16_bits(numbers.astype(np.float32))
-    return numbers.astype(NUMPY[datatype], copy=False)
+    if numbers.dtype == object:  # of words, or decimals
+        numbers = numbers.astype(np.float64)
+    return floats_of(numbers, datatype)
 
 
 def _as_bytes(value: Any) -> bytes:
