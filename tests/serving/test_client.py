@@ -136,7 +136,7 @@ def test_what_a_call_says_of_itself_arrives(client: Client, host: FakeHost) -> N
     answer = client.infer("m", ROWS, version=6, outputs=["x"], sticky="ü:1", track="stable", deadline_s=5.0)
     call = model.calls[-1]
     assert answer.version == 6
-    assert (call.version, call.sticky, call.track, call.outputs) == (6, "%C3%BC:1", "stable", frozenset({"x"}))
+    assert (call.version, call.sticky, call.track, call.outputs) == (6, "ü:1", "stable", frozenset({"x"}))
     assert call.deadline_s is not None
     client.infer("m", ROWS)
     assert (model.calls[-1].version, model.calls[-1].deadline_s, model.calls[-1].track) == (None, None, "")
