@@ -6,6 +6,7 @@
 /slow/1.5                 200, after so many seconds
 /hang-up                  closes the connection without a word
 /nonsense                 what is not HTTP
+/any/path?/silent         as if the path were what follows the question mark
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, "text/plain", b"success")
             return
         self.server.paths.append(self.path)  # type: ignore[attr-defined]
-        match unquote(self.path).split("/", 2)[1:]:
+        match unquote(self.path.rpartition("?/")[2]).lstrip("/").split("/", 1):
             case ["status", rest]:
                 status, _, content_type = rest.partition("?")
                 self._answer(int(status), content_type, b'{"error": "the replica says"}')

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,11 @@ import pytest
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, Counting, served
 from shoal.client import AsyncClient, Client
+from shoal.client.exchange import Conversation, Patience, Reply, Request
 from shoal.errors import Closed, ConfigError, ConnectionLost, InferenceError
 from shoal.open_inference.datatypes import NUMPY, bf16_bits
+from shoal.serve.administration import LOAD_TIMEOUT_S
+from shoal.serve.changes import Change
 
 ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -132,7 +136,7 @@ def test_what_a_call_says_of_itself_arrives(client: Client, host: FakeHost) -> N
     answer = client.infer("m", ROWS, version=6, outputs=["x"], sticky="ü:1", track="stable", deadline_s=5.0)
     call = model.calls[-1]
     assert answer.version == 6
-    assert (call.version, call.sticky, call.track, call.outputs) == (6, "%C3%BC:1", "stable", frozenset({"x"}))
+    assert (call.version, call.sticky, call.track, call.outputs) == (6, "ü:1", "stable", frozenset({"x"}))
     assert call.deadline_s is not None
     client.infer("m", ROWS)
     assert (model.calls[-1].version, model.calls[-1].deadline_s, model.calls[-1].track) == (None, None, "")
@@ -256,6 +260,59 @@ def test_a_broken_answer_is_asked_for_again_only_when_told(payload: bytes) -> No
         assert len(heard) == 4
 
 
+@pytest.mark.parametrize("payload", [b"", b"HTTP/1.1 503 x\r\nretry-after: 0\r\ncontent-length: 0\r\n\r\n"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda client: client.rollout("rollback", "m"),
+        lambda client: client.load("m"),
+        lambda client: client.unload("m"),
+    ],
+)
+def test_a_change_is_sent_once(payload: bytes, change: Callable[[Client | AsyncClient], Any]) -> None:
+    listener, heard = _answering(payload)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    async def ask() -> None:
+        async with AsyncClient(url, retry_lost=True) as client:
+            await change(client)
+
+    with listener:
+        with Client(url, retry_lost=True) as client, pytest.raises((InferenceError, ConnectionLost)):
+            change(client)
+        with pytest.raises((InferenceError, ConnectionLost)):
+            asyncio.run(ask())
+    assert len(heard) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "endpoint_s"),
+    [
+        (lambda client: client.rollout("promote", "m"), Change("promote", "m").timeout_s),
+        (lambda client: client.rollout("promote", "m", timeout_s=600), 600.0),
+        (lambda client: client.unload("m"), Change("delete", "m").timeout_s),
+        (lambda client: client.load("m"), LOAD_TIMEOUT_S),
+    ],
+)
+@pytest.mark.parametrize("client_type", [Client, AsyncClient])
+def test_a_change_is_waited_for_until_the_endpoint_has_given_it_up(
+    monkeypatch: pytest.MonkeyPatch, client_type: type, change: Callable[[Any], Any], endpoint_s: float
+) -> None:
+    """Whose words say what has not come to be, and that it goes on."""
+    waited_s = []
+
+    def converse(request: Request, patience: Patience) -> Conversation:
+        waited_s.append(patience.timeout_s)
+        return Reply(200, {}, b'{"name": "m"}')
+        yield
+
+    monkeypatch.setattr("shoal.client.client.converse", converse)
+    asked = change(client_type("http://127.0.0.1:1"))
+    if asyncio.iscoroutine(asked):
+        asyncio.run(asked)
+    assert endpoint_s + 10.0 <= waited_s[0] <= endpoint_s + 60.0
+
+
 def test_what_is_no_endpoint_is_said_to_be_none() -> None:
     listener, _ = _answering(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello")
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -274,6 +331,21 @@ def test_an_endpoint_that_does_not_answer_is_left_in_time() -> None:
         client = Client(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
         with client, pytest.raises(InferenceError, match=r"no answer within 0.2 s") as late:
             client.metadata("m")
+    assert late.value.status == 504
+
+
+def test_a_deadline_is_also_for_the_first_call_which_asks_for_the_signature() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+
+        async def ask() -> None:
+            async with AsyncClient(url, timeout_s=1.0) as client:
+                await client.infer("m", ROWS, deadline_s=0.2)
+
+        with pytest.raises(InferenceError, match=r"no answer within 0.2 s") as late:
+            asyncio.run(ask())
+        with Client(url, timeout_s=1.0) as client, pytest.raises(InferenceError, match=r"no answer within 0.2 s"):
+            client.infer("m", ROWS, deadline_s=0.2)
     assert late.value.status == 504
 
 

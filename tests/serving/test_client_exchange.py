@@ -104,11 +104,30 @@ def test_a_lost_answer_is_not_asked_for_again_unless_told() -> None:
     assert Talk(Patience(5.0, retry_lost=True)).answer(Broken("reset"), DONE) is DONE
 
 
+@pytest.mark.parametrize("outcome", [FULL, Reply(503, {"retry-after": "1"}, b"{}"), Broken("reset")])
+def test_a_change_that_was_sent_is_not_asked_for_again(outcome: Outcome) -> None:
+    """Whatever the answer says: who gave it need not know what became of the change."""
+    patience = Patience(5.0, retry_lost=True, is_change=True)
+    with pytest.raises((InferenceError, ConnectionLost)):
+        Talk(patience).answer(outcome)
+    assert Talk(patience).answer(NotSent("refused"), DONE) is DONE
+
+
 def test_the_time_of_the_caller_is_for_all_attempts_together() -> None:
     talk = Talk(Patience(1.0), send_s=0.4)
     with pytest.raises(ConnectionLost):
         talk.answer(NotSent("refused"), NotSent("refused"), NotSent("refused"))
     assert [round(send.timeout_s, 2) for send in talk.sent] == [1.0, 0.55, 0.05]
+
+
+def test_the_time_of_the_caller_may_have_begun_before() -> None:
+    talk = Talk(Patience(1.0, tells=True, end_s=100.6))
+    assert talk.answer(NotSent("refused"), DONE) is DONE
+    assert [send.request.headers["shoal-deadline-ms"] for send in talk.sent] == ["600.000", "540.000"]
+    late = Talk(Patience(1.0, end_s=99.9))
+    with pytest.raises(InferenceError, match=r"no answer within 1 s"):
+        late.answer(DONE)
+    assert late.sent == []
 
 
 def test_no_answer_in_time_is_what_the_endpoint_would_say_too() -> None:

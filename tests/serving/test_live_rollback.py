@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -372,8 +373,6 @@ async def test_a_model_that_is_deleted_follows_no_more(endpoint: LiveSet) -> Non
 
 
 def json_of(document: dict[str, Any]) -> bytes:
-    import msgspec
-
     return msgspec.json.encode(document)
 
 
@@ -382,6 +381,7 @@ def json_of(document: dict[str, Any]) -> bytes:
     [
         ("holds no version before 1; these are held: 1. To stay", {"action": "rollback"}),
         ("version 9 of 'moody' is not held; these are: 1", {"action": "rollback", "version": 9}),
+        ("would leave version 1, not 2", {"action": "rollback", "from_version": 2}),
         ("version champion of 'moody' is not held", {"action": "rollback", "version": "champion"}),
         ("follows the weights of its run already", {"action": "promote"}),
         ("no version by its number: promote moody", {"action": "promote", "version": 1}),

@@ -30,6 +30,9 @@ def host() -> FakeHost:
         FakeModel("picture", tensors(image=("FP32", [-1, 1, 4, 4]))),
         FakeModel("colours", tensors(image=("UINT8", [-1, 4, 4, 3]))),
         FakeModel("planes", tensors(image=("UINT8", [-1, 3, 4, 4]))),
+        FakeModel("halves", tensors(image=("BF16", [-1, 4, 4]))),
+        FakeModel("wholes", tensors(image=("INT32", [-1, 4, 4]))),
+        FakeModel("signed", tensors(image=("INT8", [-1, 4, 4]))),
         FakeModel("words", tensors(text=("BYTES", [-1]))),
         FakeModel("flags", tensors(on=("BOOL", [-1, 2]))),
         FakeModel("long", tensors(x=("FP32", [-1, 20]))),
@@ -117,6 +120,21 @@ def test_pictures_in_the_models_size_and_channels(tmp_path: Path) -> None:
     assert np.shape(both[1]["image"]) == (4, 4, 3)
     (found,) = rows("planes", "--image", "grey.png")
     np.testing.assert_array_equal(found["image"], np.stack([GREY] * 3))
+
+
+def test_pictures_in_the_models_numbers(tmp_path: Path) -> None:
+    Image.fromarray(GREY).save(tmp_path / "grey.png")
+    (found,) = rows("halves", "--image", "grey.png")
+    np.testing.assert_allclose(found["image"], GREY / 255, rtol=2**-8)
+    (found,) = rows("halves", "--image", "grey.png", "--white", "255")
+    np.testing.assert_allclose(found["image"], GREY, rtol=2**-8)
+    (found,) = rows("wholes", "--image", "grey.png")
+    np.testing.assert_array_equal(found["image"], GREY)
+    (found,) = rows("wholes", "--image", "grey.png", "--white", "1000")
+    np.testing.assert_array_equal(found["image"], np.rint(GREY * (1000 / 255)))
+    (found,) = rows("signed", "--image", "grey.png", "--white", "127")
+    np.testing.assert_array_equal(found["image"], np.rint(GREY * (127 / 255)))
+    assert "'image': has values that INT8 cannot hold" in complaint("signed", "--image", "grey.png")
 
 
 def test_arrays_alone_by_name_and_together(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
 from shoal.cli import cli, serve_display
 from shoal.cli.serve import serve
+from shoal.client import Client
 from shoal.client.status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
 from shoal.errors import ShoalError
 
@@ -24,6 +25,8 @@ NOW_S = 1_700_000_000.0
 FASHION = ModelStatus(
     "fashion",
     source="fashion@champion",
+    stable=3,
+    candidate=4,
     versions=[
         VersionStatus(4, "candidate", 0.1, 1340, 2, 134.2, 0.0013, 0.0051, 900, 4),
         VersionStatus(3, "stable", 0.9, 123_456, 0, 1204.3, 0.0012, 0.0048),
@@ -166,8 +169,11 @@ def test_an_endpoint_that_says_little_is_shown_too() -> None:
         ),
         (["promote", "fashion"], {"action": "promote"}),
         (["promote", "fashion@4"], {"action": "promote", "version": "4"}),
-        (["rollback", "fashion"], {"action": "rollback"}),
-        (["rollback", "fashion", "--reason", "shoes"], {"action": "rollback", "reason": "shoes"}),
+        (["rollback", "fashion"], {"action": "rollback", "from_version": 4}),
+        (
+            ["rollback", "fashion", "--from", "3", "--reason", "shoes"],
+            {"action": "rollback", "from_version": 3, "reason": "shoes"},
+        ),
         (["rollback", "fashion", "--to", "412"], {"action": "rollback", "version": 412}),
         (["shadow", "fashion@4", "--percent", "20"], {"action": "shadow", "version": "4", "percent": 20.0}),
         (["delete", "--model", "fashion"], {"action": "delete"}),
@@ -180,6 +186,23 @@ def test_changes_are_sent_as_they_were_asked_for(
     assert host.changes[-1] == {"model": "fashion", **change}
     if words[0] != "delete":
         assert said == ["fashion: 90% by 3 (stable), 10% by 4 (candidate)"]
+
+
+@pytest.mark.parametrize(
+    ("model", "left"),
+    [
+        (ModelStatus("fashion", stable=3), {"from_version": 3}),
+        (ModelStatus("fashion", pinned=41), {"from_version": 41}),
+        (ModelStatus("fashion", versions=[VersionStatus(41, "stable", 1.0)]), {}),  # it follows a run
+        (ModelStatus("another", stable=3), {}),
+    ],
+)
+def test_a_rollback_says_what_it_leaves_where_that_does_not_change_by_itself(
+    recorded: str, host: Host, monkeypatch: pytest.MonkeyPatch, model: ModelStatus, left: dict[str, int]
+) -> None:
+    monkeypatch.setattr(Client, "status", lambda client: EndpointStatus("shop", models=[model]))
+    lines("serve", "rollback", "fashion")
+    assert host.changes[-1] == {"action": "rollback", "model": "fashion", **left}
 
 
 def test_a_model_is_added_to_an_endpoint_that_is_up(recorded: str, host: Host) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError, DataError, InferenceError
+from shoal.open_inference.datatypes import NUMPY
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
 from shoal.serve.options import ModelOptions
@@ -72,12 +73,54 @@ def test_words_become_bytes() -> None:
         (TABLE, ["a,z"], "columns = 'z': is not in the table. it has a, b, x, id"),
         (TABLE.select(["a", "b", "id"]), [], "no column makes this input"),
         (pa.table({"a": [1, None], "b": [1, 2]}), [], "column = 'a': row 1 has no value"),
+        (pa.table({"x": [[1, 2], [3, None]]}), [], "column = 'x': row 1 has no value"),
+        (
+            pa.table({"x": pa.array([[1, 2], [None, 3]], pa.list_(pa.int8(), 2))}),
+            [],
+            "column = 'x': row 1 has no value",
+        ),
+        (pa.table({"x": [[[1], [2]], [[3], None]]}), [], "column = 'x': row 1 has no value"),
         (pa.table({"x": [[1, 2], [3]]}), [], "its rows have from 1 to 2 values"),
     ],
 )
 def test_what_does_not_fit_is_named(table: pa.Table, words: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         inputs(table, X, *words)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "values"),
+    [
+        *[("UINT8", [0, 300]), ("UINT8", [-1]), ("UINT8", ["256"]), ("INT8", [[1, 2], [3, 128]]), ("INT32", [2**40])],
+        *[("INT64", [0.5]), ("INT64", [float("nan")]), ("INT64", [2.0**63]), ("UINT64", [-1]), ("INT16", ["1.5"])],
+        *[("INT64", [[1, 2], [3, None]]), ("BOOL", ["perhaps"])],
+        *[("FP16", [70000]), ("FP16", ["70000"]), ("FP32", [1e300]), ("BF16", [-1e300]), ("BF16", [3.4e38])],
+    ],
+)
+def test_a_value_that_the_input_cannot_hold_is_refused(datatype: str, values: list[Any]) -> None:
+    size = 2 if isinstance(values[0], list) else 1
+    with pytest.raises(DataError, match="column = 'x': "):
+        inputs(pa.table({"x": values}), TensorMetadata("x", datatype, [-1, size]))
+
+
+@pytest.mark.parametrize(
+    ("datatype", "values", "expected"),
+    [
+        ("UINT8", [0.0, 255.0], [0, 255]),
+        ("INT64", pa.array([1, 2], pa.uint8()), [1, 2]),
+        ("INT64", ["7", "-8"], [7, -8]),
+        ("INT8", pa.array([1, 1]).dictionary_encode(), [1, 1]),
+        ("BOOL", [0, 1], [False, True]),
+        ("BOOL", ["false", "true"], [False, True]),
+        ("FP32", [2**24 + 1, 0], [2.0**24, 0]),
+        ("FP32", ["1.5", "2"], [1.5, 2]),
+        ("FP16", [True, False], [1, 0]),
+        ("FP32", [float("inf"), 1e38], [float("inf"), float(np.float32(1e38))]),
+    ],
+)
+def test_a_value_becomes_what_the_input_holds(datatype: str, values: Any, expected: list[float]) -> None:
+    found = inputs(pa.table({"x": values}), TensorMetadata("x", datatype, [-1]))
+    assert (found.tolist(), found.dtype) == (expected, NUMPY[datatype])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from shoal.errors import InferenceError, RegistryError
 from shoal.serve.administration import Administration
 from shoal.serve.controller import EndpointController
@@ -161,6 +163,12 @@ class Cluster:
         """What an administrator asks; the answer may come many steps later, or never."""
         self.asked.append(self.loop.create_task(self.administration.administer({"model": "m", **change}, "me")))
         self.spin()
+
+    def refusal(self, **change: Any) -> InferenceError:
+        """What an administrator is told who asks for what is refused at once."""
+        with pytest.raises(InferenceError) as caught:
+            self.loop.run_until_complete(self.administration.administer({"model": "m", **change}, "me"))
+        return caught.value
 
     def spin(self) -> None:
         for _ in range(3):

@@ -41,7 +41,7 @@ FEW_VALUES = 12
 )
 @click.option("--columns", multiple=True, metavar="[X=]A,B,C", help="The columns that make an input.")
 @click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="A picture; may be repeated.")
-@click.option("--white", type=float, help="The number of a white pixel.  [default: 255 for bytes, 1 for floats]")
+@click.option("--white", type=float, help="The number of a white pixel.  [default: 1; 255 for integers]")
 @click.option(
     "--npy", "arrays", multiple=True, metavar="[X=]FILE", help="A NumPy array [rows, ...], or .npz of inputs."
 )

@@ -94,13 +94,18 @@ def _loaded(file: str) -> dict[str, ArrayLike]:
 def from_images(paths: Sequence[Path], white: float | None, inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
     """Pictures as rows of the only input, in its size, with its channels (1 or 3, before or after height and width).
 
-    white: the number of a white pixel; None for 255 in UINT8 and 1.0 in floats
+    white: the number of a white pixel; None for 255 in whole numbers and 1.0 in floats
     """
     spec = _only("image", str(paths[0]), inputs)
-    is_bytes = spec.datatype == "UINT8"
-    scale = (white if white is not None else 255.0 if is_bytes else 1.0) / 255.0
+    scale = (white if white is not None else 255.0 if _is_whole(spec) else 1.0) / 255.0
     pictures = np.stack([_picture(path, spec) for path in paths])
-    return {spec.name: pictures if is_bytes and scale == 1.0 else (pictures * scale).astype(NUMPY[spec.datatype])}
+    if _is_whole(spec):  # whether the input can hold them, the client says
+        return {spec.name: pictures if scale == 1.0 else np.rint(pictures * scale).astype(np.int64)}
+    return {spec.name: (pictures * scale).astype(np.float32 if spec.datatype == "BF16" else NUMPY[spec.datatype])}
+
+
+def _is_whole(spec: TensorSpec) -> bool:
+    return spec.datatype != "BF16" and NUMPY[spec.datatype].kind in "iu"
 
 
 def _picture(path: Path, spec: TensorSpec) -> np.ndarray:
@@ -157,11 +162,10 @@ def _numbers(word: str, text: str, spec: TensorSpec) -> list[Any]:
     parts = [part.strip() for part in text.split(",")]
     if spec.datatype == "BYTES":
         return parts
-    is_whole = NUMPY[spec.datatype].kind in "iu" and spec.datatype != "BF16"
     try:
         if spec.datatype == "BOOL":
             return [{"true": True, "1": True, "false": False, "0": False}[part.lower()] for part in parts]
-        return [int(part) if is_whole else float(part) for part in parts]
+        return [int(part) if _is_whole(spec) else float(part) for part in parts]
     except (ValueError, KeyError):
         raise DataError("input", word, f"is not a list of {spec.datatype}", f"for example {spec.name}=1,0,1") from None
 

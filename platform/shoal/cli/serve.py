@@ -171,22 +171,34 @@ def promote(model: str, endpoint: str | None) -> None:
 @serve.command()
 @click.argument("model", metavar="NAME")
 @click.option("--to", type=click.IntRange(min=1), metavar="VERSION", help="A version of a live model that is held.")
+@click.option(
+    "--from",
+    "left",
+    type=click.IntRange(min=1),
+    metavar="VERSION",
+    help="The version to leave.  [default: as it is now]",
+)
 @click.option("--reason", default="", help="For the record.")
 @_endpoint_option
-def rollback(model: str, to: int | None, reason: str, endpoint: str | None) -> None:
+def rollback(model: str, to: int | None, left: int | None, reason: str, endpoint: str | None) -> None:
     """End a canary or a shadow; without one, go back to the version before the last promotion.
 
     A model that follows the weights of a run goes back to the version before the one that answers, or to the one that
     --to names (`status` shows which are held), and stays with it until it is promoted.
 
+    Nothing is done when the version that it would leave is another than the one that was meant.
+
     \b
     Examples:
       shoal serve rollback fashion
+      shoal serve rollback fashion --from 4
       shoal serve rollback fashion --reason "complaints about shoes"
       shoal serve rollback cartpole --to 412
     """
     with asking(endpoint) as (_, client):
-        _say(client.rollout("rollback", _name(model), version=to, reason=reason or None))
+        name = _name(model)
+        left = left or (None if to else _answering(client.status(), name))
+        _say(client.rollout("rollback", name, version=to, from_version=left, reason=reason or None))
 
 
 @serve.command()
@@ -205,6 +217,12 @@ def shadow(model: str, percent: float, endpoint: str | None) -> None:
     name, version = _split(model)
     with asking(endpoint) as (_, client):
         _say(client.rollout("shadow", name, version=version, percent=percent))
+
+
+def _answering(status: EndpointStatus, name: str) -> int | None:
+    """The version that a rollback would leave; None of a model that takes another by itself, or that is not there."""
+    found = {model.name: model for model in status.models}.get(name, ModelStatus(name))
+    return found.candidate or found.stable or found.pinned or None
 
 
 def _split(ref: str) -> tuple[str, str]:

@@ -11,6 +11,7 @@ become what the model takes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -25,7 +26,9 @@ from shoal.open_inference.messages import IndexedModel, ModelMetadata, VersionSt
 
 TIMEOUT_S = 30.0
 NUM_CONNECTIONS = 100
-ADMIN_TIMEOUT_S = 120.0  # a change returns when every replica has it, and a model may take a while to load
+# A change returns when every replica has it, or with the endpoint's words when that takes longer than this.
+CHANGE_TIMEOUT_S, LOAD_TIMEOUT_S = 120.0, 300.0
+WORDS_S = 30.0  # for the words
 
 
 class _Settings:
@@ -39,15 +42,20 @@ class _Settings:
         self._retry_lost, self._binary = retry_lost, binary
         self._signatures: dict[str, ModelMetadata] = {}
 
-    def _patience(self, timeout_s: float | None = None) -> Patience:
-        return Patience(timeout_s or self._timeout_s, self._num_retries, self._retry_lost)
+    def _patience(self) -> Patience:
+        return Patience(self._timeout_s, self._num_retries, self._retry_lost)
+
+    def _change_patience(self, timeout_s: object = None) -> Patience:
+        endpoint_s = timeout_s if isinstance(timeout_s, int | float) else CHANGE_TIMEOUT_S
+        return Patience(endpoint_s + WORDS_S, self._num_retries, is_change=True)
 
     def _infer_patience(self, deadline_s: float | None) -> Patience:
-        if deadline_s is None:
-            return self._patience()
-        if deadline_s <= 0:
+        """Of a call that begins now, with the signature that it may have to ask for."""
+        if deadline_s is not None and deadline_s <= 0:
             raise ConfigError("deadline_s", deadline_s, "is over", "give seconds from now, above 0")
-        return Patience(deadline_s, self._num_retries, self._retry_lost, tells=True)
+        timeout_s, tells = (self._timeout_s, False) if deadline_s is None else (deadline_s, True)
+        end_s = time.monotonic() + timeout_s
+        return Patience(timeout_s, self._num_retries, self._retry_lost, tells=tells, end_s=end_s)
 
     def _remember(self, model: str, reply: Reply) -> ModelMetadata:
         signature = self._signatures[model] = calls.decode(reply, ModelMetadata)
@@ -70,7 +78,8 @@ class Client(_Settings):
 
     token:       what the endpoint asks for: the access token, or an API key; "" for none
     timeout_s:   for each call, with all that is tried again, when the call gives no deadline
-    num_retries: how often at most a call is tried again: when there was no connection, and when the endpoint said so
+    num_retries: how often at most a call is tried again: when there was no connection, and when the endpoint said so.
+                 A change of the endpoint is sent once
     retry_lost:  also when the connection broke after the request was sent; inference changes nothing, so this is safe
                  but for the work that is done twice
     binary:      tensors as bytes behind a small header, several times as fast as JSON for large ones; off: plain JSON
@@ -117,7 +126,7 @@ class Client(_Settings):
         """
         options = {"outputs": outputs, "request_id": request_id, "sticky": sticky, "track": track}
         patience = self._infer_patience(deadline_s)
-        signature = self._signatures.get(model) or self.metadata(model)
+        signature = self._signatures.get(model) or self._metadata(model, patience)
         try:
             request = self._request(signature, model, inputs, options, version)
             return decode_answer(self._have(request, patience))
@@ -127,7 +136,7 @@ class Client(_Settings):
 
     def metadata(self, model: str) -> ModelMetadata:
         """What the model takes and gives, and its versions, asked anew."""
-        return self._remember(model, self._have(calls.metadata(model)))
+        return self._metadata(model, self._patience())
 
     def models(self) -> list[IndexedModel]:
         """Every version of every model that the endpoint knows, with its state."""
@@ -147,11 +156,11 @@ class Client(_Settings):
 
     def load(self, model: str, **parameters: bool | int | float | str) -> None:
         """Load a registered model in every replica; returns when all have it."""
-        self._have(calls.load(model, parameters), self._patience(ADMIN_TIMEOUT_S))
+        self._have(calls.load(model, parameters), self._change_patience(LOAD_TIMEOUT_S))
 
     def unload(self, model: str) -> None:
         """Unload a model in every replica, when what waits for it has been answered."""
-        self._have(calls.unload(model), self._patience(ADMIN_TIMEOUT_S))
+        self._have(calls.unload(model), self._change_patience())
 
     def status(self) -> EndpointStatus:
         """The whole endpoint, as its controller sees it."""
@@ -161,9 +170,12 @@ class Client(_Settings):
         """Change how versions of a model are rolled out (administrators only); the model's new status.
 
         action: canary, promote, rollback, shadow, deploy, delete, metric
+        details: its fields; `from_version` says what a rollback is to leave, so that it cannot go back twice, and
+                 `timeout_s` how long it is waited for
         """
         request = calls.rollout({"action": action, "model": model, **details})
-        return calls.decode(self._have(request, self._patience(ADMIN_TIMEOUT_S)), ModelStatus)
+        patience = self._change_patience(details.get("timeout_s"))
+        return calls.decode(self._have(request, patience), ModelStatus)
 
     def close(self) -> None:
         """Close every connection. Idempotent; later calls raise Closed."""
@@ -174,6 +186,9 @@ class Client(_Settings):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _metadata(self, model: str, patience: Patience) -> ModelMetadata:
+        return self._remember(model, self._have(calls.metadata(model), patience))
 
     def _have(self, request: Request, patience: Patience | None = None) -> Reply:
         return self._transport.have(converse(request, patience or self._patience()))
@@ -218,7 +233,7 @@ class AsyncClient(_Settings):
         """See `Client.infer`."""
         options = {"outputs": outputs, "request_id": request_id, "sticky": sticky, "track": track}
         patience = self._infer_patience(deadline_s)
-        signature = self._signatures.get(model) or await self.metadata(model)
+        signature = self._signatures.get(model) or await self._metadata(model, patience)
         try:
             request = self._request(signature, model, inputs, options, version)
             return decode_answer(await self._have(request, patience))
@@ -228,7 +243,7 @@ class AsyncClient(_Settings):
 
     async def metadata(self, model: str) -> ModelMetadata:
         """See `Client.metadata`."""
-        return self._remember(model, await self._have(calls.metadata(model)))
+        return await self._metadata(model, self._patience())
 
     async def models(self) -> list[IndexedModel]:
         """See `Client.models`."""
@@ -248,11 +263,11 @@ class AsyncClient(_Settings):
 
     async def load(self, model: str, **parameters: bool | int | float | str) -> None:
         """See `Client.load`."""
-        await self._have(calls.load(model, parameters), self._patience(ADMIN_TIMEOUT_S))
+        await self._have(calls.load(model, parameters), self._change_patience(LOAD_TIMEOUT_S))
 
     async def unload(self, model: str) -> None:
         """See `Client.unload`."""
-        await self._have(calls.unload(model), self._patience(ADMIN_TIMEOUT_S))
+        await self._have(calls.unload(model), self._change_patience())
 
     async def status(self) -> EndpointStatus:
         """See `Client.status`."""
@@ -261,7 +276,8 @@ class AsyncClient(_Settings):
     async def rollout(self, action: str, model: str, **details: bool | int | float | str | None) -> ModelStatus:
         """See `Client.rollout`."""
         request = calls.rollout({"action": action, "model": model, **details})
-        return calls.decode(await self._have(request, self._patience(ADMIN_TIMEOUT_S)), ModelStatus)
+        patience = self._change_patience(details.get("timeout_s"))
+        return calls.decode(await self._have(request, patience), ModelStatus)
 
     async def close(self) -> None:
         """See `Client.close`."""
@@ -274,6 +290,9 @@ class AsyncClient(_Settings):
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def _metadata(self, model: str, patience: Patience) -> ModelMetadata:
+        return self._remember(model, await self._have(calls.metadata(model), patience))
 
     async def _have(self, request: Request, patience: Patience | None = None) -> Reply:
         return await self._transport.have(converse(request, patience or self._patience()))

@@ -9,6 +9,8 @@ answer. `Client` and `AsyncClient` do what it says, each in its own way, so that
     the connection broke after the request was sent           ConnectionLost; again if `retry_lost`
     the caller's time is over                                 InferenceError (504)
     any other status but 2xx                                  InferenceError with the endpoint's words
+
+What changes an endpoint is tried again only in the first case: who answers 503, or nothing, may have made the change.
 """
 
 from __future__ import annotations
@@ -56,13 +58,17 @@ class Patience:
     num_retries: how often at most
     retry_lost:  also when the connection broke after the request was sent. Inference changes nothing, so that asking
                  again costs no more than the time; but the model then computes the same twice
+    is_change:   what was sent is never tried again, whatever came back
     tells:       whether the endpoint is told how long the answer is of use, and refuses what cannot be in time
+    end_s:       when that time is over, by the clock of the conversation; None when it begins with this call
     """
 
     timeout_s: float
     num_retries: int = 3
     retry_lost: bool = False
+    is_change: bool = False
     tells: bool = False
+    end_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,7 @@ def converse(
     jitter: Callable[[], float] = random.random,
 ) -> Conversation:
     """The conversation about one request; returns a reply of status 2xx. Raises InferenceError, ConnectionLost."""
-    end_s = clock() + patience.timeout_s
+    end_s = clock() + patience.timeout_s if patience.end_s is None else patience.end_s
     for attempt in range(patience.num_retries + 1):
         is_last = attempt == patience.num_retries
         remaining_s = end_s - clock()
@@ -123,7 +129,7 @@ def converse(
                 return outcome
             case Reply():
                 error = error_of(outcome)
-                if error.retry_after_s is None or is_last:
+                if error.retry_after_s is None or patience.is_change or is_last:
                     raise error
                 wait_s = error.retry_after_s
                 failure: Exception = error
@@ -131,7 +137,7 @@ def converse(
                 failure = ConnectionLost(f"the endpoint cannot be reached: {reason}")
             case Broken(reason):
                 failure = ConnectionLost(f"the connection broke before the answer was whole: {reason}")
-                if not patience.retry_lost:
+                if patience.is_change or not patience.retry_lost:
                     raise failure
             case _:
                 raise _late(patience)

@@ -42,6 +42,8 @@ class ModelStatus(msgspec.Struct, frozen=True):
     phase:      of its rollout: vacant, steady, staging, canary, flipping; "live" when it follows a run
     source:     what it follows: `name@champion` of the registry, or `a run` when live
     pinned:     the version that a live model stays with, until it is told to follow its run again; 0 while it follows
+    stable, candidate: the versions of its rollout, the candidate also while it is being loaded; 0 for none, and of a
+                model that follows a run
     queued_rows, max_queued_rows: over all replicas
     batch_rows: mean rows of a batch over the last `EndpointStatus.window_s`; None where there was none
     refused:    requests that were answered with 429 or 504 since the start, over all replicas
@@ -54,6 +56,8 @@ class ModelStatus(msgspec.Struct, frozen=True):
     phase: str = ""
     source: str = ""
     pinned: int = 0
+    stable: int = 0
+    candidate: int = 0
     versions: list[VersionStatus] = []
     queued_rows: int = 0
     max_queued_rows: int = 0

@@ -1,8 +1,8 @@
 """Inputs and outputs of a call: what a program has becomes what the model takes, and back. Pure functions.
 
 Arrays are sent as the datatype that the model's signature names: lists of numbers, and arrays of another float or
-integer type, are turned into it where nothing but digits is lost: never 0.5 into an integer, nor 300 into UINT8.
-Whether a shape fits, the endpoint says.
+integer type, are turned into it where nothing but digits is lost: never 0.5 into an integer, 300 into UINT8, nor 1e300
+into an FP32 that is infinite. Whether a shape fits, the endpoint says.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from shoal.client.exchange import Reply
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
 from shoal.open_inference.binary_tensors import from_binary, to_binary
-from shoal.open_inference.datatypes import NUMPY, bf16_bits, bf16_values
+from shoal.open_inference.datatypes import NUMPY, bf16_values, floats_of
 from shoal.open_inference.json_tensors import to_json
 from shoal.open_inference.messages import (
     NO_DATA,
@@ -119,16 +119,18 @@ def _converted(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
         raise ConfigError("inputs", name, f"is no array: {error}", "give rows of equal length") from None
     if datatype == "BF16" and array.dtype == np.uint16:
         return array
-    if array.dtype != wanted:
-        is_whole = wanted.kind in "iu" and array.dtype.kind in "iu"
-        if not is_whole and not np.can_cast(array.dtype, wanted, "same_kind"):
-            remedy = f"give an array of {wanted}"
-            raise ConfigError("inputs", name, f"is {array.dtype}, the model takes {datatype}", remedy)
-        converted = array.astype(wanted)
-        if is_whole and not np.array_equal(converted, array):
-            raise ConfigError("inputs", name, f"has values that {datatype} cannot hold", "look at its range")
-        array = converted
-    return bf16_bits(array) if datatype == "BF16" else array
+    is_whole = wanted.kind in "iu" and array.dtype.kind in "iu"
+    if not is_whole and not np.can_cast(array.dtype, wanted, "same_kind"):
+        remedy = f"give an array of {wanted}"
+        raise ConfigError("inputs", name, f"is {array.dtype}, the model takes {datatype}", remedy)
+    try:
+        converted = floats_of(array, datatype) if wanted.kind == "f" else array.astype(wanted, copy=False)
+        fits = not is_whole or array.dtype == wanted or np.array_equal(converted, array)
+    except OverflowError:
+        fits = False
+    if not fits:
+        raise ConfigError("inputs", name, f"has values that {datatype} cannot hold", "look at its range")
+    return converted
 
 
 def _json(name: str, array: np.ndarray, datatype: str) -> msgspec.Raw:

@@ -9,6 +9,7 @@ library only. What it changes, Serve has no setting for:
 - What HAProxy, or Serve, says by itself has the protocol's body: `{"error": ...}`, or a status in gRPC's trailers. That
   it has no application is 503: there will be one, or the endpoint is going.
 - Connections to replicas are kept however many clients there are.
+- A change of the endpoint is asked of one replica only, which may have made it before it died, and has its own time.
 - Heads with many headers are passed on, as far as they fit into a buffer: the endpoint says that they are too large
   (431). Of one that does not fit HAProxy 2.8 can only say 400, as of any that it cannot read (3.1 knows 414 and 431).
 - Serve's own paths (`/-/healthz`, `/-/routes`, `ray.serve.RayServeAPIService`) and the headers that steer Serve are
@@ -26,6 +27,7 @@ import sys
 from pathlib import Path
 
 REQUEST_TIMEOUT_S = 10
+CHANGE_TIMEOUT_S = 3800  # more than a change may ask for: the endpoint says that it takes too long
 STREAM_TIMEOUT_S = 600  # a stream of gRPC may be silent for so long; an answer has Serve's time all the same
 MAX_HEADERS = 4096  # no more fit into a buffer
 # Connections to replicas are kept as long as HAProxy has descriptors at all, which is room for as many as clients have.
@@ -76,6 +78,10 @@ FROM = """\
     http-request set-header shoal-from "%[src]"
     http-request set-header shoal-from "%[req.fhdr(x-forwarded-for)], %[src]" if { req.hdr(x-forwarded-for) -m found }
 """
+# A rollback that is made twice goes back by two versions; only where nothing was sent is another replica asked.
+CHANGES = "/shoal/v1/rollout /v2/repository/models/ /inference.GRPCInferenceService/RepositoryModel"
+ONCE = f"    http-request disable-l7-retry if {{ path -m beg {CHANGES} }}"
+PATIENT = f"    http-request set-timeout server {CHANGE_TIMEOUT_S}s if {{ path -m beg {CHANGES} }}"
 FRONTEND = """\
     option http-buffer-request
     http-request del-header x-request-timeout-seconds
@@ -196,15 +202,17 @@ def _section(head: str, lines: list[str]) -> list[str]:
     if head == "defaults":
         return _defaults(lines)
     if head == "frontend http_frontend":
-        return [*FROM.splitlines(), *FRONTEND.splitlines(), *_answers(), *lines]
+        return [*FROM.splitlines(), ONCE, *FRONTEND.splitlines(), *_answers(), *lines]
     if head == "frontend grpc_frontend":
-        return [*FROM.splitlines(), *GRPC_FRONTEND.splitlines(), *_unary_first(lines)]
+        return [*FROM.splitlines(), ONCE, *GRPC_FRONTEND.splitlines(), *_unary_first(lines)]
     if head == "backend default_backend":
         return ["    http-request deny deny_status 503"]
     if head == "backend default_grpc_backend":
         return ["    errorfiles shoal-grpc", "    http-request deny deny_status 503"]
+    if head.startswith("backend http-"):
+        return [PATIENT, *lines]
     if head.startswith("backend grpc"):
-        return [*GRPC_BACKEND.splitlines(), *lines]
+        return [PATIENT, *GRPC_BACKEND.splitlines(), *lines]
     return lines
 
 

@@ -107,13 +107,15 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         # Else HAProxy sends one log datagram per request, which Python parses; replicas then count by themselves.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
-        # Inference is a pure function of its request: what a dying replica did not answer is asked of another. When the
-        # last attempt fails on a kept connection, HAProxy closes the client's without a word: so there must be enough
-        # attempts, and one refused connection takes a replica out (it is checked again every 250 ms).
+        # Inference is a pure function of its request: what a dying replica did not answer is asked of another. (Changes
+        # are not: see `haproxy`.) When the last attempt fails on a kept connection, HAProxy closes the client's without
+        # a word: so there must be enough attempts, and one refused connection takes a replica out (it is checked again
+        # every 250 ms).
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         "RAY_SERVE_HAPROXY_RETRIES": "3",
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
-        # No answer for this long is an answer too (504): no request waits for ever for a replica to come to life.
+        # No answer for this long is an answer too (504): no request waits for ever for a replica to come to life. (A
+        # change has longer: see `haproxy`.)
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "60",
         # A client that neither sends what it owes nor takes what it asked for is cut off (`serve.in_progress` too).
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_TIMEOUT_S),

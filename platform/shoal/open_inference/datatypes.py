@@ -9,6 +9,8 @@ copy. Only JSON, and whoever wants to compute with it in NumPy, turns it into fl
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,6 +43,22 @@ def datatype_of(dtype: np.dtype[np.generic]) -> str | None:
     if dtype.kind in "SUO":
         return "BYTES"
     return _OF_NUMPY.get(dtype.newbyteorder("<") if dtype.byteorder == ">" else dtype)
+
+
+def floats_of(values: NDArray[Any], datatype: str) -> NDArray[Any]:
+    """Numbers as FP16, BF16 (its bits), FP32 or FP64: the nearest to each. What is infinite or NaN stays so.
+
+    Raises OverflowError for a number whose nearest is infinite.
+    """
+    wanted = np.dtype(np.float32) if datatype == "BF16" else NUMPY[datatype]
+    with np.errstate(over="ignore"):
+        floats = values.astype(wanted, copy=False)
+    bits = bf16_bits(floats) if datatype == "BF16" else None
+    if values.dtype != wanted or bits is not None:
+        infinite = np.isinf(floats if bits is None else bf16_values(bits))
+        if infinite.any() and np.isfinite(values[infinite]).any():
+            raise OverflowError(f"it has numbers that {datatype} cannot hold")
+    return floats if bits is None else bits
 
 
 def bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:

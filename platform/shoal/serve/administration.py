@@ -186,6 +186,7 @@ class Administration:
                 f"a registered model is rolled back to what was stable before: promote {name}@{change.word} instead"
             )
             raise InferenceError(409, problem)
+        _require_left(change, rollout.candidate or rollout.stable)
         if rollout.phase is Phase.CANARY:
             self._controller.drop(name, "rollback", by, reason)
             return
@@ -212,6 +213,7 @@ class Administration:
                 raise InferenceError(503, f"not every replica could say what it holds after {change.timeout_s:g} s")
             if name not in models:
                 raise InferenceError(409, f"model {name!r} was deleted meanwhile")
+            _require_left(change, max(live.answering(name), default=0))
             version = self._to_pin(name, change.word)
             live.pin(name, version, by, reason)
 
@@ -334,6 +336,14 @@ class Administration:
             return self._controller.catalogue(deployment.registry).meant(deployment.name, word)
         except RegistryError as error:
             raise InferenceError(404, str(error)) from None
+
+
+def _require_left(change: Change, version: int) -> None:
+    """Of a rollback that would leave `version`. Raises InferenceError (409)."""
+    if change.from_version not in (0, version):
+        what = f"version {version}" if version else "no version"
+        problem = f"a rollback of {change.model!r} would leave {what}, not {change.from_version}: see its status"
+        raise InferenceError(409, problem)
 
 
 def _shares(rollout: Rollout, reason: str) -> str:

@@ -5,6 +5,7 @@
     {"action": "shadow",   "model": "lenet", "version": 3, "percent": 20}   compute it beside the stable one, compare
     {"action": "promote",  "model": "lenet"}                                the candidate becomes stable
     {"action": "rollback", "model": "lenet", "reason": "..."}               the candidate goes; or the last one is back
+    {"action": "rollback", "model": "lenet", "from_version": 3}             409 when it would leave another than 3
     {"action": "rollback", "model": "policy", "version": 41}                a live model stays with 41, or with the last
     {"action": "promote",  "model": "policy"}                               a live model follows its run again
     {"action": "delete",   "model": "lenet"}
@@ -26,14 +27,19 @@ from shoal.registry import split_ref
 from shoal.serve.options import ModelOptions
 
 MAX_REASON_CHARS = 500
+MAX_TIMEOUT_S = 3600.0
 
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One change, as it was asked for. `version` "" leaves the choice to the action."""
+    """One change, as it was asked for. `version` "" leaves the choice to the action.
+
+    from_version: what a rollback is meant to leave, so that it does not go back twice; 0 for whatever is there
+    """
 
     action: Literal["deploy", "canary", "shadow", "promote", "rollback", "delete", "metric"]
     model: str
     version: str | int = ""
+    from_version: int = 0
     percent: float | None = None
     options: dict[str, Any] = {}
     metric: str = ""
@@ -63,12 +69,14 @@ def parse_change(values: Mapping[str, Any]) -> Change:
         change = msgspec.structs.replace(change, model=name, version=word)
     if change.percent is not None and not 0.0 <= change.percent <= 100.0:
         raise InferenceError(400, f"percent = {change.percent:g}: expected 0 to 100")
-    if not 0.0 < change.timeout_s <= 3600.0:
-        raise InferenceError(400, f"timeout_s = {change.timeout_s:g}: expected 0 to 3600")
+    if not 0.0 < change.timeout_s <= MAX_TIMEOUT_S:
+        raise InferenceError(400, f"timeout_s = {change.timeout_s:g}: expected 0 to {MAX_TIMEOUT_S:g}")
     if change.action == "metric" and (not change.metric or change.value is None or not math.isfinite(change.value)):
         raise InferenceError(400, "a metric needs a name (metric) and a finite number (value)")
     if change.action in ("canary", "shadow") and change.percent is None:
         raise InferenceError(400, f"{change.action} needs percent, from 0 to 100")
+    if change.from_version and change.action != "rollback":
+        raise InferenceError(400, f"from_version belongs to a rollback, not to {change.action}")
     if len(change.reason) > MAX_REASON_CHARS:
         raise InferenceError(400, f"reason has {len(change.reason)} characters, {MAX_REASON_CHARS} are allowed")
     return change

@@ -114,7 +114,6 @@ class EndpointController:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(timeout_s, MAX_POLL_S)):
                     await self._plan_changed.wait()
-        self._hear(replica)
         return self._plan if self._plan.generation != known_generation else None
 
     def report(self, report: ReplicaReport) -> list[ReplicaReport]:

@@ -74,7 +74,8 @@ class Hosted:
         )
         self._queue.expect(predictor.measured)  # of a live model there is nothing yet
         self.counts = ModelStatistics(name, live=is_live, pending=lambda: self._queue.queued_rows)
-        self.shadow = Shadow(name, batcher, self._forward, self.options, self.counts)
+        outputs = {spec.name: spec.datatype for spec in self.signature.outputs}
+        self.shadow = Shadow(name, batcher, self._forward, self.options, self.counts, outputs)
 
     @property
     def version(self) -> int:

@@ -139,7 +139,10 @@ _HEADERS: dict[str, tuple[str, Json]] = {
     "inference-header-content-length": (_LENGTH, {"type": "integer", "minimum": 0}),
     "shoal-deadline-ms": ("Nobody wants the answer later", {"type": "number", "exclusiveMinimum": 0}),
     "shoal-track": ("A side of a canary", {"enum": ["stable", "candidate"]}),
-    "shoal-sticky": ("Calls with one key get one side of a canary", {"type": "string", "maxLength": 256}),
+    "shoal-sticky": (
+        "Calls with one key get one side of a canary; percent-decoded",
+        {"type": "string", "maxLength": 256},
+    ),
 }
 
 
@@ -272,6 +275,7 @@ _CHANGE: Json = {
         "action": {"enum": ["deploy", "canary", "shadow", "promote", "rollback", "delete", "metric"]},
         "model": {"type": "string", "minLength": 1},
         "version": {"type": ["integer", "string"]},
+        "from_version": {"type": "integer"},
         "percent": {"type": "number", "minimum": 0, "maximum": 100},
         "options": {"type": "object"},
         "metric": {"type": "string"},

@@ -8,11 +8,12 @@ hand when a client's call arrives: that is all the delay there is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
 from shoal.errors import Closed, InferenceError
+from shoal.open_inference.datatypes import bf16_values
 from shoal.serve.batcher import Batcher
 from shoal.serve.call import Arrays, InferCall, size_bytes
 from shoal.serve.metrics import ModelStatistics
@@ -26,7 +27,10 @@ Answer = tuple[dict[str, np.ndarray], int]
 
 
 class Shadow:
-    """Of one model. `percent` of the calls are considered; 0 when there is nothing to compare with."""
+    """Of one model. `percent` of the calls are considered; 0 when there is nothing to compare with.
+
+    datatypes: of the outputs, by name
+    """
 
     def __init__(
         self,
@@ -35,10 +39,11 @@ class Shadow:
         forward: Callable[[Hashable, Sequence[Arrays]], list[Answer]],
         options: ModelOptions,
         counts: ModelStatistics,
+        datatypes: Mapping[str, str],
     ) -> None:
         self.percent = 0.0
         self._candidate: Track | None = None
-        self._tolerance, self._counts = options.guard.tolerance, counts
+        self._tolerance, self._counts, self._datatypes = options.guard.tolerance, counts, datatypes
         self._draws = Draws()
         self._tasks: set[asyncio.Task[None]] = set()
         self._queue = batcher.add_queue(
@@ -87,10 +92,10 @@ class Shadow:
             return
         outputs, version = batched.answer
         if group[0] is self._candidate:
-            self._counts.shadow(version, not agree(expected, outputs, self._tolerance))
+            self._counts.shadow(version, not agree(expected, outputs, self._datatypes, self._tolerance))
 
 
-def agree(expected: Arrays, outputs: Arrays, tolerance: float) -> bool:
+def agree(expected: Arrays, outputs: Arrays, datatypes: Mapping[str, str], tolerance: float) -> bool:
     """Whether all outputs are equal: numbers to within `tolerance`, relative or absolute, all else exactly."""
     if expected.keys() != outputs.keys():
         return False
@@ -98,6 +103,8 @@ def agree(expected: Arrays, outputs: Arrays, tolerance: float) -> bool:
         other = outputs[name]
         if array.shape != other.shape or array.dtype != other.dtype:
             return False
+        if datatypes[name] == "BF16":
+            array, other = bf16_values(array), bf16_values(other)
         if array.dtype.kind == "f":
             if not np.allclose(array, other, rtol=tolerance, atol=tolerance, equal_nan=True):
                 return False

@@ -106,6 +106,8 @@ class StatusBook:
             phase=phase,
             source=f"{name}@{deployment.version}" if deployment.version else ("a run" if deployment.is_live else name),
             pinned=model.live.pinned,
+            stable=rollout.stable,
+            candidate=rollout.candidate,
             versions=[
                 _version(version, *_place(version, rollout, reports), counts, before, before_s)
                 for version in sorted({version for report in reports for version in _had(report)})

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from shoal.errors import DataError
-from shoal.open_inference.datatypes import NUMPY, bf16_bits, bf16_values
+from shoal.open_inference.datatypes import NUMPY, bf16_values, floats_of
 
 
 class TensorSpec(Protocol):
@@ -122,9 +122,7 @@ def _input(table: pa.Table, spec: TensorSpec, columns: Sequence[str]) -> np.ndar
 
 def _values(table: pa.Table, column: str, spec: TensorSpec) -> np.ndarray:
     values = table.column(column).combine_chunks()
-    if values.null_count:
-        row = values.is_null().index(True).as_py()
-        raise DataError("column", column, f"row {row} has no value", "fill it, or leave the row out")
+    _require_all(values, column, len(table))
     if spec.datatype == "BYTES":
         return np.array([_as_bytes(value) for value in values.to_pylist()], dtype=object)
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
@@ -135,12 +133,28 @@ def _values(table: pa.Table, column: str, spec: TensorSpec) -> np.ndarray:
                 problem = f"its rows have from {lengths[0]} to {lengths[-1]} values"
                 raise DataError("column", column, problem, "give rows of equal length together")
             values = values.flatten()
-        numbers: np.ndarray = values.to_numpy(zero_copy_only=False)
-        if spec.datatype == "BF16":
-            return bf16_bits(numbers.astype(np.float32))
-        return numbers.astype(NUMPY[spec.datatype], copy=False)
-    except (pa.ArrowException, ValueError, TypeError) as error:
+            _require_all(values, column, len(table))
+        return _numbers(values, spec.datatype)
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise DataError("column", column, f"cannot be {spec.datatype}: {error}", "choose another column") from None
+
+
+def _require_all(values: pa.Array, column: str, num_rows: int) -> None:
+    """As many values of each row. Raises DataError naming the row that lacks one."""
+    if values.null_count:
+        row = values.is_null().index(True).as_py() * num_rows // len(values)
+        raise DataError("column", column, f"row {row} has no value", "fill it, or leave the row out")
+
+
+def _numbers(values: pa.Array, datatype: str) -> np.ndarray:
+    """Whole numbers and truths exactly, floats to the nearest that there is. Raises what Arrow and NumPy raise."""
+    if datatype != "BF16" and NUMPY[datatype].kind in "iub":
+        whole: np.ndarray = values.cast(pa.from_numpy_dtype(NUMPY[datatype]), safe=True).to_numpy(zero_copy_only=False)
+        return whole
+    numbers: np.ndarray = values.to_numpy(zero_copy_only=False)
+    if numbers.dtype == object:  # of words, or decimals
+        numbers = numbers.astype(np.float64)
+    return floats_of(numbers, datatype)
 
 
 def _as_bytes(value: Any) -> bytes:

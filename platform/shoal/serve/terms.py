@@ -6,6 +6,8 @@ parameters. Pure. Complaints are InferenceErrors: 400 for words that mean nothin
 
 from __future__ import annotations
 
+from urllib.parse import unquote_to_bytes
+
 from shoal.errors import InferenceError
 from shoal.serve.call import HostedModel
 
@@ -33,7 +35,12 @@ def asked_track(text: str) -> str:
 
 
 def asked_sticky(text: str) -> str:
-    """The key whose calls stay on one side of a canary; "" draws for each. Raises InferenceError (400)."""
+    """The key whose calls stay on one side of a canary; "" draws for each. Raises InferenceError (400).
+
+    text: UTF-8, percent-encoded where the client had to, in the characters that the bytes of a header are read as
+    """
+    if "%" in text or not text.isascii():
+        text = unquote_to_bytes(text.encode("latin-1")).decode(errors="backslashreplace")
     if len(text) > MAX_STICKY_CHARS:
         raise InferenceError(400, f"shoal-sticky has {len(text)} characters, the limit is {MAX_STICKY_CHARS}")
     return text

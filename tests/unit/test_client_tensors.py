@@ -1,0 +1,44 @@
+"""What a client makes of a program's numbers before it sends them: the nearest that there are, or a refusal."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shoal.client.tensors import ArrayLike, as_arrays
+from shoal.errors import ConfigError
+from shoal.open_inference.datatypes import bf16_values
+from shoal.open_inference.messages import ModelMetadata, TensorMetadata
+
+
+def converted(datatype: str, values: ArrayLike) -> np.ndarray:
+    """As the endpoint reads what is sent."""
+    signature = ModelMetadata("m", ["1"], "", [TensorMetadata("x", datatype, [-1])], [])
+    array = as_arrays(signature, {"x": values})["x"]
+    return bf16_values(array) if datatype == "BF16" else array
+
+
+@pytest.mark.parametrize(
+    ("datatype", "values"),
+    [
+        ("FP16", [70000.0, 1]),
+        ("FP16", [70000, 1]),
+        ("FP32", [1e300]),
+        ("FP32", [np.inf, -1e300]),
+        ("BF16", [-1e300]),
+        ("BF16", np.array([3.4e38], np.float32)),  # finite, but nearest to what is not
+    ],
+)
+def test_a_number_does_not_become_infinite(datatype: str, values: ArrayLike) -> None:
+    with pytest.raises(ConfigError, match=f"'x': has values that {datatype} cannot hold"):
+        converted(datatype, values)
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])
+def test_what_is_infinite_or_no_number_stays_so(datatype: str) -> None:
+    values = [np.inf, -np.inf, np.nan, 65504.0, -1e-300]
+    np.testing.assert_allclose(converted(datatype, values), np.array(values), rtol=2**-8, atol=1e-9)
+
+
+def test_digits_may_be_lost() -> None:
+    np.testing.assert_array_equal(converted("FP32", [2**24 + 1, 0.1]), np.array([2**24, 0.1], np.float32))
