@@ -100,6 +100,10 @@ class Loader:
         self._course.forget()
         self.epoch, self.position = self.epoch + 1, 0
 
+    def is_at_end(self) -> bool:
+        """Whether the epoch has no further batch, as far as that is known before it is read."""
+        return self._course.is_over(self.position)
+
     def _next(self) -> Made | None:
         if self._course.is_over(self.position):
             return None

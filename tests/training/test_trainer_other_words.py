@@ -1,0 +1,59 @@
+"""A run that is resumed with other words than it began with: what they change, and what goes on as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from training.test_trainer import Notes, spec_of, train
+
+
+def rates_of(notes: Notes) -> dict[int, float]:
+    return {step: row["train/learning_rate"] for step, row in notes.metrics.items() if "train/learning_rate" in row}
+
+
+def evaluated(notes: Notes) -> list[int]:
+    return sorted(step for step, row in notes.metrics.items() if "validation/loss" in row)
+
+
+@pytest.mark.parametrize(("batch_size", "steps_per_epoch"), [(16, 16), (64, 4)])
+def test_epochs_and_the_schedule_go_on_under_another_batch_size(
+    tmp_path: Path, batch_size: int, steps_per_epoch: int
+) -> None:
+    epochs = {"stop": {"epochs": 4}, "schedule": {"name": "one_cycle"}}
+    calls = iter(range(1, 100))
+    first = Notes()
+    train(tmp_path, spec_of(**epochs), first, should_stop=lambda: next(calls) >= 16)  # two epochs of eight steps
+    second = Notes()
+    outcome = train(tmp_path, spec_of(batch_size=batch_size, **epochs), second)
+    assert outcome.steps == 16 + 2 * steps_per_epoch
+    assert second.metrics[17]["train/epoch"] == 2 + 1 / steps_per_epoch
+    assert second.metrics[outcome.steps]["train/epoch"] == 4.0
+    assert [step for step in evaluated(second) if step > 16] == [16 + steps_per_epoch, 16 + 2 * steps_per_epoch]
+    rates = rates_of(second)
+    whole = Notes()
+    train(tmp_path / "whole", spec_of(batch_size=batch_size, **epochs), whole)
+    later = {step - 2 * steps_per_epoch: rate for step, rate in rates_of(whole).items() if step > 2 * steps_per_epoch}
+    assert {step - 16: rate for step, rate in rates.items() if step > 16} == later
+    training = dict(second.events)["training"]
+    assert training["total_steps"] == outcome.steps
+
+
+def test_a_batch_size_that_changes_within_an_epoch_ends_with_the_epoch(tmp_path: Path) -> None:
+    calls = iter(range(1, 100))
+    train(tmp_path, spec_of(stop={"epochs": 2}), should_stop=lambda: next(calls) >= 4)  # 128 of 256 samples
+    notes = Notes()
+    outcome = train(tmp_path, spec_of(stop={"epochs": 2}, batch_size=50), notes)
+    assert [step for step in evaluated(notes) if step > 4] == [6, 11]  # two batches are left, an epoch has five
+    assert outcome.steps == 11
+    assert notes.metrics[6]["train/epoch"] == 1.0
+
+
+def test_steps_are_counted_as_steps_whatever_their_batch_size(tmp_path: Path) -> None:
+    steps = {"stop": {"steps": 20}, "schedule": {"name": "linear"}}
+    calls = iter(range(1, 100))
+    train(tmp_path, spec_of(**steps), should_stop=lambda: next(calls) >= 10)
+    notes = Notes()
+    assert train(tmp_path, spec_of(batch_size=64, **steps), notes).steps == 20
+    assert rates_of(notes)[11] == pytest.approx(0.01 * 0.5)
