@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from shoal.parallel import World
+from shoal.train.spec import TrainSpec
+from shoal.train.trainer import Trainer
+from train_task import Toy
 from training.test_trainer import Notes, spec_of, train
+
+
+class OwnOptimizer(Toy):
+    """Its optimiser is its own affair; `decay` is what it is made with."""
+
+    def __init__(self, decay: float) -> None:
+        super().__init__()
+        self.decay = decay
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.01, weight_decay=self.decay)
+
+
+def settings_after(folder: Path, spec: TrainSpec, task: Toy) -> dict[str, Any]:
+    """The settings of the optimiser with which a run ended."""
+    trainer = Trainer(spec, task, World.alone("cpu"), folder)
+    trainer.run()
+    (group,) = trainer._parts.optimizer.param_groups
+    return group
 
 
 def rates_of(notes: Notes) -> dict[int, float]:
@@ -57,3 +84,22 @@ def test_steps_are_counted_as_steps_whatever_their_batch_size(tmp_path: Path) ->
     notes = Notes()
     assert train(tmp_path, spec_of(batch_size=64, **steps), notes).steps == 20
     assert rates_of(notes)[11] == pytest.approx(0.01 * 0.5)
+
+
+def test_the_optimizers_words_hold_in_a_run_that_goes_on(tmp_path: Path) -> None:
+    train(tmp_path, spec_of(stop={"steps": 6}, schedule={"name": "one_cycle", "total_steps": 12}))
+    words = {"learning_rate": 0.002, "weight_decay": 0.1, "betas": (0.8, 0.95)}
+    settings = settings_after(tmp_path, spec_of(stop={"steps": 8}, optimizer=words), Toy())
+    assert (settings["lr"], settings["weight_decay"], settings["betas"]) == (0.002, 0.1, (0.8, 0.95))
+
+
+def test_momentum_does_not_stay_where_a_cycle_left_it(tmp_path: Path) -> None:
+    sgd = {"name": "sgd", "learning_rate": 0.01, "momentum": 0.5}
+    train(tmp_path, spec_of(stop={"steps": 6}, optimizer=sgd, schedule={"name": "one_cycle", "total_steps": 12}))
+    assert settings_after(tmp_path, spec_of(stop={"steps": 8}, optimizer=sgd), Toy())["momentum"] == 0.5
+
+
+def test_an_optimizer_of_the_tasks_own_goes_on_with_its_settings(tmp_path: Path) -> None:
+    settings_after(tmp_path, spec_of(stop={"steps": 2}), OwnOptimizer(decay=0.3))
+    settings = settings_after(tmp_path, spec_of(stop={"steps": 4}, optimizer={"weight_decay": 0.1}), OwnOptimizer(0.0))
+    assert settings["weight_decay"] == 0.3

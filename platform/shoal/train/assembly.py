@@ -21,7 +21,7 @@ from shoal.parallel import Degrees, World
 from shoal.parallel.batches import moved
 from shoal.parallel.model import ParallelModel, parallelize
 from shoal.train.average import Average
-from shoal.train.optimizers import make_optimizer, set_rate
+from shoal.train.optimizers import keep_to_spec, make_optimizer, set_rate
 from shoal.train.random_state import seed_everything
 from shoal.train.schedules import (
     Place,
@@ -142,9 +142,10 @@ class Assembly:
         return {**self.network_state(), "optimizer": self.model.optimizer_state(self.optimizer)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take what `state` gave and a checkpoint has filled."""
+        """Take what `state` gave and a checkpoint has filled; what the spec says of the optimiser holds as it is."""
         self.load_network_state(state)
         self.model.load_optimizer_state(self.optimizer, state["optimizer"])
+        keep_to_spec(self.optimizer, self.spec.optimizer)
 
     def position(self) -> dict[str, Any]:
         """Where the data stands, for any number of ranks; rank 0's word counts for all."""
