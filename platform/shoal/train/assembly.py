@@ -83,9 +83,9 @@ class Assembly:
     def epoch(self) -> float:
         """Epochs that are done: with a fraction where the length of one is known, else whole ones that ended."""
         steps = self._epoch_steps()
-        return (
-            steps / self.steps_per_epoch if steps is not None and self.steps_per_epoch else float(self.training.epoch)
-        )
+        if steps is not None and self.steps_per_epoch is not None:
+            return steps / self.steps_per_epoch
+        return float(self.training.epoch + (self._counts_epochs and self.training.is_at_end()))
 
     def place(self, step: int) -> Place:
         """Where the run stands after `step` steps."""
@@ -99,13 +99,19 @@ class Assembly:
         set_rate(self.optimizer, learning_rate_at(at, schedule, place.total_steps), momentum)
 
     def num_evaluations_due(self, step: int) -> int:
-        """How often the validation data was due within `step` steps; never where nothing tells what an epoch is."""
+        """How often the validation data was due within `step` steps."""
         every, steps = self.spec.evaluate, self._epoch_steps()
         if every.every_steps is not None:
             return step // every.every_steps
         if steps is None or self.steps_per_epoch is None:
-            return 0
+            return int(self.epoch / every.every_epochs)
         return int(steps // steps_of_epochs(every.every_epochs, self.steps_per_epoch))
+
+    @property
+    def _counts_epochs(self) -> bool:
+        """Whether something happens at the end of an epoch: an iterable is not read ahead for nothing."""
+        is_evaluated_by_it = self.validation is not None and self.spec.evaluate.every_steps is None
+        return self.spec.stop.epochs is not None or is_evaluated_by_it
 
     def _epoch_steps(self) -> float | None:
         """What the epochs that are done amount to, in steps of the present batch size; None for an iterable.

@@ -76,6 +76,7 @@ def _try_out(spec: TrainSpec, task: Task, data: Data, samples: int) -> Checked:
     device = "cuda" if spec.device == "cuda" else choose_device(spec.device, 0).type
     check_plan(model, task, spec.parallel, degrees, batch, device)
     _require_watched(spec, data, _measures(spec, task, model, batch))
+    _require_end(spec, data)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     signature = signature_of(task, model, batch)
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
@@ -121,6 +122,16 @@ def _require_watched(spec: TrainSpec, data: Data, measured: list[str]) -> None:
         if each.metric not in measured:
             known = f"there is {', '.join(measured)}"
             raise ConfigError(f"{field}.metric", each.metric, "is not evaluated", known)
+
+
+def _require_end(spec: TrainSpec, data: Data) -> None:
+    """Where evaluations alone end the run: an iterable without a length may have no epoch that one follows."""
+    stop = spec.stop
+    has_limit = any(each is not None for each in (stop.steps, stop.epochs, stop.wall_s, stop.money))
+    has_epochs = hasattr(data.train, "__len__") or spec.evaluate.every_steps is not None
+    if not (has_limit or has_epochs):
+        problem = f"{type(data.train).__name__} has no length, and nothing but an evaluation ends the run"
+        raise ConfigError("evaluate.every_steps", None, problem, "give evaluate.every_steps=500, say, or stop.steps")
 
 
 def _require_pickles(task: Task, spec: TrainSpec) -> None:
