@@ -138,7 +138,9 @@ class Trainer:
         """What is due after a step is done in one fixed order, alike on every rank."""
         stop = self._policy.after_step(self._progress.step, self._parts.epoch, 0.0)  # a run may have ended already
         if self._progress.evaluated == self._progress.step and self._progress.metrics:
-            stop = self._policy.after_evaluation(self._progress.step, self._progress.metrics)
+            stop = self._judge()
+        elif stop is not None:
+            stop = self._evaluate() or stop
         while stop is None:
             self._parts.set_rate(self._progress.step)
             self._step(self._parts.stream.next())
@@ -251,8 +253,13 @@ class Trainer:
         self._progress.training_s = self._meter.training_s
         named = {f"validation/{name}": value for name, value in metrics.items()}
         self._progress.report(step, {**named, TRAINING_S: self._progress.training_s}, self._journal)
-        stop = self._policy.after_evaluation(step, metrics)
-        if self._policy.best_step == step:
+        return self._judge()
+
+    def _judge(self) -> Stop | None:
+        """What the newest evaluation decides; a network that becomes the best one by it is saved as that."""
+        step, before = self._progress.step, self._policy.best_step
+        stop = self._policy.after_evaluation(step, self._progress.metrics)
+        if self._policy.best_step == step != before:
             self._save(best=True)
         return stop
 
