@@ -18,9 +18,9 @@ from shoal.data.fingerprint import fingerprint
 from shoal.errors import ConfigError
 from shoal.parallel.checks import check_plan
 from shoal.parallel.world import choose_device
-from shoal.registry import Signature
+from shoal.registry import ModelFactory, Signature
 from shoal.train.random_state import random_state, seed_everything, set_random_state
-from shoal.train.registered import model_name
+from shoal.train.registered import factory_of, model_name
 from shoal.train.schedules import total_steps_of
 from shoal.train.signature import signature_of
 from shoal.train.spec import TrainSpec
@@ -31,10 +31,12 @@ from shoal.train.task import Task, data_of, make_task, model_of
 class Checked:
     """What is known of a run before it starts.
 
+    factory:     how to build the network again, for the registry; with the source as it is now
     signature:   of the network, for the registry
     fingerprint: of the data, by its part, after the name of its class
     """
 
+    factory: ModelFactory
     signature: Signature
     fingerprint: dict[str, str]
     num_parameters: int
@@ -82,7 +84,7 @@ def _try_out(spec: TrainSpec, task: Task, data: Data, samples: int) -> Checked:
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
     known = {name: f"{type(data).__name__} {fingerprint(data)}" for name, data in parts.items() if data is not None}
     model_name(spec)
-    return Checked(signature, known, num_parameters, steps_per_epoch)
+    return Checked(factory_of(spec), signature, known, num_parameters, steps_per_epoch)
 
 
 def _require_methods(task: Task, spec: TrainSpec) -> None:
