@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,28 @@ def test_without_convergence_the_new_steps_are_kept(tmp_path: Path) -> None:
     train(tmp_path, spec_of(stop={"epochs": 2, "convergence": watched}))
     outcome = train(tmp_path, spec_of(stop={"epochs": 3}))
     assert (outcome.steps, outcome.kept) == (24, 24)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_selective_backprop_begins_anew_under_another_plan(tmp_path: Path, tensor: int) -> None:
+    spec = spec_of(stop={"steps": 3}, selective_backprop={"beta": 1.0})
+    train(tmp_path, spec)
+    notes = Notes()
+    trainer = Trainer(spec, Toy(), World.alone("cpu"), tmp_path, journal=notes)
+    trainer._parts.degrees = replace(trainer._parts.degrees, tensor=tensor)  # of as many ranks, were this one of two
+    trainer._keeper.restore()
+    assert trainer._parts.selective is not None
+    num_recent = len(trainer._parts.selective.state_dict()["recent"])
+    trainer._keeper.close()
+    trainer._parts.close()
+    if tensor == 1:
+        assert (num_recent, notes.events) == (96, [])
+    else:
+        assert (num_recent, notes.events) == (0, [("selective_backprop_emptied", {"step": 3, "plan": "single"})])
+
+
+def test_selective_backprop_may_begin_when_a_run_goes_on(tmp_path: Path) -> None:
+    train(tmp_path, spec_of(stop={"steps": 3}))
+    notes = Notes()
+    assert train(tmp_path, spec_of(stop={"steps": 6}, selective_backprop={"beta": 1.0}), notes).steps == 6
+    assert "selective_backprop_emptied" not in dict(notes.events)

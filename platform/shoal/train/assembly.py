@@ -167,7 +167,10 @@ class Assembly:
     def load_position(self, position: dict[str, Any], own: dict[str, Any] | None) -> None:
         """Go on in the data where a checkpoint stands; `own` is None when another number of ranks wrote it."""
         self.training.load_state_dict(own["data"] if own is not None else position)
-        if self.selective is not None and own is not None:
+
+    def load_selective(self, own: dict[str, Any]) -> None:
+        """Take what Selective Backprop has of this rank's own position, written under this very plan, if it has any."""
+        if self.selective is not None and "selective" in own:
             self.selective.load_state_dict(own["selective"])
 
     def close(self) -> None:
