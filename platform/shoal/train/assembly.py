@@ -173,6 +173,17 @@ class Assembly:
         if self.selective is not None and "selective" in own:
             self.selective.load_state_dict(own["selective"])
 
+    def counts(self) -> dict[str, Any]:
+        """What else has moved, alike on every rank: how often was evaluated, and the scale of an fp16 loss."""
+        validation = self.validation
+        return {"evaluated": 0 if validation is None else validation.epoch, "scale": self.model.scale_state()}
+
+    def load_counts(self, counts: dict[str, Any]) -> None:
+        """Take what `counts` gave: what the validation data draws next follows from it."""
+        self.model.load_scale_state(counts["scale"])
+        if self.validation is not None:
+            self.validation.seek(counts["evaluated"])
+
     def close(self) -> None:
         """End loaders and plan. Idempotent."""
         self.training.close()

@@ -80,6 +80,7 @@ class Keeper:
         self._assembly.load_state(state)
         own = extras.own["position"] if extras.own else None
         self._assembly.load_position(extras.extras["position"], own)
+        self._assembly.load_counts(extras.extras["counts"])
         self._restore_selective(own, found)
         if extras.own is not None:  # else another number of ranks goes on, whose randomness is its own
             set_random_state(extras.own["random"])
@@ -112,9 +113,10 @@ class Keeper:
         if self._saved_step == progress.step and not best:
             return
         self.wait()  # for the one before: that it failed is said, and does not stop this one
-        own = {"random": random_state(), "position": self._assembly.own_position()}
-        extras = {"progress": asdict(progress), "position": self._assembly.position()}
-        state, plan = self._assembly.state(), self._assembly.degrees.words
+        parts = self._assembly
+        own = {"random": random_state(), "position": parts.own_position()}
+        extras = {"progress": asdict(progress), "position": parts.position(), "counts": parts.counts()}
+        state, plan = parts.state(), parts.degrees.words
         try:
             self._checkpointer.save(progress.step, state, extras, per_rank=own, plan=plan, best=best)
         except CheckpointError as error:
