@@ -34,6 +34,7 @@ class Checked:
     factory:     how to build the network again, for the registry; with the source as it is now
     signature:   of the network, for the registry
     fingerprint: of the data, by its part, after the name of its class
+    measured:    what an evaluation measures, by name; () without validation data
     """
 
     factory: ModelFactory
@@ -41,6 +42,7 @@ class Checked:
     fingerprint: dict[str, str]
     num_parameters: int
     steps_per_epoch: int | None
+    measured: tuple[str, ...]
 
 
 def check(spec: TrainSpec) -> Checked:
@@ -77,14 +79,16 @@ def _try_out(spec: TrainSpec, task: Task, data: Data, samples: int) -> Checked:
     # Where the workers run there may be a CUDA that is not here.
     device = "cuda" if spec.device == "cuda" else choose_device(spec.device, 0).type
     check_plan(model, task, spec.parallel, degrees, batch, device)
-    _require_watched(spec, data, _measures(spec, task, model, batch))
+    measured = _measures(spec, task, model, batch)
+    _require_watched(spec, data, measured)
     _require_end(spec, data)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     signature = signature_of(task, model, batch)
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
     known = {name: f"{type(data).__name__} {fingerprint(data)}" for name, data in parts.items() if data is not None}
     model_name(spec)
-    return Checked(factory_of(spec), signature, known, num_parameters, steps_per_epoch)
+    evaluated = tuple(measured) if data.validation is not None else ()
+    return Checked(factory_of(spec), signature, known, num_parameters, steps_per_epoch, evaluated)
 
 
 def _require_methods(task: Task, spec: TrainSpec) -> None:
