@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from shoal.cli import cli
 from shoal.errors import ConfigError, NotFinite
-from shoal.train.ablation import COSTS, PARAMETERS, Measured, ablate, main_metric, variants_of, worths
+from shoal.train.ablation import PARAMETERS, Measured, ablate, main_metric, variants_of, worths
 from shoal.train.outcome import Outcome
 from shoal.train.spec import TrainSpec
 
@@ -142,12 +142,43 @@ def test_differences_are_taken_between_runs_of_one_seed() -> None:
 
 
 def test_the_metric_that_is_judged_by(spec: TrainSpec) -> None:
-    measured = [Measured("whole", 0, {"loss": 1.0, "f1": 0.5, "accuracy": 0.5, COSTS[0]: 1.0})]
-    assert main_metric(measured, spec) == "f1"
-    assert main_metric(measured, spec.override(["stop.target=accuracy>=1"])) == "accuracy"
-    assert main_metric(measured, spec, "loss") == "loss"
+    names = ["loss", "f1", "accuracy"]
+    assert main_metric(names, spec) == "f1"
+    assert main_metric(names, spec.override(["stop.target=accuracy>=1"])) == "accuracy"
+    assert main_metric(names, spec, "loss") == "loss"
     with pytest.raises(ConfigError, match="there is loss, f1, accuracy"):
-        main_metric(measured, spec, "recall")
+        main_metric(names, spec, "recall")
+    with pytest.raises(ConfigError, match=r"give Data\(validation="):
+        main_metric([], spec)
+
+
+def test_a_metric_that_there_is_not_is_refused_before_anything_is_trained(
+    spec: TrainSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> Outcome:
+        raise AssertionError
+
+    monkeypatch.setattr("shoal.cli.ablate.train_here", never)
+    done = CliRunner().invoke(cli, ["ablate", spec.task, "batch_size=8", "stop.steps=3", "--metric", "mean_eror"])
+    assert isinstance(done.exception, ConfigError)
+    assert (done.exception.field, done.exception.remedy) == ("--metric", "there is loss, mean_error")
+
+
+def test_runs_that_all_fail_are_written_and_shown(
+    spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverge(spec: TrainSpec, job: str, *, registers: bool) -> Outcome:
+        raise NotFinite("the loss", 3, None, None)
+
+    monkeypatch.setattr("shoal.cli.ablate.train_here", diverge)
+    words = [spec.task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "bias", "--seeds", "1"]
+    done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert "bias did not end: NotFinite: the loss is not finite at step 3" in done.output
+    files = {path.suffix: path for path in (tmp_path / "out").iterdir()}
+    rows = list(csv.DictReader(files[".csv"].read_text().splitlines()))
+    assert [row["failure"][:9] for row in rows] == ["NotFinite", "NotFinite"]
+    assert json.loads(files[".json"].read_text())["runs"][1]["variant"] == "bias"
 
 
 def test_shoal_ablate_trains_every_variant_and_writes_what_it_found(

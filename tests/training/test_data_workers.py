@@ -47,11 +47,13 @@ def test_workers_give_the_same_batches_and_end_with_the_loader(tmp_path: Path, m
         assert sorted(pids) == sorted(loader.worker_pids())
         assert len(pids) == 2
         for pid in pids:
-            os.kill(pid, signal.SIGINT)  # Ctrl-C reaches them too; it is not for them
+            for asked in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C, torchrun, Slurm: they reach them too
+                os.kill(pid, asked)  # and are not for them
         loader.seek(0, 8)  # what has been prefetched is of another place
         inline.seek(0, 8)
         batch = next(iter(loader))
         assert torch.equal(batch["noise"], next(iter(inline))["noise"])
+        assert sorted(loader.worker_pids()) == sorted(pids)  # none was started anew
         batch["inputs"] += 1  # the memory is ours
         state = loader.state_dict()
         loader.close()

@@ -72,6 +72,18 @@ class Wide(Task):
 
     def loss(self, outputs, batch):
         return outputs.mean()
+
+
+class _Flowing:
+    def __iter__(self):
+        return ((torch.ones(1), torch.zeros(1)) for _ in range(50))
+
+
+class Flow(Wide):
+    """50 samples that do not say how many they are."""
+
+    def data(self):
+        return Data(_Flowing())
 '''
 
 
@@ -164,6 +176,13 @@ def test_an_allocation_that_fails_ends_the_doubling_and_the_samples_do_too(task:
     assert (whole.largest, whole.is_limited) == (64, False)
     with pytest.raises(OutOfMemory, match="not even one sample"):
         find_batch(_spec(task, "Wide", args={"most": 0}))
+
+
+def test_an_iterable_ends_the_search_where_its_samples_end(task: str) -> None:
+    found = find_batch(_spec(task, "Flow"))
+    assert (found.largest in (49, 50), found.is_limited) == (True, False)
+    assert max(each.batch_size for each in found.tried) == found.largest
+    assert find_batch(_spec(task, "Flow", args={"most": 20})).is_limited
 
 
 def test_shoal_find_writes_a_picture_and_json_and_says_where(task: str, tmp_path: Path) -> None:

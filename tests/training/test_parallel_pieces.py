@@ -140,6 +140,29 @@ def test_an_overflowing_step_is_repeated_until_its_gradients_are_finite() -> Non
     assert parallel._scale.value < 65536
 
 
+def test_a_repeated_step_counts_once_in_batch_statistics() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    parallel = _single(model, Mean(8.0), precision="fp16")
+    parallel.train_step(torch.randn(4, 1), 0)
+    assert parallel._scale is not None
+    assert parallel._scale.value < 65536
+    assert model[1].num_batches_tracked == 1
+
+
+def test_the_scale_of_a_loss_goes_on_where_it_was() -> None:
+    parallel, again = (_single(nn.Linear(1, 1, bias=False), Mean(8.0), precision="fp16") for _ in range(2))
+    parallel.train_step(torch.ones(4, 1), 0)
+    again.load_scale_state(parallel.scale_state())
+    assert again.scale_state() == parallel.scale_state()
+    assert again.scale_state()["value"] < 65536
+    whole = _single(nn.Linear(1, 1, bias=False), Mean(8.0))
+    assert whole.scale_state() == {}
+    whole.load_scale_state(parallel.scale_state())  # a precision that needs none
+    again.load_scale_state({})  # of a run that had none
+    assert again.scale_state()["good_steps"] == 1
+
+
 def test_clipping_is_that_of_torch() -> None:
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]
     models[1].load_state_dict(models[0].state_dict())

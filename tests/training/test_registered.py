@@ -15,8 +15,10 @@ from shoal.errors import ConfigError
 from shoal.registry import Registry
 from shoal.runs import Run, Status
 from shoal.train.alone import train_here
+from shoal.train.outcome import Outcome
 from shoal.train.registered import build, factory_of, model_name
 from shoal.train.spec import TrainSpec
+from shoal.train.trainer import Trainer
 from train_task import Toy
 
 TASK = Path(__file__).parents[1] / "train_task.py"
@@ -60,6 +62,28 @@ def test_it_is_built_again_without_the_tasks_file(trained: Run) -> None:
     assert isinstance(model, torch.nn.Module)
     model.load_state_dict(safetensors.torch.load_file(trained.folder / "model.safetensors"))
     assert type(model) is type(Toy(hidden=4).model())
+
+
+@pytest.mark.parametrize("later", ["raise SystemExit('edited meanwhile')\n", None], ids=["edited", "removed"])
+def test_what_is_registered_is_the_source_that_was_trained(
+    later: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, text = tmp_path / "edited.py", TASK.read_text()
+    copy.write_text(text)
+    monkeypatch.delitem(sys.modules, "shoal_task_edited", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which the folder of a task is added
+    train = Trainer.run
+
+    def edited_meanwhile(trainer: Trainer) -> Outcome:
+        outcome = train(trainer)
+        copy.unlink() if later is None else copy.write_text(later)
+        return outcome
+
+    monkeypatch.setattr(Trainer, "run", edited_meanwhile)
+    train_here(spec_of(task=f"{copy}:Toy", name="edited"))
+    assert Registry().get("edited@champion").manifest.model.kwargs["source"] == text
+    if later is not None:  # this process still trains what it has loaded
+        assert factory_of(spec_of(task=f"{copy}:Toy")).kwargs["source"] == text
 
 
 def test_a_task_of_an_installed_module_is_built_by_its_name() -> None:

@@ -12,12 +12,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from shoal.data import Data
 from shoal.errors import NotFinite, SpecMismatch
 from shoal.parallel import World
 from shoal.train.outcome import Outcome
 from shoal.train.spec import TrainSpec
 from shoal.train.trainer import Trainer
-from train_task import Toy, seen
+from train_task import Points, Toy, seen
 
 STEPS_PER_EPOCH = 8
 
@@ -124,6 +125,35 @@ def test_a_resumed_run_has_the_losses_of_the_undisturbed_one_to_the_bit(
     assert second.events[0] == ("restored", {"step": stopped_at, "damaged": []})
     assert_same(weights_of(resumed), weights_of(expected))
     assert resumed.metrics == expected.metrics
+
+
+class Noisy(Toy):
+    """Its validation data draws random numbers."""
+
+    def data(self) -> Data:
+        return Data(super().data().train, Drawn(50, 2))
+
+
+class Drawn(Points):
+    deterministic = False
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, torch.Tensor]:
+        features, index, label = super().__getitem__(index)
+        return features + torch.randn(features.shape), index, label
+
+
+def test_a_resumed_run_evaluates_with_the_draws_of_the_undisturbed_one(tmp_path: Path) -> None:
+    def run(folder: Path, stopped_at: int) -> dict[int, float]:
+        folder.mkdir(exist_ok=True)
+        notes, steps = Notes(), iter(range(1, 100))
+        world = World.alone("cpu")
+        how: dict[str, Any] = {"journal": notes, "should_stop": lambda: next(steps) >= stopped_at}
+        Trainer(spec_of(stop={"epochs": 4}), Noisy(), world, folder, **how).run()
+        return {step: row["validation/loss"] for step, row in notes.metrics.items() if "validation/loss" in row}
+
+    whole = run(tmp_path / "whole", 99)
+    assert run(tmp_path / "parts", 17) | run(tmp_path / "parts", 99) == whole
+    assert len(whole) == 4
 
 
 def test_no_sample_is_seen_twice_or_skipped_over_a_stop_in_mid_epoch(tmp_path: Path) -> None:

@@ -186,3 +186,40 @@ def test_the_same_network_evaluated_twice_counts_once() -> None:
     resumed = _policy({"convergence": {"patience": 2}})
     resumed.load_state_dict(policy.state_dict())
     assert resumed.after_evaluation(3, {"loss": 2.0}) == stop  # what had converged has
+
+
+@pytest.mark.parametrize(
+    "convergence", [{"metric": "accuracy"}, {"metric": "loss", "direction": "max"}], ids=["metric", "direction"]
+)
+def test_what_was_best_by_another_measure_is_forgotten(convergence: dict[str, Any]) -> None:
+    before = _policy({"convergence": {"metric": "loss", "patience": 2}})
+    before.after_evaluation(1, {"loss": 0.3, "accuracy": 0.8})
+    before.after_evaluation(2, {"loss": 0.4, "accuracy": 0.9})
+    after = _policy({"convergence": {**convergence, "patience": 2}})
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.best_step is None
+    assert after.after_evaluation(2, {"loss": 0.4, "accuracy": 0.9}) is None
+    assert after.best_step == 2
+    assert after.after_evaluation(3, {"loss": 0.5, "accuracy": 0.95}) is None
+    assert after.best_step == 3
+
+
+def test_a_patience_that_is_changed_keeps_what_was_best() -> None:
+    before = _policy({"convergence": {"patience": 2}})
+    assert _run(before, [1.0, 2.0]) is None
+    after = _policy({"convergence": {"patience": 3}})
+    after.load_state_dict(before.state_dict())
+    assert after.best_step == 1
+    stop = _run(after, [2.0, 2.0], first=3)
+    assert stop is not None
+    assert (stop.step, stop.keep_step) == (4, 1)
+
+
+def test_without_convergence_the_last_network_is_kept_whatever_was_best() -> None:
+    before = _policy({"convergence": {"patience": 5}})
+    assert _run(before, [1.0, 2.0]) is None
+    after = _policy({"steps": 3})
+    after.load_state_dict(before.state_dict())
+    ended = after.after_step(3, 0.0, 1.0)
+    assert ended is not None
+    assert ended.keep_step == 3

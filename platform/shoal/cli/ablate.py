@@ -33,6 +33,7 @@ from shoal.train.ablation import (
 )
 from shoal.train.ablation import ablate as measure
 from shoal.train.alone import train_here
+from shoal.train.checks import check
 from shoal.train.pictures import ablation_picture
 from shoal.train.recipe import spec_from_words
 
@@ -71,6 +72,7 @@ def ablate(
     """
     spec = spec_from_words([f"task={task}", *words]).model_copy(update={"workers": 1})
     variants = variants_of(spec, parts, changes)
+    judged = main_metric(check(spec).measured, spec, metric)
     num_runs = len(variants) * seeds
 
     def say(each: Measured) -> None:
@@ -80,7 +82,7 @@ def ablate(
 
     said: list[Measured] = []
     measured = measure(variants, seeds, lambda each: train_here(each, JOB, registers=False), say)
-    found, judged = worths(measured), main_metric(measured, spec, metric)
+    found = worths(measured)
     shown = [(judged, judged), *LABELS.items()]
     files = {
         "png": ablation_picture(found, shown, f"{task}: whole, and without each part ({seeds} seeds)"),

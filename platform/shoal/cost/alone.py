@@ -79,13 +79,26 @@ def undisturbed(seed: int, threads: int) -> Iterator[None]:
 
 def first_batch(data: Data, num_samples: int, device: torch.device) -> Batch:
     """The first samples of the training data, collated. Raises DataError when there are not so many."""
+    return _first(data, num_samples, device, drop_last=True)
+
+
+def first_samples(data: Data, most: int, device: torch.device) -> Batch:
+    """At most so many of the first samples of the training data, collated: all of them when there are fewer."""
+    return _first(data, most, device, drop_last=False)
+
+
+def _first(data: Data, num_samples: int, device: torch.device, *, drop_last: bool) -> Batch:
     loader = Loader(
-        data.train, batch_size=num_samples, collate=data.collate, shuffle=False, device=device, spec=LoaderSpec()
+        data.train,
+        batch_size=num_samples,
+        collate=data.collate,
+        shuffle=False,
+        drop_last=drop_last,
+        device=device,
+        spec=LoaderSpec(),
     )
-    try:
+    with loader:
         return next(iter(loader))
-    finally:
-        loader.close()
 
 
 def look(task: Costed, model: nn.Module, data: Data, most: int, device: torch.device) -> Alone:

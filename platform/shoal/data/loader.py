@@ -100,29 +100,39 @@ class Loader:
         self._course.forget()
         self.epoch, self.position = self.epoch + 1, 0
 
+    def is_at_end(self) -> bool:
+        """Whether the epoch has begun and has no further batch. An iterable's next one is read for that, and kept.
+
+        Raises DataError.
+        """
+        if not self.position or self.num_batches is not None:
+            return self._course.is_over(self.position)
+        self._read_ahead(1)
+        return isinstance(self._moving[0], Ended)
+
     def _next(self) -> Made | None:
         if self._course.is_over(self.position):
             return None
+        self._read_ahead(1 + self._mover.ahead)
+        first = self._moving.popleft()
+        self._is_placed = isinstance(first, Made)
+        if isinstance(first, Made):
+            return first._replace(batch=self._mover.finish(first.batch))
+        self._course.ended(first, self.position)
+        return None
+
+    def _read_ahead(self, count: int) -> None:
+        """Have so many batches on their way to the device, or those that the epoch still has and its end."""
         began_s = time.perf_counter()
         if not self._is_placed:
             self._moving.clear()
             self._feed.restart(self._course.plan(self.epoch, self.position), self._course.turn(self.position))
         self._is_placed = False  # unless all goes well
-        made = self._moved()
-        self._is_placed = isinstance(made, Made)
-        self.wait_s += time.perf_counter() - began_s
-        if isinstance(made, Made):
-            return made
-        self._course.ended(made, self.position)
-        return None
-
-    def _moved(self) -> Made | Ended:
-        """The next batch, on the device; the ones after it are on their way there."""
-        while len(self._moving) <= self._mover.ahead and not (self._moving and isinstance(self._moving[-1], Ended)):
+        while len(self._moving) < count and not (self._moving and isinstance(self._moving[-1], Ended)):
             made = self._feed.next()
             self._moving.append(made._replace(batch=self._mover.begin(made.batch)) if isinstance(made, Made) else made)
-        first = self._moving.popleft()
-        return first._replace(batch=self._mover.finish(first.batch)) if isinstance(first, Made) else first
+        self._is_placed = True
+        self.wait_s += time.perf_counter() - began_s
 
     def seek(self, epoch: int, position: int = 0) -> None:
         """Go on from `position` global samples of `epoch`."""

@@ -32,7 +32,10 @@ from shoal.data.worker import Failure, Origin
 from shoal.errors import Closed, ConfigError, DataError
 
 _IN_WORKER = "SHOAL_DATA_WORKER"
+# Ctrl-C, and what torchrun, Slurm and systemd send to every process, is for the training process, which still wants
+# batches until it has saved. The imports that follow take a second.
 _BOOT = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from shoal.data.worker import main; main(int(sys.argv[2]))"
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import signal
 import socket
 import sys
 import traceback
@@ -39,7 +38,6 @@ class Failure(NamedTuple):
 
 def main(descriptor: int) -> None:
     """Serve requests over the socket until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process, which still wants batches
     torch.set_num_threads(1)
     with socket.socket(fileno=descriptor) as connection:
         try:

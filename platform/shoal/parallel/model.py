@@ -99,6 +99,13 @@ class ParallelModel(ABC):
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take what `optimizer_state` gave (filled by a checkpoint)."""
 
+    def scale_state(self) -> dict[str, float]:
+        """Where the scale of an fp16 loss has come to, the same on every rank; {} in another precision."""
+        return {}
+
+    def load_scale_state(self, state: dict[str, float]) -> None:  # noqa: B027 - most precisions have nothing to do
+        """Take what `scale_state` gave, under whatever plan and precision."""
+
     @abstractmethod
     def full_weights(self) -> dict[str, Tensor]:
         """The whole model's state on the CPU, on rank 0; {} elsewhere. Collective."""

@@ -6,6 +6,7 @@ Called by every plan.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -41,6 +42,14 @@ class LossScale:
     def __init__(self, initial: float = 65536.0, growth_steps: int = 2000) -> None:
         self.value = initial
         self._growth_steps, self._good_steps = growth_steps, 0
+
+    def state_dict(self) -> dict[str, float]:
+        """What a later life needs to go on, ready for JSON."""
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
 
     def update(self, is_finite: bool) -> bool:
         """Whether the gradients may be used: they are finite, or nothing can be done about it."""

@@ -58,13 +58,16 @@ class Whole(ParallelModel):
     # -- a step
 
     def train_step(self, batch: Any, step: int) -> Tensor:
+        if self._scale is None:
+            return self._gradients(batch, step)
+        before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         while True:
             loss = self._gradients(batch, step)
-            if self._scale is None:
-                return loss
             gradients.scale(self._trainable, 1.0 / self._scale.value)
             if self._scale.update(bool(gradients.global_norm(self._trainable).isfinite())):
                 return loss
+            for name, buffer in self.module.named_buffers():  # running statistics have had this batch: once is enough
+                buffer.copy_(before[name])
 
     def _gradients(self, batch: Any, step: int) -> Tensor:
         for parameter in self._trainable:
@@ -141,6 +144,13 @@ class Whole(ParallelModel):
 
     def load_optimizer_state(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
         state.load_optimizer_state(self.named_parameters(), optimizer, values)
+
+    def scale_state(self) -> dict[str, float]:
+        return {} if self._scale is None else self._scale.state_dict()
+
+    def load_scale_state(self, state: dict[str, float]) -> None:
+        if self._scale is not None and state:
+            self._scale.load_state_dict(state)
 
     def full_weights(self) -> dict[str, Tensor]:
         return state.full_weights(self.model_state(), keep=self._world.is_first)

@@ -159,19 +159,20 @@ def worths(measured: Iterable[Measured]) -> list[Worth]:
     return found
 
 
-def main_metric(measured: Iterable[Measured], spec: TrainSpec, wished: str | None = None) -> str:
-    """What the table shows first: what was wished for, what `stop` watches, or the first metric that is not the loss.
+def main_metric(names: Sequence[str], spec: TrainSpec, wished: str | None = None) -> str:
+    """What the table shows first: what is wished for, what `stop` watches, or the first metric that is not the loss.
 
-    Raises ConfigError when it was not evaluated.
+    names: what an evaluation of the Task measures
+
+    Raises ConfigError when it is not among them.
     """
-    names = list(dict.fromkeys(name for each in measured for name in each.values if name not in COSTS))
     for watched in (wished, spec.stop.target and spec.stop.target.metric):
         if watched:
             if watched not in names:
                 raise ConfigError("--metric", watched, "is not evaluated", f"there is {', '.join(names) or 'none'}")
             return watched
     if not names:
-        raise ConfigError("task", spec.task, "was not evaluated", "give Data(validation=...)")
+        raise ConfigError("task", spec.task, "is not evaluated", "give Data(validation=...)")
     return next((name for name in names if name != "loss"), names[0])
 
 

@@ -21,9 +21,17 @@ from shoal.parallel import Degrees, World
 from shoal.parallel.batches import moved
 from shoal.parallel.model import ParallelModel, parallelize
 from shoal.train.average import Average
-from shoal.train.optimizers import make_optimizer
+from shoal.train.optimizers import keep_to_spec, make_optimizer, set_rate
 from shoal.train.random_state import seed_everything
-from shoal.train.schedules import steps_of_epochs, total_steps_of
+from shoal.train.schedules import (
+    Place,
+    learning_rate_at,
+    momentum_at,
+    needs_total,
+    place_of,
+    steps_of_epochs,
+    total_steps_of,
+)
 from shoal.train.selective_backprop import SelectiveBackprop
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, data_of, model_of
@@ -47,7 +55,7 @@ class Stream:
 
 @dataclass
 class Assembly:
-    """The parts. `steps_per_epoch` and `total_steps` are None where nothing says them.
+    """The parts. `steps_per_epoch` is None where the data does not say it.
 
     num_parameters: of the whole model; a tied one counts once
     """
@@ -63,7 +71,6 @@ class Assembly:
     average: Average | None
     selective: SelectiveBackprop | None
     steps_per_epoch: int | None
-    total_steps: int | None
     num_parameters: int
 
     def train_step(self, batch: Any, step: int) -> Tensor:
@@ -72,9 +79,50 @@ class Assembly:
             return self.selective.train_step(batch, step)
         return self.model.train_step(batch, step)
 
-    def epoch_of(self, step: int) -> float:
-        """Epochs that `step` steps make: a fraction where the length of one is known, else whole ones that ended."""
-        return step / self.steps_per_epoch if self.steps_per_epoch else float(self.training.epoch)
+    @property
+    def epoch(self) -> float:
+        """Epochs that are done: with a fraction where the length of one is known, else whole ones that ended."""
+        steps = self._epoch_steps()
+        if steps is not None and self.steps_per_epoch is not None:
+            return steps / self.steps_per_epoch
+        return float(self.training.epoch + (self._counts_epochs and self.training.is_at_end()))
+
+    def place(self, step: int) -> Place:
+        """Where the run stands after `step` steps."""
+        return place_of(self.spec, step, self._epoch_steps(), self.steps_per_epoch)
+
+    def set_rate(self, step: int) -> None:
+        """Let the optimiser learn as the schedule says for the step that follows `step` steps."""
+        schedule, place = self.spec.schedule, self.place(step)
+        at = place.step if needs_total(schedule) else step
+        momentum = momentum_at(at, schedule, place.total_steps)
+        set_rate(self.optimizer, learning_rate_at(at, schedule, place.total_steps), momentum)
+
+    def num_evaluations_due(self, step: int) -> int:
+        """How often the validation data was due within `step` steps."""
+        every, steps = self.spec.evaluate, self._epoch_steps()
+        if every.every_steps is not None:
+            return step // every.every_steps
+        if steps is None or self.steps_per_epoch is None:
+            return int(self.epoch / every.every_epochs)
+        return int(steps // steps_of_epochs(every.every_epochs, self.steps_per_epoch))
+
+    @property
+    def _counts_epochs(self) -> bool:
+        """Whether something happens at the end of an epoch: an iterable is not read ahead for nothing."""
+        is_evaluated_by_it = self.validation is not None and self.spec.evaluate.every_steps is None
+        return self.spec.stop.epochs is not None or is_evaluated_by_it
+
+    def _epoch_steps(self) -> float | None:
+        """What the epochs that are done amount to, in steps of the present batch size; None for an iterable.
+
+        Of the data's place, and not of the steps: those before a resumption may have had another batch size.
+        """
+        if self.steps_per_epoch is None:
+            return None
+        data = self.training
+        within = self.steps_per_epoch if data.is_at_end() else data.position / self.spec.batch_size
+        return data.epoch * self.steps_per_epoch + within
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within, the model has the averaged weights, where the spec asks for an average."""
@@ -100,9 +148,10 @@ class Assembly:
         return {**self.network_state(), "optimizer": self.model.optimizer_state(self.optimizer)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take what `state` gave and a checkpoint has filled."""
+        """Take what `state` gave and a checkpoint has filled; what the spec says of the optimiser holds as it is."""
         self.load_network_state(state)
         self.model.load_optimizer_state(self.optimizer, state["optimizer"])
+        keep_to_spec(self.optimizer, self.spec.optimizer)
 
     def position(self) -> dict[str, Any]:
         """Where the data stands, for any number of ranks; rank 0's word counts for all."""
@@ -118,8 +167,22 @@ class Assembly:
     def load_position(self, position: dict[str, Any], own: dict[str, Any] | None) -> None:
         """Go on in the data where a checkpoint stands; `own` is None when another number of ranks wrote it."""
         self.training.load_state_dict(own["data"] if own is not None else position)
-        if self.selective is not None and own is not None:
+
+    def load_selective(self, own: dict[str, Any]) -> None:
+        """Take what Selective Backprop has of this rank's own position, written under this very plan, if it has any."""
+        if self.selective is not None and "selective" in own:
             self.selective.load_state_dict(own["selective"])
+
+    def counts(self) -> dict[str, Any]:
+        """What else has moved, alike on every rank: how often was evaluated, and the scale of an fp16 loss."""
+        validation = self.validation
+        return {"evaluated": 0 if validation is None else validation.epoch, "scale": self.model.scale_state()}
+
+    def load_counts(self, counts: dict[str, Any]) -> None:
+        """Take what `counts` gave: what the validation data draws next follows from it."""
+        self.model.load_scale_state(counts["scale"])
+        if self.validation is not None:
+            self.validation.seek(counts["evaluated"])
 
     def close(self) -> None:
         """End loaders and plan. Idempotent."""
@@ -147,6 +210,7 @@ def assemble(spec: TrainSpec, task: Task, world: World) -> Assembly:
     model = parallelize(network, task, spec.parallel, degrees, world, example, spec.seed)
     optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
     steps_per_epoch = training.num_batches
+    total_steps_of(spec, steps_per_epoch)
     chosen = spec.selective_backprop
     return Assembly(
         spec,
@@ -160,18 +224,8 @@ def assemble(spec: TrainSpec, task: Task, world: World) -> Assembly:
         average=Average(model, spec.average) if spec.average is not None else None,
         selective=SelectiveBackprop(chosen, model, task, spec.seed) if chosen is not None else None,
         steps_per_epoch=steps_per_epoch,
-        total_steps=total_steps_of(spec, steps_per_epoch),
         num_parameters=num_parameters,
     )
-
-
-def evaluation_interval(spec: TrainSpec, steps_per_epoch: int | None) -> int | None:
-    """After how many steps the validation data is due; None: only at the end, as nothing tells what an epoch is."""
-    if spec.evaluate.every_steps is not None:
-        return spec.evaluate.every_steps
-    if steps_per_epoch is None:
-        return None
-    return steps_of_epochs(spec.evaluate.every_epochs, steps_per_epoch)
 
 
 def _loader(spec: TrainSpec, data: Data, world: World, share: tuple[int, int], *, is_training: bool) -> Loader:

@@ -18,9 +18,9 @@ from shoal.data.fingerprint import fingerprint
 from shoal.errors import ConfigError
 from shoal.parallel.checks import check_plan
 from shoal.parallel.world import choose_device
-from shoal.registry import Signature
+from shoal.registry import ModelFactory, Signature
 from shoal.train.random_state import random_state, seed_everything, set_random_state
-from shoal.train.registered import model_name
+from shoal.train.registered import factory_of, model_name
 from shoal.train.schedules import total_steps_of
 from shoal.train.signature import signature_of
 from shoal.train.spec import TrainSpec
@@ -31,14 +31,18 @@ from shoal.train.task import Task, data_of, make_task, model_of
 class Checked:
     """What is known of a run before it starts.
 
+    factory:     how to build the network again, for the registry; with the source as it is now
     signature:   of the network, for the registry
     fingerprint: of the data, by its part, after the name of its class
+    measured:    what an evaluation measures, by name; () without validation data
     """
 
+    factory: ModelFactory
     signature: Signature
     fingerprint: dict[str, str]
     num_parameters: int
     steps_per_epoch: int | None
+    measured: tuple[str, ...]
 
 
 def check(spec: TrainSpec) -> Checked:
@@ -75,13 +79,16 @@ def _try_out(spec: TrainSpec, task: Task, data: Data, samples: int) -> Checked:
     # Where the workers run there may be a CUDA that is not here.
     device = "cuda" if spec.device == "cuda" else choose_device(spec.device, 0).type
     check_plan(model, task, spec.parallel, degrees, batch, device)
-    _require_watched(spec, data, _measures(spec, task, model, batch))
+    measured = _measures(spec, task, model, batch)
+    _require_watched(spec, data, measured)
+    _require_end(spec, data)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     signature = signature_of(task, model, batch)
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
     known = {name: f"{type(data).__name__} {fingerprint(data)}" for name, data in parts.items() if data is not None}
     model_name(spec)
-    return Checked(signature, known, num_parameters, steps_per_epoch)
+    evaluated = tuple(measured) if data.validation is not None else ()
+    return Checked(factory_of(spec), signature, known, num_parameters, steps_per_epoch, evaluated)
 
 
 def _require_methods(task: Task, spec: TrainSpec) -> None:
@@ -121,6 +128,16 @@ def _require_watched(spec: TrainSpec, data: Data, measured: list[str]) -> None:
         if each.metric not in measured:
             known = f"there is {', '.join(measured)}"
             raise ConfigError(f"{field}.metric", each.metric, "is not evaluated", known)
+
+
+def _require_end(spec: TrainSpec, data: Data) -> None:
+    """Where evaluations alone end the run: an iterable without a length may have no epoch that one follows."""
+    stop = spec.stop
+    has_limit = any(each is not None for each in (stop.steps, stop.epochs, stop.wall_s, stop.money))
+    has_epochs = hasattr(data.train, "__len__") or spec.evaluate.every_steps is not None
+    if not (has_limit or has_epochs):
+        problem = f"{type(data.train).__name__} has no length, and nothing but an evaluation ends the run"
+        raise ConfigError("evaluate.every_steps", None, problem, "give evaluate.every_steps=500, say, or stop.steps")
 
 
 def _require_pickles(task: Task, spec: TrainSpec) -> None:

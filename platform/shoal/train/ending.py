@@ -38,4 +38,4 @@ def end_run(spec: TrainSpec, outcome: Outcome, checked: Checked, recorder: RunRe
         if found is not None:
             recorder.event("target_reached", step=found.step, training_s=found.training_s, money=found.money)
     if registers:
-        register(spec, outcome, checked.signature, checked.fingerprint, recorder)
+        register(spec, outcome, checked.factory, checked.signature, checked.fingerprint, recorder)

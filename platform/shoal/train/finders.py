@@ -19,11 +19,11 @@ import numpy as np
 import psutil
 import torch
 
-from shoal.cost.alone import first_batch, undisturbed
+from shoal.cost.alone import first_samples, undisturbed
 from shoal.cost.memory import bytes_of, growth, state_of
 from shoal.errors import OutOfMemory
 from shoal.parallel import World
-from shoal.parallel.batches import tensors_of
+from shoal.parallel.batches import num_samples, tensors_of
 from shoal.runs.display import size as in_bytes
 from shoal.train.assembly import Assembly, assemble
 from shoal.train.fitting import is_out_of_memory
@@ -131,7 +131,7 @@ def find_batch(
 
     limit_bytes: of memory; None: what the device has free now, of a CPU's memory four fifths. On a CPU, a size that
                  would not fit by the sizes before it is not tried: the machine is left usable.
-    up_to:       where the search ends; no more than there are samples
+    up_to:       where the search ends; no more than there are samples, of which an iterable may not know the number
     longest_s:   of a step; where it takes longer, sizes are not doubled any further
 
     Raises OutOfMemory when not even one sample fits.
@@ -185,10 +185,13 @@ class _Trial:
         """Try this size, unless what is known already says that it cannot fit."""
         expected = self._expected_bytes(size)
         if self._device.type == "cpu" and expected > self._limit_bytes:
-            self.tried[size] = BatchTried(size, False, expected, was_run=False)
+            tried: BatchTried | None = BatchTried(size, False, expected, was_run=False)
         else:
-            self.tried[size] = self._run(size)
-        return self.tried[size].fits
+            tried = self._run(size)
+        if tried is None:
+            return False
+        self.tried[size] = tried
+        return tried.fits
 
     def slowest_s(self) -> float:
         return max(each.step_s for each in self.tried.values() if each.fits)
@@ -201,9 +204,12 @@ class _Trial:
         (small, least), (large, most) = known
         return int(most + (most - least) / (large - small) * (size - large))
 
-    def _run(self, size: int) -> BatchTried:
+    def _run(self, size: int) -> BatchTried | None:
+        """None where the data has not so many samples, of which an iterable need not know."""
         try:
-            batch = first_batch(self._data, size, self._device)
+            batch = first_samples(self._data, size, self._device)
+            if num_samples(batch) < size:
+                return None
             memory_bytes, step_s = measure_step(self._parts, batch, self._device)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):

@@ -25,10 +25,15 @@ _PEER = re.compile(r"Connection (closed|reset) by peer|Connection refused|Broken
 def explained(error: BaseException, parts: Assembly, batch: Any, step: int) -> BaseException:
     """OutOfMemory saying what would have fitted, RankLost, or the error itself."""
     if is_out_of_memory(error):
-        size = num_samples(batch) // parts.spec.parallel.accumulate
+        accumulate = parts.spec.parallel.accumulate
+        size = num_samples(batch) // accumulate
         fitting = None
         if parts.degrees.workers == 1:  # with peers, a trial would wait for theirs
-            fitting = largest_that_fits(lambda part: parts.model.train_step(part, step), _first(batch, size))
+
+            def attempt(num: int) -> object:
+                return parts.model.train_step(_first(batch, num * accumulate), step)  # which divides it again
+
+            fitting = largest_that_fits(attempt, size)
         return explain(error, step, size, fitting)
     if parts.degrees.workers > 1 and _PEER.search(str(error)):
         first = str(error).splitlines()[0]
@@ -41,15 +46,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or _CPU.search(str(error)) is not None
 
 
-def largest_that_fits(step: Callable[[Any], object], batch: Any) -> int:
-    """The largest number of samples, by halving, for which `step` goes through; 0 when not even one does."""
-    size = num_samples(batch) // 2
+def largest_that_fits(attempt: Callable[[int], object], size: int) -> int | None:
+    """The largest number of samples below `size`, by halving, for which `attempt` goes through; 0: not even one.
+
+    None when a smaller batch raises something else, as batch normalisation does of a single sample.
+    """
+    size //= 2
     while size:
         try:
-            step(_first(batch, size))
-        except (MemoryError, RuntimeError) as error:
+            attempt(size)
+        except (MemoryError, RuntimeError, ValueError) as error:
             if not is_out_of_memory(error):
-                raise
+                return None
         else:
             return size
         if torch.cuda.is_available():
@@ -74,4 +82,5 @@ def explain(error: BaseException, step: int, size: int, fitting: int | None) -> 
         return OutOfMemory(f"{problem}. Raise parallel.accumulate, or lower batch_size")
     if fitting == 0:
         return OutOfMemory(f"{problem}; not even one would have fitted. Split the model: parallel=fsdp workers=2")
-    return OutOfMemory(f"{problem}; {fitting} would have fitted: multiply parallel.accumulate by {-(-size // fitting)}")
+    factor = next(each for each in range(-(-size // fitting), size + 1) if size % each == 0)
+    return OutOfMemory(f"{problem}; {fitting} would have fitted: multiply parallel.accumulate by {factor}")

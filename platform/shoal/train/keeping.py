@@ -14,7 +14,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from shoal.checkpoint import Checkpointer, write_synced
+from shoal.checkpoint import Checkpointer, Found, write_synced
 from shoal.errors import CheckpointError
 from shoal.parallel import World
 from shoal.train.assembly import Assembly
@@ -78,13 +78,23 @@ class Keeper:
             return None
         extras = self._checkpointer.load(found, state)
         self._assembly.load_state(state)
-        self._assembly.load_position(extras.extras["position"], extras.own["position"] if extras.own else None)
+        own = extras.own["position"] if extras.own else None
+        self._assembly.load_position(extras.extras["position"], own)
+        self._assembly.load_counts(extras.extras["counts"])
+        self._restore_selective(own, found)
         if extras.own is not None:  # else another number of ranks goes on, whose randomness is its own
             set_random_state(extras.own["random"])
         self._checkpointer.prepare(state)
         progress = Progress(**extras.extras["progress"])
         self._saved_step, self._saved_elapsed_s = progress.step, progress.elapsed_s
         return Restored(progress, found.damaged)
+
+    def _restore_selective(self, own: dict[str, Any] | None, found: Found) -> None:
+        """The chosen samples that wait are of this rank's share of the data: under another plan it is another one."""
+        if own is not None and found.plan == self._assembly.degrees.words:
+            self._assembly.load_selective(own)
+        elif self._assembly.selective is not None:
+            self._journal.event("selective_backprop_emptied", step=found.step, plan=found.plan)
 
     def is_due_at(self, step: int) -> bool:
         """Whether the spec asks for a checkpoint after this step."""
@@ -103,9 +113,10 @@ class Keeper:
         if self._saved_step == progress.step and not best:
             return
         self.wait()  # for the one before: that it failed is said, and does not stop this one
-        own = {"random": random_state(), "position": self._assembly.own_position()}
-        extras = {"progress": asdict(progress), "position": self._assembly.position()}
-        state, plan = self._assembly.state(), self._assembly.degrees.words
+        parts = self._assembly
+        own = {"random": random_state(), "position": parts.own_position()}
+        extras = {"progress": asdict(progress), "position": parts.position(), "counts": parts.counts()}
+        state, plan = parts.state(), parts.degrees.words
         try:
             self._checkpointer.save(progress.step, state, extras, per_rank=own, plan=plan, best=best)
         except CheckpointError as error:

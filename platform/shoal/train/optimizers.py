@@ -6,7 +6,7 @@ the fused one unless they mix devices, plain and distributed tensors, or distrib
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from shoal.errors import ConfigError
 from shoal.train.spec import OptimizerSpec
 from shoal.train.task import Task
 
+_OF_SPEC = "is_of_spec"  # marks a group that the spec describes
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps"})
 
 
@@ -54,6 +55,13 @@ def set_rate(optimizer: Optimizer, factor: float, momentum: float | None = None)
             _set_momentum(group, momentum)
 
 
+def keep_to_spec(optimizer: Optimizer, spec: OptimizerSpec) -> None:
+    """After a checkpoint was taken: what the spec describes is as the spec says now. A Task's own stays as it was."""
+    for group in optimizer.param_groups:
+        if group.get(_OF_SPEC):
+            group.update(_settings(spec))
+
+
 def can_fuse(parameters: Iterable[Tensor]) -> bool:
     """Whether one fused kernel can update all of these together."""
     kinds = {(each.device.type, each.device_mesh if isinstance(each, DTensor) else None) for each in parameters}
@@ -63,11 +71,15 @@ def can_fuse(parameters: Iterable[Tensor]) -> bool:
 def _from_spec(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> Optimizer:
     floating = all(torch.is_floating_point(each) for each in parameters)
     fused = True if spec.fused and floating and can_fuse(parameters) else None
-    groups: list[dict[str, Any]] = [{"params": parameters}]  # a bare empty list would be refused
-    if spec.name == "sgd":
-        return SGD(groups, spec.learning_rate, spec.momentum, weight_decay=spec.weight_decay, fused=fused)
-    kind = AdamW if spec.name == "adamw" else Adam
-    return kind(groups, spec.learning_rate, spec.betas, weight_decay=spec.weight_decay, fused=fused)
+    groups: list[dict[str, Any]] = [{"params": parameters, _OF_SPEC: True}]  # a bare empty list would be refused
+    kinds: dict[str, Callable[..., Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
+    return kinds[spec.name](groups, **_settings(spec), fused=fused)
+
+
+def _settings(spec: OptimizerSpec) -> dict[str, Any]:
+    """Of one group, by the names that PyTorch gives them."""
+    own = {"momentum": spec.momentum} if spec.name == "sgd" else {"betas": spec.betas}
+    return {"lr": spec.learning_rate, "weight_decay": spec.weight_decay, **own}
 
 
 def _set_momentum(group: dict[str, Any], momentum: float) -> None:

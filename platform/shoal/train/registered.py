@@ -21,7 +21,7 @@ from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
 from shoal.runs import RunRecorder
 from shoal.train.outcome import Outcome
 from shoal.train.spec import TrainSpec
-from shoal.train.task import Task, find_task, source_file
+from shoal.train.task import Task, find_task, source_of
 from shoal.weights import WeightSnapshot
 
 
@@ -34,11 +34,14 @@ def model_name(spec: TrainSpec) -> str:
 
 
 def factory_of(spec: TrainSpec) -> ModelFactory:
-    """How to build the network: with the source of the Task where it is a file, else by its module's name."""
-    path = source_file(spec.task)
+    """How to build the network: with the source of the Task where it is a file, else by its module's name.
+
+    The source is the one that this process has loaded, whatever has become of the file since.
+    """
+    source = source_of(spec.task)
     kwargs: dict[str, Any] = {"task": spec.task, "args": dict(spec.args)}
-    if path is not None:
-        kwargs |= {"source": path.read_text(), "name": find_task(spec.task).__name__}
+    if source is not None:
+        kwargs |= {"source": source, "name": find_task(spec.task).__name__}
     return ModelFactory(factory="shoal.train.registered:build", kwargs=kwargs)
 
 
@@ -50,11 +53,17 @@ def build(task: str, args: Mapping[str, Any], source: str = "", name: str = "") 
 
 
 def register(
-    spec: TrainSpec, outcome: Outcome, signature: Signature, data: Mapping[str, str], recorder: RunRecorder
+    spec: TrainSpec,
+    outcome: Outcome,
+    factory: ModelFactory,
+    signature: Signature,
+    data: Mapping[str, str],
+    recorder: RunRecorder,
 ) -> ModelVersion:
     """Put the network that a run kept into the registry, and say so in the record.
 
-    data: fingerprints of the datasets, by their part
+    factory: how to build it, with the source as it was when the run began
+    data:    fingerprints of the datasets, by their part
 
     Raises RegistryError, and ConfigError for a name or alias that does not fit.
     """
@@ -63,7 +72,7 @@ def register(
     version = Registry().register(
         model_name(spec),
         snapshot,
-        model=factory_of(spec),
+        model=factory,
         signature=signature,
         run_id=recorder.id,
         metrics=outcome.metrics,

@@ -9,6 +9,7 @@ Steps are counted as finished ones: the first step of a run has the rate of step
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from shoal.errors import ConfigError
 from shoal.train.spec import ScheduleSpec, StopSpec, TrainSpec
@@ -20,7 +21,18 @@ MOMENTUM_LOW, MOMENTUM_HIGH = 0.85, 0.95
 _ROUNDING = 1e-9  # 0.07 epochs of 100 steps are 7 steps, not 7.000000000000001
 
 
-def learning_rate_at(step: int, spec: ScheduleSpec, total_steps: int | None) -> float:
+@dataclass(frozen=True)
+class Place:
+    """Where a run stands on its way to the nearest end that is known: after `step` of `total_steps` steps.
+
+    Both are in steps of the present batch size where that end is one in epochs: the steps before may have had another.
+    """
+
+    step: float
+    total_steps: int | None
+
+
+def learning_rate_at(step: float, spec: ScheduleSpec, total_steps: int | None) -> float:
     """The share of `optimizer.learning_rate` with which step `step` (from 0) is taken; beyond the end, the last one.
 
     total_steps: as `total_steps_of` gives it; None is enough for a schedule that does not depend on it
@@ -38,7 +50,7 @@ def learning_rate_at(step: int, spec: ScheduleSpec, total_steps: int | None) -> 
     return spec.final + (1.0 - spec.final) * share
 
 
-def momentum_at(step: int, spec: ScheduleSpec, total_steps: int | None) -> float | None:
+def momentum_at(step: float, spec: ScheduleSpec, total_steps: int | None) -> float | None:
     """What a one-cycle schedule makes of the momentum: low where the rate is high; None for the other schedules.
 
     arXiv:1803.09820, section 4.3, with the bounds that PyTorch and fastai use.
@@ -74,6 +86,23 @@ def total_steps_of(spec: TrainSpec, steps_per_epoch: int | None) -> int | None:
     raise ConfigError("schedule.total_steps", None, problem, remedy)
 
 
+def place_of(spec: TrainSpec, step: int, epoch_steps: float | None, steps_per_epoch: int | None) -> Place:
+    """The place after `step` steps.
+
+    epoch_steps: what the epochs that are done amount to, in steps of the present batch size; None as steps_per_epoch
+
+    Raises ConfigError when no end is known and the schedule needs one.
+    """
+    by_steps = Place(step, total_steps_of(spec, steps_per_epoch))
+    stop = spec.stop
+    if spec.schedule.total_steps is not None or stop.epochs is None or steps_per_epoch is None or epoch_steps is None:
+        return by_steps
+    total = steps_of_epochs(stop.epochs, steps_per_epoch)
+    if stop.steps is not None and stop.steps - step < total - epoch_steps:
+        return Place(step, stop.steps)
+    return Place(epoch_steps, total)
+
+
 def steps_of_epochs(epochs: float, steps_per_epoch: int) -> int:
     """The fewest whole steps that make `epochs` epochs."""
     return max(math.ceil(epochs * steps_per_epoch - _ROUNDING), 1)
@@ -103,7 +132,7 @@ def _half_cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _one_cycle(step: int, spec: ScheduleSpec, total: int, start: float, peak: float, end: float) -> float:
+def _one_cycle(step: float, spec: ScheduleSpec, total: int, start: float, peak: float, end: float) -> float:
     """`start` at step 0, `peak` after the warm-up, `end` at the last step; cosines between (arXiv:1708.07120)."""
     warmup = spec.warmup or ONE_CYCLE_WARMUP
     rise = (warmup * total if warmup < 1 else warmup) - 1.0

@@ -108,14 +108,29 @@ class StopPolicy:
             "best": best,
             "since_best": self._num_since_best,
             "judged_step": self._judged_step,
+            "watched": self._watched,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what an earlier life's `state_dict` said; this life begins at 0 s."""
+        """Go on from what an earlier life's `state_dict` said; this life begins at 0 s.
+
+        What was the best by another measure than the spec's says nothing now.
+        """
         self._before, self._now = _Spent(state["elapsed_s"], state["money"]), _Spent()
-        self._best = None if state["best"] is None else (int(state["best"][0]), float(state["best"][1]))
+        self._best, self._num_since_best, self._judged_step, self._stop = None, 0, -1, None
+        if self._watched is None or self._watched != state["watched"]:
+            return
+        if state["best"] is not None:
+            self._best = int(state["best"][0]), float(state["best"][1])
         self._num_since_best, self._judged_step = int(state["since_best"]), int(state["judged_step"])
-        self._stop = None
+
+    @property
+    def _watched(self) -> list[str] | None:
+        """By what networks are compared: the metric, and which end of it is better."""
+        spec = self._spec.convergence
+        if spec is None:
+            return None
+        return [spec.metric, "max" if _more_is_better(spec.metric, spec.direction) else "min"]
 
     def _limit_reached(self, step: int, epoch: float) -> Stop | None:
         spec = self._spec

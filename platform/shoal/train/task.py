@@ -23,6 +23,7 @@ from shoal.data import Data
 from shoal.errors import ConfigError, DataError
 
 JOBS = Path("jobs")
+_SOURCE = "__source__"  # of a module of a file: its text when it was loaded
 
 
 class Task:
@@ -154,6 +155,17 @@ def source_file(word: str) -> Path | None:
     return recipe.resolve() if recipe.is_file() else None
 
 
+def source_of(word: str) -> str | None:
+    """The text of the file that `word` names, as it was when this process loaded it; None for an installed module.
+
+    Raises ConfigError as `find_task` does.
+    """
+    if source_file(word) is None:
+        return None
+    source: str = vars(_load(word, word.partition(":")[0]))[_SOURCE]
+    return source
+
+
 def _load(word: str, place: str) -> ModuleType:
     path = source_file(word)
     if path is None:
@@ -177,6 +189,7 @@ def load_file(path: Path, word: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # what lies beside the file can be imported by it
     try:
+        setattr(module, _SOURCE, path.read_text())
         spec.loader.exec_module(module)
     except Exception as error:  # whatever a user's file raises is why it cannot be used
         del sys.modules[name]

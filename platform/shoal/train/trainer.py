@@ -23,7 +23,7 @@ from shoal.cost.probe import CostProbe
 from shoal.errors import NotFinite, TrainError
 from shoal.parallel import World
 from shoal.train.agreement import Agreement, Signs
-from shoal.train.assembly import assemble, evaluation_interval
+from shoal.train.assembly import assemble
 from shoal.train.evaluation import evaluate
 from shoal.train.expense import TRAINING_S
 from shoal.train.fitting import explained
@@ -31,9 +31,7 @@ from shoal.train.histograms import write_histograms
 from shoal.train.journal import Journal, Silent
 from shoal.train.keeping import Keeper, Progress, write_weights
 from shoal.train.meter import Meter
-from shoal.train.optimizers import set_rate
 from shoal.train.outcome import Outcome
-from shoal.train.schedules import learning_rate_at, momentum_at
 from shoal.train.spec import TrainSpec
 from shoal.train.stopping import Stop, StopPolicy
 from shoal.train.task import Task
@@ -85,13 +83,13 @@ class Trainer:
         self._run_id, self._should_stop = run_id, should_stop
         self._journal: Journal = journal if journal is not None and world.is_first else Silent()
         self._parts = parts = assemble(spec, task, world)
-        self._evaluation_interval = evaluation_interval(spec, parts.steps_per_epoch)
         self._meter = Meter(world.size * peak_flops(world.device, spec.parallel.precision))
         self._probe: CostProbe | None = CostProbe(parts.model, parts.optimizer, world)
         self._policy = StopPolicy(spec.stop, world.size, spec.price_per_device_hour)
         self._agreement = Agreement(world)
         self._keeper = Keeper(spec.checkpoint, parts, world, folder / "checkpoints", self._journal)
         self._progress = Progress()
+        self._num_evaluations_due = 0
         self._began_s = time.monotonic()
         self._elapsed_s = 0.0  # of this life, as all ranks have agreed
         self._recent: list[_Recent] = []
@@ -119,15 +117,17 @@ class Trainer:
             self._journal.event("restored", step=restored.progress.step, damaged=restored.damaged)
             for step, values in restored.progress.reports:
                 self._journal.log(step, values)
+        step = self._progress.step
+        place, self._num_evaluations_due = parts.place(step), parts.num_evaluations_due(step)
         self._journal.event(
             "training",
-            step=self._progress.step,
+            step=step,
             plan=parts.degrees.words,
             workers=self.world.size,
             device=str(self.world.device),
             parameters=parts.num_parameters,
             steps_per_epoch=parts.steps_per_epoch,
-            total_steps=parts.total_steps,
+            total_steps=None if place.total_steps is None else step + round(place.total_steps - place.step),
         )
         self._began_s = time.monotonic()
         self._meter.begin(self._progress.training_s)
@@ -136,21 +136,19 @@ class Trainer:
 
     def _step_until_stopped(self) -> Stop:
         """What is due after a step is done in one fixed order, alike on every rank."""
-        stop = self._policy.after_step(self._progress.step, self._epoch(), 0.0)  # a run may have ended already
+        stop = self._policy.after_step(self._progress.step, self._parts.epoch, 0.0)  # a run may have ended already
         if self._progress.evaluated == self._progress.step and self._progress.metrics:
-            stop = self._policy.after_evaluation(self._progress.step, self._progress.metrics)
+            stop = self._judge()
+        elif stop is not None:
+            stop = self._evaluate() or stop
         while stop is None:
+            self._parts.set_rate(self._progress.step)
             self._step(self._parts.stream.next())
             stop = self._after_step()
         return stop
 
-    def _epoch(self) -> float:
-        return self._parts.epoch_of(self._progress.step)
-
     def _step(self, batch: Any) -> None:
-        parts, step, schedule = self._parts, self._progress.step, self.spec.schedule
-        rate = learning_rate_at(step, schedule, parts.total_steps)
-        set_rate(parts.optimizer, rate, momentum_at(step, schedule, parts.total_steps))
+        parts, step = self._parts, self._progress.step
         norm = None
         try:
             with self._probe.step() if self._probe is not None else nullcontext():
@@ -178,11 +176,12 @@ class Trainer:
         self._journal.event(MEASURED, **cost.details())
 
     def _after_step(self) -> Stop | None:
-        step, epoch = self._progress.step, self._epoch()
+        step, epoch = self._progress.step, self._parts.epoch
         stop = self._policy.after_step(step, epoch, self._elapsed_s)
         is_agreed, every = self._agreement.is_due(), self.spec.log_every_steps
         is_logged = step % every == 0 if every is not None else is_agreed
-        is_evaluated = self._evaluation_interval is not None and step % self._evaluation_interval == 0
+        num_due = self._parts.num_evaluations_due(step)
+        is_evaluated, self._num_evaluations_due = num_due > self._num_evaluations_due, num_due
         is_saved = self._keeper.is_due_at(step)
         self._write_histograms(step)
         if not (is_agreed or is_logged or is_evaluated or is_saved or stop):
@@ -233,7 +232,7 @@ class Trainer:
             "train/step": float(step),
             "train/loss": self._loss_sum / self._num_losses if self._num_losses else float("nan"),
             "train/learning_rate": float(parts.optimizer.param_groups[0]["lr"]),
-            "train/epoch": self._epoch(),
+            "train/epoch": parts.epoch,
             **self._meter.report(parts.training.wait_s, parts.model.communication_s),
         }
         self._progress.report(step, values, self._journal)
@@ -254,8 +253,13 @@ class Trainer:
         self._progress.training_s = self._meter.training_s
         named = {f"validation/{name}": value for name, value in metrics.items()}
         self._progress.report(step, {**named, TRAINING_S: self._progress.training_s}, self._journal)
-        stop = self._policy.after_evaluation(step, metrics)
-        if self._policy.best_step == step:
+        return self._judge()
+
+    def _judge(self) -> Stop | None:
+        """What the newest evaluation decides; a network that becomes the best one by it is saved as that."""
+        step, before = self._progress.step, self._policy.best_step
+        stop = self._policy.after_evaluation(step, self._progress.metrics)
+        if self._policy.best_step == step != before:
             self._save(best=True)
         return stop
 

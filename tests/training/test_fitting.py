@@ -1,0 +1,64 @@
+"""Out of memory at a step: what is said to have fitted, for micro-steps, and where trying it is not possible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import OutOfMemory
+from shoal.parallel import World
+from shoal.train.trainer import Trainer
+from train_task import CLASSES, FEATURES, Toy
+from training.test_trainer import spec_of
+
+
+class Bounded(nn.Module):
+    """Runs out of memory at more than `most` samples; `least` of them it must have."""
+
+    def __init__(self, most: int, least: int) -> None:
+        super().__init__()
+        self.most, self.least, self.layer = most, least, nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, features: Tensor) -> Tensor:
+        if len(features) > self.most:
+            raise torch.OutOfMemoryError("tried to allocate")
+        if len(features) < self.least:
+            raise ValueError("Expected more than 1 value per channel when training")
+        outputs: Tensor = self.layer(features)
+        return outputs
+
+
+class Large(Toy):
+    def __init__(self, most: int, least: int = 1) -> None:
+        super().__init__()
+        self.most, self.least = most, least
+
+    def model(self) -> nn.Module:
+        return Bounded(self.most, self.least)
+
+
+@pytest.mark.parametrize(
+    ("most", "plan", "batch_size", "said"),
+    [
+        (7, {"accumulate": 2}, 32, "16 samples at a time .*; 4 would have fitted: multiply parallel.accumulate by 4"),
+        (5, {"accumulate": 3}, 36, "12 samples at a time .*; 3 would have fitted: multiply parallel.accumulate by 4"),
+        (1, {"accumulate": 2}, 40, "20 samples at a time .*; 1 would have fitted: multiply parallel.accumulate by 20"),
+        (13, {}, 50, "50 samples at a time .*; 12 would have fitted: multiply parallel.accumulate by 5"),
+        (26, {}, 49, "49 samples at a time .*; 24 would have fitted: multiply parallel.accumulate by 7"),
+        (0, {"accumulate": 2}, 32, "not even one would have fitted"),
+    ],
+)
+def test_what_would_have_fitted_is_a_micro_step_that_divides_the_batch(
+    tmp_path: Path, most: int, plan: dict[str, int], batch_size: int, said: str
+) -> None:
+    spec = spec_of(parallel=plan, batch_size=batch_size)
+    with pytest.raises(OutOfMemory, match=said):
+        Trainer(spec, Large(most), World.alone("cpu"), tmp_path).run()
+
+
+def test_what_a_smaller_batch_raises_does_not_hide_that_memory_ran_out(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory, match=r"32 samples at a time .*\. Raise parallel\.accumulate, or lower batch_size"):
+        Trainer(spec_of(), Large(most=1, least=2), World.alone("cpu"), tmp_path).run()

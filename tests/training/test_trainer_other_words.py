@@ -1,0 +1,165 @@
+"""A run that is resumed with other words than it began with: what they change, and what goes on as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.parallel import World
+from shoal.train.spec import TrainSpec
+from shoal.train.trainer import Trainer
+from train_task import Toy
+from training.test_trainer import Notes, spec_of, train
+
+
+class OwnOptimizer(Toy):
+    """Its optimiser is its own affair; `decay` is what it is made with."""
+
+    def __init__(self, decay: float) -> None:
+        super().__init__()
+        self.decay = decay
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.01, weight_decay=self.decay)
+
+
+def settings_after(folder: Path, spec: TrainSpec, task: Toy) -> dict[str, Any]:
+    """The settings of the optimiser with which a run ended."""
+    trainer = Trainer(spec, task, World.alone("cpu"), folder)
+    trainer.run()
+    (group,) = trainer._parts.optimizer.param_groups
+    return group
+
+
+def rates_of(notes: Notes) -> dict[int, float]:
+    return {step: row["train/learning_rate"] for step, row in notes.metrics.items() if "train/learning_rate" in row}
+
+
+def evaluated(notes: Notes) -> list[int]:
+    return sorted(step for step, row in notes.metrics.items() if "validation/loss" in row)
+
+
+@pytest.mark.parametrize(("batch_size", "steps_per_epoch"), [(16, 16), (64, 4)])
+def test_epochs_and_the_schedule_go_on_under_another_batch_size(
+    tmp_path: Path, batch_size: int, steps_per_epoch: int
+) -> None:
+    epochs = {"stop": {"epochs": 4}, "schedule": {"name": "one_cycle"}}
+    calls = iter(range(1, 100))
+    first = Notes()
+    train(tmp_path, spec_of(**epochs), first, should_stop=lambda: next(calls) >= 16)  # two epochs of eight steps
+    second = Notes()
+    outcome = train(tmp_path, spec_of(batch_size=batch_size, **epochs), second)
+    assert outcome.steps == 16 + 2 * steps_per_epoch
+    assert second.metrics[17]["train/epoch"] == 2 + 1 / steps_per_epoch
+    assert second.metrics[outcome.steps]["train/epoch"] == 4.0
+    assert [step for step in evaluated(second) if step > 16] == [16 + steps_per_epoch, 16 + 2 * steps_per_epoch]
+    rates = rates_of(second)
+    whole = Notes()
+    train(tmp_path / "whole", spec_of(batch_size=batch_size, **epochs), whole)
+    later = {step - 2 * steps_per_epoch: rate for step, rate in rates_of(whole).items() if step > 2 * steps_per_epoch}
+    assert {step - 16: rate for step, rate in rates.items() if step > 16} == later
+    training = dict(second.events)["training"]
+    assert training["total_steps"] == outcome.steps
+
+
+def test_a_batch_size_that_changes_within_an_epoch_ends_with_the_epoch(tmp_path: Path) -> None:
+    calls = iter(range(1, 100))
+    train(tmp_path, spec_of(stop={"epochs": 2}), should_stop=lambda: next(calls) >= 4)  # 128 of 256 samples
+    notes = Notes()
+    outcome = train(tmp_path, spec_of(stop={"epochs": 2}, batch_size=50), notes)
+    assert [step for step in evaluated(notes) if step > 4] == [6, 11]  # two batches are left, an epoch has five
+    assert outcome.steps == 11
+    assert notes.metrics[6]["train/epoch"] == 1.0
+
+
+def test_steps_are_counted_as_steps_whatever_their_batch_size(tmp_path: Path) -> None:
+    steps = {"stop": {"steps": 20}, "schedule": {"name": "linear"}}
+    calls = iter(range(1, 100))
+    train(tmp_path, spec_of(**steps), should_stop=lambda: next(calls) >= 10)
+    notes = Notes()
+    assert train(tmp_path, spec_of(batch_size=64, **steps), notes).steps == 20
+    assert rates_of(notes)[11] == pytest.approx(0.01 * 0.5)
+
+
+def test_the_optimizers_words_hold_in_a_run_that_goes_on(tmp_path: Path) -> None:
+    train(tmp_path, spec_of(stop={"steps": 6}, schedule={"name": "one_cycle", "total_steps": 12}))
+    words = {"learning_rate": 0.002, "weight_decay": 0.1, "betas": (0.8, 0.95)}
+    settings = settings_after(tmp_path, spec_of(stop={"steps": 8}, optimizer=words), Toy())
+    assert (settings["lr"], settings["weight_decay"], settings["betas"]) == (0.002, 0.1, (0.8, 0.95))
+
+
+def test_momentum_does_not_stay_where_a_cycle_left_it(tmp_path: Path) -> None:
+    sgd = {"name": "sgd", "learning_rate": 0.01, "momentum": 0.5}
+    train(tmp_path, spec_of(stop={"steps": 6}, optimizer=sgd, schedule={"name": "one_cycle", "total_steps": 12}))
+    assert settings_after(tmp_path, spec_of(stop={"steps": 8}, optimizer=sgd), Toy())["momentum"] == 0.5
+
+
+def test_an_optimizer_of_the_tasks_own_goes_on_with_its_settings(tmp_path: Path) -> None:
+    settings_after(tmp_path, spec_of(stop={"steps": 2}), OwnOptimizer(decay=0.3))
+    settings = settings_after(tmp_path, spec_of(stop={"steps": 4}, optimizer={"weight_decay": 0.1}), OwnOptimizer(0.0))
+    assert settings["weight_decay"] == 0.3
+
+
+def test_a_run_that_ends_where_it_was_interrupted_is_evaluated_there(tmp_path: Path) -> None:
+    calls = iter(range(1, 100))
+    train(tmp_path / "parts", spec_of(stop={"steps": 20}), should_stop=lambda: next(calls) >= 11)
+    outcome = train(tmp_path / "parts", spec_of(stop={"steps": 11}))
+    expected = train(tmp_path / "whole", spec_of(stop={"steps": 11}))
+    assert outcome.steps == outcome.kept == 11
+    assert outcome.metrics == expected.metrics
+
+
+def test_what_a_new_metric_finds_best_is_kept(tmp_path: Path) -> None:
+    every = {"evaluate": {"every_steps": 4}}
+    first = {"steps": 8, "convergence": {"metric": "loss", "direction": "max", "patience": 9}}
+    assert train(tmp_path, spec_of(stop=first, **every)).kept == 4  # the highest loss
+    second = {"steps": 40, "convergence": {"metric": "accuracy", "patience": 9}}
+    notes = Notes()
+    outcome = train(tmp_path, spec_of(stop=second, **every), notes)
+    accuracy = {step: row["validation/accuracy"] for step, row in notes.metrics.items() if step in evaluated(notes)}
+    assert outcome.metrics["accuracy"] == accuracy[outcome.kept] == max(accuracy[step] for step in accuracy if step > 4)
+
+
+def test_the_network_where_a_run_goes_on_may_be_the_best_by_the_new_metric(tmp_path: Path) -> None:
+    every = {"evaluate": {"every_steps": 4}, "optimizer": {"name": "sgd", "learning_rate": 1e-9, "momentum": 0.0}}
+    train(tmp_path, spec_of(stop={"steps": 8, "convergence": {"metric": "loss"}}, **every))
+    outcome = train(tmp_path, spec_of(stop={"convergence": {"metric": "accuracy", "patience": 2}}, **every))
+    assert (outcome.steps, outcome.kept) == (16, 8)
+
+
+def test_without_convergence_the_new_steps_are_kept(tmp_path: Path) -> None:
+    watched = {"metric": "loss", "direction": "max", "patience": 9}
+    train(tmp_path, spec_of(stop={"epochs": 2, "convergence": watched}))
+    outcome = train(tmp_path, spec_of(stop={"epochs": 3}))
+    assert (outcome.steps, outcome.kept) == (24, 24)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_selective_backprop_begins_anew_under_another_plan(tmp_path: Path, tensor: int) -> None:
+    spec = spec_of(stop={"steps": 3}, selective_backprop={"beta": 1.0})
+    train(tmp_path, spec)
+    notes = Notes()
+    trainer = Trainer(spec, Toy(), World.alone("cpu"), tmp_path, journal=notes)
+    trainer._parts.degrees = replace(trainer._parts.degrees, tensor=tensor)  # of as many ranks, were this one of two
+    trainer._keeper.restore()
+    assert trainer._parts.selective is not None
+    num_recent = len(trainer._parts.selective.state_dict()["recent"])
+    trainer._keeper.close()
+    trainer._parts.close()
+    if tensor == 1:
+        assert (num_recent, notes.events) == (96, [])
+    else:
+        assert (num_recent, notes.events) == (0, [("selective_backprop_emptied", {"step": 3, "plan": "single"})])
+
+
+def test_selective_backprop_may_begin_when_a_run_goes_on(tmp_path: Path) -> None:
+    train(tmp_path, spec_of(stop={"steps": 3}))
+    notes = Notes()
+    assert train(tmp_path, spec_of(stop={"steps": 6}, selective_backprop={"beta": 1.0}), notes).steps == 6
+    assert "selective_backprop_emptied" not in dict(notes.events)
