@@ -80,7 +80,8 @@ class Keeper:
         self._assembly.load_state(state)
         own = extras.own["position"] if extras.own else None
         self._assembly.load_position(extras.extras["position"], own)
-        self._assembly.load_counts(extras.extras["counts"])
+        if "counts" in extras.extras:  # older checkpoints have none
+            self._assembly.load_counts(extras.extras["counts"])
         self._restore_selective(own, found)
         if extras.own is not None:  # else another number of ranks goes on, whose randomness is its own
             set_random_state(extras.own["random"])

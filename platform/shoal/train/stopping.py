@@ -118,7 +118,7 @@ class StopPolicy:
         """
         self._before, self._now = _Spent(state["elapsed_s"], state["money"]), _Spent()
         self._best, self._num_since_best, self._judged_step, self._stop = None, 0, -1, None
-        if self._watched is None or self._watched != state["watched"]:
+        if self._watched is None or self._watched != state.get("watched", self._watched):  # older ones do not say
             return
         if state["best"] is not None:
             self._best = int(state["best"][0]), float(state["best"][1])
