@@ -63,7 +63,7 @@ class Whole(ParallelModel):
             if self._scale is None:
                 return loss
             gradients.scale(self._trainable, 1.0 / self._scale.value)
-            if self._scale.update(bool(gradients.global_norm(self._trainable).isfinite())):
+            if self._scale.update(bool(gradients.global_norm(self._trainable, self._world.device).isfinite())):
                 return loss
 
     def _gradients(self, batch: Any, step: int) -> Tensor:
@@ -115,7 +115,7 @@ class Whole(ParallelModel):
         return summed
 
     def clip(self, max_norm: float) -> Tensor:
-        return gradients.clip(self._trainable, max_norm)
+        return gradients.clip(self._trainable, max_norm, self._world.device)
 
     @property
     def sent_past_group_bytes(self) -> float:
