@@ -142,6 +142,32 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_with_its_samples(tmp_pat
     assert errors[0].checkpoint.endswith("step-000000003")
 
 
+def spoil(world: World, folder: Path, spec: TrainSpec) -> NotFinite:
+    """The program of a rank: the last one's share of the weights is spoilt after the fifth step; what was raised."""
+    from shoal.parallel import gradients
+    from shoal.train.trainer import Trainer
+
+    calls = iter(range(1, 1000))
+
+    def look() -> bool:
+        if next(calls) == 5 and world.rank == world.size - 1:
+            weights = dict(trainer._parts.model.named_parameters())
+            gradients.local(weights["3.weight"].detach())[0] = float("nan")
+        return False
+
+    trainer = Trainer(spec, Toy(), world, folder, should_stop=look)
+    with pytest.raises(NotFinite) as raised:
+        trainer.run()
+    return raised.value
+
+
+def test_weights_that_are_spoilt_on_one_rank_are_saved_by_none(tmp_path: Path) -> None:
+    spec = spec_of("fsdp").override(["checkpoint.every_steps=1"])
+    for error in run_ranks(spoil, 2, tmp_path, spec):
+        assert (error.what, error.step, error.indices) == ("the weight 3.weight", 4, None)
+        assert error.checkpoint.endswith("step-000000004")
+
+
 def test_a_killed_rank_is_a_rank_lost_for_the_others_and_the_run_goes_on_exactly(
     alone: dict[int, float], tmp_path: Path
 ) -> None:
