@@ -47,7 +47,8 @@ class Toy(Task):
     """A small perceptron with dropout on `Points`.
 
     notes:      a folder; each rank writes the samples of each step there, a line of JSON a step
-    fault:      kill (this process), nan (the loss), raise, wait (until a file `go` is in `notes`), or none
+    fault:      kill (this process), nan (the loss), gradient (is NaN, of a loss that is not), skip (all layers), raise,
+                wait (until a file `go` is in `notes`), or none
     fault_step: counted in calls of `loss` in training, over all lives
     step_s:     that each step takes at least
     """
@@ -121,6 +122,10 @@ class Toy(Task):
         if self.fault == "wait":
             while not (self.notes / "go").exists():
                 time.sleep(0.02)
+        if self.fault == "skip":
+            return torch.zeros((), requires_grad=True)
+        if self.fault == "gradient":
+            return loss + (0.0 * loss).sqrt()
         return loss * float("nan") if self.fault == "nan" else loss
 
 

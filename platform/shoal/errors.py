@@ -16,7 +16,7 @@
     ├── RegistryError          a model, version or alias that does not exist or cannot be written
     ├── CheckpointError        a checkpoint that is missing or damaged, or could not be written
     ├── TrainError             a training run that cannot go on
-    │   ├── NotFinite          a loss or gradient that is NaN or infinite (step, samples, last good checkpoint)
+    │   ├── NotFinite          a loss, gradient or weight is NaN or infinite (step, samples, last good checkpoint)
     │   ├── OutOfMemory        the device's memory is too small for a step; says what would have fitted
     │   └── RankLost           another process of the group died or stopped answering
     ├── RunError               a run that does not exist or failed
@@ -116,7 +116,7 @@ class TrainError(ShoalError):
 
 
 class NotFinite(TrainError):
-    """A loss or a gradient is NaN or infinite. `indices` are the samples of the batch, where they are known."""
+    """A loss, gradient or weight is NaN or infinite. `indices` are the samples of the batch, where they are known."""
 
     def __init__(self, what: str, step: int, indices: list[int] | None, checkpoint: str | None) -> None:
         self.what, self.step, self.indices, self.checkpoint = what, step, indices, checkpoint

@@ -1,4 +1,4 @@
-"""Kill a worker and Ray Train's controller by name, and let a task fail: where the run goes on, and with what."""
+"""Kill by name a worker, Ray Train's controller, the mailbox, and let a task fail: where the run goes on, and how."""
 
 from __future__ import annotations
 
@@ -155,6 +155,28 @@ def test_the_death_of_ray_trains_controller_is_a_loss_of_workers(
     with Meanwhile(kill):
         run_id = run_training(spec_of(tmp_path, fault="wait", fault_step=7), "train")
     assert_went_on(shoal.runs.load(run_id), tmp_path, undisturbed)
+
+
+def test_the_death_of_the_mailbox_is_a_loss_of_workers(
+    cluster: EmbeddedCluster, tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    from shoal.flows.training import run_training
+
+    def kill() -> None:
+        wait_for(lambda: (tmp_path / "failed").exists(), 120, "the step to wait at")
+        found = [pid for pid in cluster.pids() if "Mailbox" in "".join(psutil.Process(pid).cmdline())]
+        assert len(found) == 1
+        os.kill(found[0], signal.SIGKILL)
+        (tmp_path / "go").touch()
+
+    with Meanwhile(kill):
+        run_id = run_training(spec_of(tmp_path, fault="wait", fault_step=7, step_s=0.2), "train")
+    run = shoal.runs.load(run_id)
+    assert run.status is Status.FINISHED
+    assert run.events()["kind"].tolist().count("workers_lost") == 1
+    assert "the mailbox of the workers died" in run.last_events()["workers_lost"]["error"]
+    assert 8 <= run.last_events()["restored"]["step"] < STEPS  # where the workers heard of it, and saved
+    assert losses_of(run) == undisturbed  # what was not delivered is said again
 
 
 def test_an_error_of_the_users_own_comes_out_once_with_its_traceback(cluster: EmbeddedCluster, tmp_path: Path) -> None:

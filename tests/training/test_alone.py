@@ -21,6 +21,7 @@ from programs import RanksFailed, run_ranks
 from shoal.errors import RunError
 from shoal.parallel import World
 from shoal.runs import Run, Status
+from shoal.train.__main__ import main
 from shoal.train.alone import train_here
 from shoal.train.spec import TrainSpec
 from train_task import Toy
@@ -158,6 +159,28 @@ def losses_of_a_rank(world: World, folder: Path, spec: TrainSpec) -> dict[int, f
     folder.mkdir(exist_ok=True)
     Trainer(spec, Toy(), world, folder, journal=Journal()).run()
     return losses
+
+
+def test_under_torchrun_the_rank_that_is_wrong_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    fault = [f"args.notes={tmp_path}", "args.fault=skip", "args.fault_rank=1", "args.fault_step=2"]
+    running = program(*WORDS, "parallel=ddp", *fault, ranks=2)
+    said, _ = running.communicate(timeout=90)
+    assert running.returncode == 1
+    assert said.count("[rank 1] error: parallel.dynamic = False: 0.weight had a gradient at first") == 1, said
+
+
+@pytest.mark.parametrize(
+    ("environment", "prefix"), [({}, ""), ({"RANK": "1", "WORLD_SIZE": "2"}, "[rank 1] ")], ids=str
+)
+def test_words_that_are_wrong_are_answered_by_every_rank(
+    environment: dict[str, str], prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that ends without a word may take the others along before they have said theirs."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main([*WORDS, "batch_sise=32"]) == 1
+    assert capsys.readouterr().err.startswith(f"{prefix}error: batch_sise")
 
 
 class Wide(Toy):

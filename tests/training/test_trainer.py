@@ -15,6 +15,7 @@ import torch
 from shoal.data import Data
 from shoal.errors import NotFinite, SpecMismatch
 from shoal.parallel import World
+from shoal.train.keeping import first_not_finite
 from shoal.train.outcome import Outcome
 from shoal.train.spec import TrainSpec
 from shoal.train.trainer import Trainer
@@ -219,6 +220,42 @@ def test_a_loss_that_is_not_finite_stops_it_with_step_samples_and_checkpoint(tmp
     notes = Notes()
     train(tmp_path / "run", spec, notes, notes=str(tmp_path))
     assert notes.events[0] == ("restored", {"step": 4, "damaged": []})  # the last good one
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["checkpoint.every_steps=2"], id="saved after so many steps"),
+        pytest.param(["checkpoint.every_s=0.000001"], id="saved by time"),
+        pytest.param(["stop.steps=6", "checkpoint.every_steps=4", "average=0.9"], id="the last step"),
+        pytest.param(
+            ["stop.convergence.metric=accuracy", "checkpoint.every_steps=4", "evaluate.every_steps=6"],
+            id="the best one",
+        ),
+    ],
+)
+def test_weights_that_a_gradient_has_spoilt_are_neither_saved_nor_registered(tmp_path: Path, words: list[str]) -> None:
+    """The loss of that step is finite, and without clip_norm nobody looks at the gradient: the next loss is NaN."""
+    spec = spec_of().override(words)
+    with pytest.raises(NotFinite) as raised:
+        train(tmp_path / "run", spec, notes=str(tmp_path), fault="gradient", fault_step=5)
+    assert (raised.value.what, raised.value.step) == ("the weight 0.weight", 5)
+    good = Path(str(raised.value.checkpoint))
+    assert good.name in ("step-000000004", "step-000000005")
+    assert not (tmp_path / "run" / "checkpoints" / "step-000000006").exists()
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    outcome = train(tmp_path / "run", spec.override(["stop.steps=8"]), notes=str(tmp_path))
+    assert all(weight.isfinite().all() for weight in weights_of(outcome).values())
+
+
+def test_weights_are_looked_at_value_by_value_where_a_norm_overflows() -> None:
+    large, infinite = torch.full((4,), 1e30), torch.tensor([1e30, float("-inf")])
+    given = {"empty": torch.empty(0), "large": large, "small": torch.ones(2, dtype=torch.bfloat16)}
+    named = [(name, torch.nn.Parameter(value)) for name, value in given.items()]
+    masked = torch.nn.Parameter(infinite, requires_grad=False)  # on purpose, and not trained
+    assert first_not_finite([]) is None
+    assert first_not_finite([*named, ("mask", masked)]) is None
+    assert first_not_finite([*named, ("infinite", torch.nn.Parameter(infinite))]) == "infinite"
 
 
 def test_an_error_of_the_users_own_comes_out_as_it_is(tmp_path: Path) -> None:

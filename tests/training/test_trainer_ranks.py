@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,32 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_with_its_samples(tmp_pat
     assert errors[0].checkpoint.endswith("step-000000003")
 
 
+def spoil(world: World, folder: Path, spec: TrainSpec) -> NotFinite:
+    """The program of a rank: the last one's share of the weights is spoilt after the fifth step; what was raised."""
+    from shoal.parallel import gradients
+    from shoal.train.trainer import Trainer
+
+    calls = iter(range(1, 1000))
+
+    def look() -> bool:
+        if next(calls) == 5 and world.rank == world.size - 1:
+            weights = dict(trainer._parts.model.named_parameters())
+            gradients.local(weights["3.weight"].detach())[0] = float("nan")
+        return False
+
+    trainer = Trainer(spec, Toy(), world, folder, should_stop=look)
+    with pytest.raises(NotFinite) as raised:
+        trainer.run()
+    return raised.value
+
+
+def test_weights_that_are_spoilt_on_one_rank_are_saved_by_none(tmp_path: Path) -> None:
+    spec = spec_of("fsdp").override(["checkpoint.every_steps=1"])
+    for error in run_ranks(spoil, 2, tmp_path, spec):
+        assert (error.what, error.step, error.indices) == ("the weight 3.weight", 4, None)
+        assert error.checkpoint.endswith("step-000000004")
+
+
 def test_a_killed_rank_is_a_rank_lost_for_the_others_and_the_run_goes_on_exactly(
     alone: dict[int, float], tmp_path: Path
 ) -> None:
@@ -153,3 +181,38 @@ def test_a_killed_rank_is_a_rank_lost_for_the_others_and_the_run_goes_on_exactly
     again = run_ranks(train, 2, folder, spec_of("ddp"), {})[0][0]
     assert set(range(7, max(alone) + 1)) <= again.keys()  # from step 3 or 6: the newest checkpoint that was whole
     assert again == pytest.approx({step: alone[step] for step in again}, rel=TOLERANCE)
+
+
+def die_on_the_way(world: World, folder: Path, plan: str, place: str) -> Any:
+    """The program of a rank: the last one dies as soon as it comes to `place`."""
+    from shoal.train import trainer
+    from shoal.train.agreement import Agreement
+
+    places = {
+        "assembly": (trainer, "assemble"),
+        "exchange of signs": (Agreement, "exchange"),
+        "evaluation": (trainer, "evaluate"),
+        "the network at the end": (trainer.Trainer, "_write_weights"),
+    }
+    if world.rank == world.size - 1:
+        owner, name = places[place]
+        setattr(owner, name, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
+    return train(world, folder, spec_of(plan, stop={"steps": 2}), {})
+
+
+@pytest.mark.parametrize(
+    ("plan", "place"),
+    [
+        ("ddp", "assembly"),
+        ("tensor", "exchange of signs"),
+        ("ddp", "evaluation"),
+        ("fsdp", "evaluation"),
+        ("pipeline", "evaluation"),
+        ("fsdp", "the network at the end"),
+    ],
+)
+def test_a_rank_that_dies_between_two_steps_is_a_rank_lost_too(tmp_path: Path, plan: str, place: str) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(die_on_the_way, 2, tmp_path, plan, place)
+    assert "exit code -9" in failed.value.causes[1]
+    assert failed.value.causes[0].splitlines()[-1].startswith(f"shoal.errors.{RankLost.__name__}:")

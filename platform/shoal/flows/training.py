@@ -25,8 +25,9 @@ from shoal.train.checks import Checked, check
 from shoal.train.ending import end_run
 from shoal.train.interrupts import interrupts
 from shoal.train.outcome import Outcome
+from shoal.train.ray_mailbox import Message
 from shoal.train.ray_room import placed, require_room
-from shoal.train.ray_train import Fit, Message, Setting
+from shoal.train.ray_train import Fit, Setting
 from shoal.train.recipe import spec_from_words
 from shoal.train.spec import TrainSpec
 

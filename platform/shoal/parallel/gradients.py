@@ -24,10 +24,13 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def global_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> Tensor:
+def global_norm(
+    parameters: Iterable[nn.Parameter], device: torch.device, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """The L2 norm of all gradients, of every part once. Collective where there are DTensors or a `group`.
 
-    group: over which parameters are spread whole, each on one rank of it (stages)
+    device: where the parameters are, and the norm too, also when there is no gradient
+    group:  over which parameters are spread whole, each on one rank of it (stages)
     """
     plain: list[Tensor] = []
     split: dict[tuple[object, ...], list[DTensor]] = {}
@@ -39,20 +42,20 @@ def global_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | N
             plain.append(grad)
     squares = [_square(plain)] if plain else []
     squares += [_square_of_split(grads) for grads in split.values()]
-    total = torch.stack(squares).sum() if squares else torch.zeros(())
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
     if group is not None:
         dist.all_reduce(total, group=group)
     return total.sqrt()
 
 
-def clip(parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup | None = None) -> Tensor:
+def clip(parameters: Iterable[nn.Parameter], max_norm: float, device: torch.device) -> Tensor:
     """Scale the gradients to a global norm of at most `max_norm`; the norm before, as torch's `clip_grad_norm_`."""
     parameters = list(parameters)
-    norm = global_norm(parameters, group)
+    norm = global_norm(parameters, device)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if grads:
-        torch._foreach_mul_(grads, factor.to(grads[0].device))
+        torch._foreach_mul_(grads, factor)
     return norm
 
 

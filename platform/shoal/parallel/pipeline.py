@@ -266,7 +266,7 @@ class Pipelined(ParallelModel):
         return summed
 
     def clip(self, max_norm: float) -> Tensor:
-        norm = gradients.global_norm(self._weights.counted, self._groups.pipeline)
+        norm = gradients.global_norm(self._weights.counted, self._world.device, self._groups.pipeline)
         gradients.scale(self._weights.kept.values(), float((max_norm / (norm + 1e-6)).clamp(max=1.0)))
         return norm
 

@@ -64,7 +64,7 @@ class Whole(ParallelModel):
         while True:
             loss = self._gradients(batch, step)
             gradients.scale(self._trainable, 1.0 / self._scale.value)
-            if self._scale.update(bool(gradients.global_norm(self._trainable).isfinite())):
+            if self._scale.update(bool(gradients.global_norm(self._trainable, self._world.device).isfinite())):
                 return loss
             for name, buffer in self.module.named_buffers():  # running statistics have had this batch: once is enough
                 buffer.copy_(before[name])
@@ -118,7 +118,7 @@ class Whole(ParallelModel):
         return summed
 
     def clip(self, max_norm: float) -> Tensor:
-        return gradients.clip(self._trainable, max_norm)
+        return gradients.clip(self._trainable, max_norm, self._world.device)
 
     @property
     def sent_past_group_bytes(self) -> float:

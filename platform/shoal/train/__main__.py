@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from shoal.errors import ConfigError, DataError, NotFinite, ShoalError
+from shoal.errors import ShoalError
 from shoal.train.alone import train_here
 from shoal.train.recipe import spec_from_words
 
@@ -18,14 +18,14 @@ def main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(f"{__doc__}\nfields and their defaults:\n\n{spec_from_words([]).to_yaml()}")
         return 0
-    is_first = os.environ.get("RANK", "0") == "0"
+    rank, is_alone = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") == "1"
     try:
         outcome = train_here(spec_from_words(words), predicts=True)
     except ShoalError as error:
-        if is_first or isinstance(error, DataError) or not isinstance(error, ConfigError | NotFinite):
-            print(f"error: {error}", file=sys.stderr, flush=True)  # the others are the same on every rank
+        # Each rank says its own, also what is the same on all: torchrun ends the others as soon as one has ended.
+        print(f"error: {error}" if is_alone else f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
         return 1
-    if is_first:
+    if rank == "0":
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in outcome.metrics.items())
         print(f"run {outcome.run_id}: {outcome.detail}, {outcome.seconds:.1f} s. {metrics}", flush=True)
         if outcome.is_interrupted:

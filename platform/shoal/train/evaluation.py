@@ -20,6 +20,7 @@ def evaluate(model: ParallelModel, loader: Loader) -> dict[str, float]:
         found = model.evaluate(batch, loader.num_samples)
         sums = {name: sums[name] + value.double() if sums else value.double() for name, value in found.items()}
         num_samples += loader.num_samples
-    counted = torch.stack([*sums.values(), torch.tensor(float(num_samples), dtype=torch.double)])
+    values = torch.stack([*sums.values()])
+    counted = torch.cat([values, values.new_tensor([num_samples])])  # on the same device
     *totals, count = model.total(counted).tolist()
     return {name: total / count for name, total in zip(sums, totals, strict=True)}

@@ -1,18 +1,20 @@
-"""Out of memory: what it was, and what would have fitted.
+"""Out of memory: what it was, and what would have fitted. And a peer that is gone.
 
-Called by the Trainer when a step raised. Tells an allocation that failed, and a peer that is gone, from every other
-error, which is passed on as it is.
+Called by the Trainer: for a step that raised, and around all that it does together with other ranks. Every other error
+is passed on as it is.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from shoal.errors import OutOfMemory, RankLost
+from shoal.parallel import World
 from shoal.parallel.batches import map_tensors, num_samples
 from shoal.train.assembly import Assembly
 
@@ -23,7 +25,7 @@ _PEER = re.compile(r"Connection (closed|reset) by peer|Connection refused|Broken
 
 
 def explained(error: BaseException, parts: Assembly, batch: Any, step: int) -> BaseException:
-    """OutOfMemory saying what would have fitted, RankLost, or the error itself."""
+    """OutOfMemory saying what would have fitted, or the error itself."""
     if is_out_of_memory(error):
         accumulate = parts.spec.parallel.accumulate
         size = num_samples(batch) // accumulate
@@ -35,10 +37,19 @@ def explained(error: BaseException, parts: Assembly, batch: Any, step: int) -> B
 
             fitting = largest_that_fits(attempt, size)
         return explain(error, step, size, fitting)
-    if parts.degrees.workers > 1 and _PEER.search(str(error)):
-        first = str(error).splitlines()[0]
-        return RankLost(f"step {step}: another process of the group died or stopped answering ({first[:200]})")
     return error
+
+
+@contextmanager
+def lost_ranks_named(world: World) -> Iterator[None]:
+    """Within, what a collective says of a peer that is gone is raised as RankLost: not in a step alone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world.size == 1 or not _PEER.search(str(error)):
+            raise
+        first = str(error).splitlines()[0]
+        raise RankLost(f"another process of the group died or stopped answering ({first[:200]})") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,7 +1,7 @@
 """What a Trainer tells the outside while it runs: metrics and events, from rank 0 alone.
 
 `Journal` is where they go: into the run record when this process writes it, into a mailbox when the driver does
-(ray_train.py), nowhere on other ranks. Called by the Trainer; never answers.
+(ray_mailbox.py), nowhere on other ranks. Called by the Trainer; never answers.
 """
 
 from __future__ import annotations

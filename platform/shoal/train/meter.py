@@ -51,17 +51,25 @@ class Meter:
             self._paused_s += time.perf_counter() - began_s
 
     def report(self, waited_s: float, communicated_s: float) -> dict[str, float]:
-        """Rates since the last report, given the sums of seconds spent waiting for data and for other ranks."""
+        """Rates since the last report, given the sums of seconds spent waiting for data and for other ranks.
+
+        What is not known (NaN) is left out.
+        """
         now_s, steps = time.perf_counter(), self._steps
         elapsed_s = max(now_s - self._reported_s - (self._paused_s - self._paused_before_s), 1e-9)
         per_s = self._samples / elapsed_s
         rates = {
             "samples/per_s": per_s,
             "step/seconds": elapsed_s / max(steps, 1),
-            "wait/data": min(1.0, (waited_s - self._waited_s) / elapsed_s),
-            "wait/communication": min(1.0, (communicated_s - self._communicated_s) / elapsed_s),
+            "wait/data": _share(waited_s - self._waited_s, elapsed_s),
+            "wait/communication": _share(communicated_s - self._communicated_s, elapsed_s),
             "flops/utilisation": per_s * self.flops_per_sample / self._peak_flops,
         }
         self._reported_s, self._steps, self._samples = now_s, 0, 0
         self._paused_before_s, self._waited_s, self._communicated_s = self._paused_s, waited_s, communicated_s
         return {name: value for name, value in rates.items() if math.isfinite(value)} if steps else {}
+
+
+def _share(waited_s: float, elapsed_s: float) -> float:
+    """At most 1; NaN of what nobody can tell, of which `min` would make 1."""
+    return min(1.0, waited_s / elapsed_s) if math.isfinite(waited_s) else math.nan

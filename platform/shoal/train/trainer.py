@@ -26,7 +26,7 @@ from shoal.train.agreement import Agreement, Signs
 from shoal.train.assembly import assemble
 from shoal.train.evaluation import evaluate
 from shoal.train.expense import TRAINING_S
-from shoal.train.fitting import explained
+from shoal.train.fitting import explained, lost_ranks_named
 from shoal.train.histograms import write_histograms
 from shoal.train.journal import Journal, Silent
 from shoal.train.keeping import Keeper, Progress, write_weights
@@ -82,12 +82,13 @@ class Trainer:
         self.spec, self.task, self.world, self.folder = spec, task, world, folder
         self._run_id, self._should_stop = run_id, should_stop
         self._journal: Journal = journal if journal is not None and world.is_first else Silent()
-        self._parts = parts = assemble(spec, task, world)
+        with lost_ranks_named(world):
+            self._parts = parts = assemble(spec, task, world)
+            self._agreement = Agreement(world)
+            self._keeper = Keeper(spec.checkpoint, parts, world, folder / "checkpoints", self._journal)
         self._meter = Meter(world.size * peak_flops(world.device, spec.parallel.precision))
         self._probe: CostProbe | None = CostProbe(parts.model, parts.optimizer, world)
         self._policy = StopPolicy(spec.stop, world.size, spec.price_per_device_hour)
-        self._agreement = Agreement(world)
-        self._keeper = Keeper(spec.checkpoint, parts, world, folder / "checkpoints", self._journal)
         self._progress = Progress()
         self._num_evaluations_due = 0
         self._began_s = time.monotonic()
@@ -100,7 +101,7 @@ class Trainer:
 
         Raises NotFinite, OutOfMemory, DataError, CheckpointError, RankLost or ConfigError.
         """
-        with ExitStack() as closing:
+        with lost_ranks_named(self.world), ExitStack() as closing:
             closing.callback(self._parts.close)
             closing.callback(self._keeper.close)
             self._begin()

@@ -1,0 +1,126 @@
+"""What rank 0 says, on its way to the driver: kept in a mailbox, a worker of Ray's on the driver's node.
+
+Messages are numbered from 0, by rank 0. Whoever has had no answer asks again, and nothing is lost or said twice.
+Called by `ray_train`; knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from shoal.errors import ShoalError
+
+CALL_TIMEOUT_S = 30.0
+DELIVERY_S = 0.2  # between two deliveries of rank 0; also how late it hears of a request to stop
+NO_ANSWER_YET = (GetTimeoutError, ActorUnavailableError)  # it is slow, or out of reach: the call may have been heard
+Message = tuple[str, tuple[Any, ...]]
+
+
+class Mailbox:
+    """What workers have said and the driver has not yet read; and whether they are asked to stop."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+        self._num_delivered = 0
+        self._errors: list[ShoalError] = []
+        self._stop = False
+        self._lock = threading.Lock()
+
+    def deliver(self, begin: int, messages: list[Message]) -> bool:
+        """From rank 0: its messages from number `begin` on, some of them perhaps again; answers whether to stop."""
+        with self._lock:
+            new = messages[self._num_delivered - begin :]
+            self._messages += new
+            self._num_delivered += len(new)
+            return self._stop
+
+    def fail(self, error: ShoalError) -> None:
+        """From any rank: why it ended."""
+        with self._lock:
+            self._errors.append(error)
+
+    def take(self, begin: int) -> tuple[list[Message], list[ShoalError]]:
+        """For the driver, which has those before number `begin`: the messages since, and every error so far."""
+        with self._lock:
+            first = self._num_delivered - len(self._messages)
+            del self._messages[: max(0, begin - first)]
+            return list(self._messages), list(self._errors)
+
+    def stop(self) -> None:
+        """For the driver: ask the workers to save and end."""
+        self._stop = True
+
+
+def start_mailbox() -> ActorHandle:
+    """On this node: no other one's death is to end what the driver hears."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    worker = ray.remote(num_cpus=0, max_concurrency=8)(Mailbox)
+    return worker.options(scheduling_strategy=here).remote()
+
+
+class Posted:
+    """The journal of rank 0: a thread delivers what it is told, and hears whether to stop.
+
+    | capacity  | what blocks | who unblocks | close()                         |
+    |-----------|-------------|--------------|---------------------------------|
+    | unbounded, emptied every DELIVERY_S | nothing | | delivers the rest, ends the thread |
+
+    While the mailbox does not answer, messages wait here. When it is dead, so is the run's driver, or the driver makes
+    another attempt: `stop_asked` is set.
+    """
+
+    def __init__(self, mailbox: ActorHandle) -> None:
+        self._mailbox = mailbox
+        self._pending: list[Message] = []
+        self._num_delivered = 0
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self.stop_asked = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._add(("log", (step, dict(values))))
+
+    def event(self, kind: str, /, **details: object) -> None:
+        self._add(("event", (kind, details)))
+
+    def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        self._add(("histogram", (step, name, counts, edges)))
+
+    def close(self) -> None:
+        """Deliver the rest. Idempotent."""
+        self._closing.set()
+        self._thread.join(2 * CALL_TIMEOUT_S)  # for a delivery that is under way, and for the last one
+
+    def _add(self, message: Message) -> None:
+        with self._lock:
+            self._pending.append(message)
+
+    def _run(self) -> None:
+        while not self._closing.wait(DELIVERY_S):
+            self._deliver()
+        self._deliver()
+
+    def _deliver(self) -> None:
+        with self._lock:
+            messages = list(self._pending)
+        try:
+            is_to_stop = ray.get(self._mailbox.deliver.remote(self._num_delivered, messages), timeout=CALL_TIMEOUT_S)
+        except NO_ANSWER_YET:
+            return  # they are still pending
+        except RayError:  # the mailbox is dead: save, and end
+            is_to_stop = True
+        with self._lock:
+            del self._pending[: len(messages)]
+        self._num_delivered += len(messages)
+        if is_to_stop:
+            self.stop_asked.set()

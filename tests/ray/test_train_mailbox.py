@@ -1,0 +1,205 @@
+"""What rank 0 says comes to the driver once and in order, however slow the mailbox is; its death. No cluster here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.errors import NotFinite, RankLost
+from shoal.train.outcome import Outcome
+from shoal.train.spec import TrainSpec
+from waiting import wait_for
+
+ENDED = Outcome("r", "steps", "9 steps", 9, 9, 1.0)
+INTERRUPTED = Outcome("r", "interrupted", "interrupted at step 3", 3, 3, 1.0)
+
+
+class Handle:
+    """A mailbox as its handle shows it. `troubles` befall the next calls, the first one first:
+
+    late (it is heard, the answer does not come in time), unheard (it has not arrived), dead (from then on)
+    """
+
+    def __init__(self) -> None:
+        from shoal.train.ray_mailbox import Mailbox
+
+        self.mailbox = Mailbox()
+        self.troubles: list[str] = []
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda *args: lambda: self._called(name, args))
+
+    def _called(self, name: str, args: tuple[Any, ...]) -> Any:
+        from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+
+        trouble = self.troubles[0] if self.troubles else ""
+        if trouble == "dead":
+            raise ActorDiedError
+        answer = getattr(self.mailbox, name)(*args) if trouble != "unheard" else None
+        if trouble:
+            self.troubles.pop(0)
+            raise GetTimeoutError("late") if trouble == "late" else ActorUnavailableError("unheard", None)
+        return answer
+
+
+class FakeTrainer:
+    """Fulfils what a Fit asks of a TorchTrainer: ends when it is let go, as it was told to."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.end: Outcome | Exception = ENDED
+
+    def fit(self) -> SimpleNamespace:
+        assert self.let_go.wait(30)
+        if isinstance(self.end, Exception):
+            raise self.end
+        return SimpleNamespace(return_value=self.end)
+
+
+@pytest.fixture
+def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
+    import ray
+
+    from shoal.train import ray_mailbox
+
+    monkeypatch.setattr(ray, "get", lambda call, timeout: call())
+    monkeypatch.setattr(ray_mailbox, "DELIVERY_S", 0.001)
+    return Handle()
+
+
+@pytest.fixture
+def trainer() -> FakeTrainer:
+    return FakeTrainer()
+
+
+@pytest.fixture
+def fit(handle: Handle, trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from shoal.train import ray_train
+
+    monkeypatch.setattr(ray_train, "start_mailbox", lambda: handle)
+    monkeypatch.setattr(ray_train, "TorchTrainer", lambda *args, **kwargs: trainer)
+    spec = TrainSpec.parse({"task": "Toy", "stop": {"steps": 9}})
+    return ray_train.Fit(ray_train.Setting(spec, "r", Path("r"), Path.cwd()))
+
+
+def heard(fit: Any) -> list[Any]:
+    """All that the driver hears until the attempt is over."""
+    messages: list[Any] = []
+
+    def is_over() -> bool:
+        new, over = fit.poll(0.001)
+        messages.extend(new)
+        return bool(over)
+
+    wait_for(is_over, 30, "the end of the attempt")
+    return messages
+
+
+def test_a_mailbox_that_does_not_answer_stops_nobody_and_loses_nothing(handle: Handle) -> None:
+    from shoal.train.ray_mailbox import Posted
+
+    handle.troubles = ["late", "unheard", "late"]
+    posted = Posted(handle)
+    for step in range(100):
+        posted.log(step, {"loss": 1.0})
+    wait_for(lambda: not handle.troubles, 30, "three calls without an answer")
+    posted.event("stopped", reason="steps")
+    posted.close()
+    messages, _ = handle.mailbox.take(0)
+    assert [content[0] for _, content in messages] == [*range(100), "stopped"]
+    assert not posted.stop_asked.is_set()
+
+
+def test_rank_0_hears_that_it_is_asked_to_stop(handle: Handle) -> None:
+    from shoal.train.ray_mailbox import Posted
+
+    posted = Posted(handle)
+    handle.mailbox.stop()
+    assert posted.stop_asked.wait(30)
+    posted.close()
+
+
+def test_the_death_of_the_mailbox_lets_rank_0_save_and_end(handle: Handle) -> None:
+    from shoal.train.ray_mailbox import Posted
+
+    handle.troubles = ["late", "dead"]
+    posted = Posted(handle)
+    assert posted.stop_asked.wait(30)
+    posted.close()
+
+
+def test_the_driver_hears_everything_once_however_often_it_must_ask(
+    fit: Any, handle: Handle, trainer: FakeTrainer
+) -> None:
+    said: list[Any] = [("log", (step, {})) for step in range(6)]
+    handle.troubles = ["unheard", "late"]
+    handle.mailbox.deliver(0, said[:3])
+    assert [fit.poll(0.001) for _ in range(3)] == [([], False), ([], False), (said[:3], False)]
+    handle.mailbox.deliver(3, said[3:])
+    handle.troubles = ["late"]
+    trainer.let_go.set()
+    assert heard(fit) == said[3:]  # what was said last, too
+    assert fit.outcome() is ENDED
+
+
+def test_an_attempt_that_the_death_of_the_mailbox_has_cut_short_is_lost(
+    fit: Any, handle: Handle, trainer: FakeTrainer
+) -> None:
+    handle.troubles = ["dead"]
+    assert fit.poll(0.001) == ([], False)  # its workers save and end before there is another attempt
+    fit.stop()
+    trainer.end = INTERRUPTED
+    trainer.let_go.set()
+    assert heard(fit) == []
+    with pytest.raises(RankLost, match="the mailbox of the workers died"):
+        fit.outcome()
+
+
+@pytest.mark.parametrize("error", [None, NotFinite("the loss", 7, None, None)], ids=["the outcome", "the error"])
+def test_what_is_known_already_counts_more_than_the_death_of_the_mailbox(
+    fit: Any, handle: Handle, trainer: FakeTrainer, error: NotFinite | None
+) -> None:
+    if error is not None:
+        from ray.train import TrainingFailedError
+
+        trainer.end = TrainingFailedError("a worker has raised")
+        handle.mailbox.fail(error)
+        fit.poll(0.001)
+    handle.troubles = ["dead"]
+    trainer.let_go.set()
+    heard(fit)
+    if error is None:
+        assert fit.outcome() is ENDED
+        return
+    with pytest.raises(NotFinite) as raised:
+        fit.outcome()
+    assert raised.value is error
+
+
+def test_the_mailbox_is_on_the_drivers_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from shoal.train.ray_mailbox import start_mailbox
+
+    asked: dict[str, Any] = {}
+    here = "0a" * 28  # as many digits as Ray's have
+
+    class Worker:
+        @staticmethod
+        def options(**options: Any) -> SimpleNamespace:
+            asked.update(options)
+            return SimpleNamespace(remote=lambda: "a handle")
+
+    made: Callable[..., Any] = lambda **options: lambda cls: Worker  # noqa: E731 - as ray.remote is called
+    monkeypatch.setattr(ray, "remote", made)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: here))
+    assert start_mailbox() == "a handle"
+    strategy = asked["scheduling_strategy"]
+    assert isinstance(strategy, NodeAffinitySchedulingStrategy)
+    assert (strategy.node_id, strategy.soft) == (here, False)

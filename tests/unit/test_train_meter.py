@@ -1,0 +1,23 @@
+"""The shares of time that a report of the Trainer's has."""
+
+from __future__ import annotations
+
+import math
+
+from shoal.train.meter import Meter
+
+
+def test_what_nobody_can_tell_is_not_reported() -> None:
+    """A plan whose waits are the device's says NaN seconds of waiting; that is not all of the time."""
+    meter = Meter(peak_flops=math.nan)
+    meter.step(32)
+    found = meter.report(waited_s=0.0, communicated_s=math.nan)
+    assert "wait/communication" not in found
+    assert found["wait/data"] == 0.0
+
+
+def test_a_share_is_at_most_all_of_the_time() -> None:
+    meter = Meter(peak_flops=math.nan)
+    meter.step(32)
+    found = meter.report(waited_s=1e6, communicated_s=1e6)  # a wait that began before the last report
+    assert (found["wait/data"], found["wait/communication"]) == (1.0, 1.0)
