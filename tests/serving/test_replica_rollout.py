@@ -289,6 +289,18 @@ async def test_models_are_loaded_and_unloaded_on_every_replica(endpoint: Replica
 
 
 @rollout(1)
+async def test_a_model_that_could_not_be_loaded_may_be_tried_again(endpoint: ReplicaSet) -> None:
+    path = register("other").folder / "weights.safetensors"
+    os.rename(path, path.with_suffix(".kept"))
+    with pytest.raises(InferenceError, match="of other@1 cannot be read"):
+        await endpoint.administer(action="deploy", model="other")
+    await until(lambda: all("other" not in report.models for report in endpoint.controller.reports.values()))
+    os.rename(path.with_suffix(".kept"), path)
+    await endpoint.administer(action="deploy", model="other")
+    assert endpoint.versions("other") == [1, 1, 1]
+
+
+@rollout(1)
 async def test_a_version_with_other_tensors_is_not_taken(endpoint: ReplicaSet) -> None:
     register(signature=TWICE)
     with pytest.raises(InferenceError, match="other tensors"):

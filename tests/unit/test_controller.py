@@ -10,7 +10,7 @@ import pytest
 
 from shoal.serve.controller import EndpointController
 from shoal.serve.controller_state import Deployment, StateFile
-from shoal.serve.rollout import Phase
+from shoal.serve.rollout import Goal, Phase
 from unit.controller_setting import LEASE_S, OPTIONS, Cluster, FakeReplica
 
 
@@ -84,6 +84,16 @@ def test_a_lost_state_file_does_not_let_replicas_believe_that_they_know_the_plan
     assert cluster.rollout.phase is Phase.FLIPPING  # of the first version, again: nobody has heard of it
     cluster.settle()
     assert {replica.candidate for replica in cluster.replicas.values()} == {0}
+
+
+def test_a_model_that_comes_back_under_its_name_is_staged_anew(cluster: Cluster) -> None:
+    """What a replica reported of its last life, and reports still, says nothing about this one."""
+    for attempt in (1, 2, 3):
+        cluster.controller.add(Deployment("n", "/registry", "2", OPTIONS))
+        cluster.controller.begin("n", 2, Goal.FLIP, kind="deploy", by="me", why="")
+        assert cluster.controller.state.models["n"].rollout.attempt == attempt
+        cluster.controller.remove("n", "me", "")
+        cluster.start_controller()
 
 
 def test_many_replicas_that_die_with_a_candidate_roll_it_back(cluster: Cluster) -> None:

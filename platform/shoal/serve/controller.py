@@ -240,7 +240,7 @@ class EndpointController:
 
     def add(self, deployment: Deployment) -> None:
         """Serve another model; what it means is begun by the caller, or at the next tick."""
-        model = self.state.models[deployment.name] = ModelState(deployment)
+        model = self.state.models[deployment.name] = ModelState(deployment, Rollout(attempt=self.state.num_attempts))
         self._enter(deployment.name, model.rollout)
         self._commit()
 
@@ -252,6 +252,7 @@ class EndpointController:
     def remove(self, name: str, by: str, reason: str) -> None:
         """Serve a model no longer: the replicas answer what they have of it, and forget it."""
         rollout = self.state.models.pop(name).rollout
+        self.state.num_attempts = max(self.state.num_attempts, rollout.attempt)
         self._books.pop(name, None)
         self._file.forget_weights(name)
         self.record("delete", name, None, rollout.stable or None, by, reason)

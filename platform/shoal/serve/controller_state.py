@@ -96,7 +96,11 @@ class ModelState:
 
 @dataclass
 class ControllerState:
-    """All of it. `deployment` names the call of `deploy` that this goes back to."""
+    """All of it.
+
+    deployment:   the call of `deploy` that this goes back to
+    num_attempts: to stage a model that was removed, the most: one that comes back under its name begins after these
+    """
 
     deployment: str = ""
     generation: int = 0
@@ -105,6 +109,7 @@ class ControllerState:
     replicas: list[str] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     num_events: int = 0
+    num_attempts: int = 0
 
 
 class StateFile:

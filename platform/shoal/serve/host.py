@@ -135,6 +135,7 @@ class ReplicaHost:
     def apply(self, plan: EndpointPlan) -> None:
         """Do at once what can be done, and begin to stage what is missing."""
         self._plan, self._plans = plan, {model.name: model for model in plan.models}
+        self._failures = {name: failure for name, failure in self._failures.items() if name in self._plans}
         for name in self._models.keys() - self._plans.keys():
             hosted = self._leaving[name] = self._models.pop(name)
             if name in self.followers:
@@ -222,7 +223,8 @@ class ReplicaHost:
         try:
             staged = await self._stager.stage(source, version, options, signature, self._last.get(name))
         except StagingFailed as error:
-            self._failures[name] = Failure(version, plan.attempt, str(error))
+            if name in self._plans:
+                self._failures[name] = Failure(version, plan.attempt, str(error))
         else:
             self._take(plan, staged)
         del self._tasks[name, version]
@@ -245,7 +247,8 @@ class ReplicaHost:
         try:
             predictor = await self._stager.build(model.factory, model.signature, ModelOptions.parse(plan.options))
         except StagingFailed as error:
-            self._failures[name] = Failure(0, plan.attempt, str(error))
+            if name in self._plans:
+                self._failures[name] = Failure(0, plan.attempt, str(error))
             return
         if name not in self._plans:  # deleted meanwhile
             del self._tasks[name, LIVE]
@@ -258,7 +261,6 @@ class ReplicaHost:
 
     async def _retire(self, name: str, hosted: Hosted) -> None:
         """Forget a model that gets no new calls when it has answered what it has."""
-        self._failures.pop(name, None)
         self._last.pop(name, None)
         while not hosted.is_idle:
             await asyncio.sleep(DRAIN_POLL_S)
