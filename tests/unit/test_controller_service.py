@@ -91,6 +91,21 @@ def test_it_ends_when_no_replica_has_asked_for_a_while(monkeypatch: pytest.Monke
     assert len(ended) == 1
 
 
+def test_endpoints_of_one_name_keep_their_states_apart() -> None:
+    """As two clusters of one home may have them."""
+    model = registered("linear@champion")
+    first, second = (controller_setting(spec(), [model])[0] for _ in range(2))
+    assert first.state_file != second.state_file
+
+    async def body() -> None:
+        services = [ControllerService(setting) for setting in (first, second)]
+        assert first.state_file.exists()
+        await services[1].forget()
+
+    asyncio.run(body())
+    assert (first.state_file.exists(), second.state_file.exists()) == (True, False)
+
+
 def test_a_controller_is_told_each_model_with_its_options_and_replicas_what_to_follow() -> None:
     live = LiveModel(FACTORY, SIGNATURE, WeightStore())
     endpoint = spec(model={"max_batch_size": 8}, models={"linear": {"max_batch_size": 4}})

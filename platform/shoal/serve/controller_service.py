@@ -31,13 +31,12 @@ class ControllerService:
     """Ends (`ended`) when no replica has asked for `setting.idle_s`: nobody may have said that the endpoint is gone."""
 
     def __init__(self, setting: ControllerSetting) -> None:
-        file = StateFile(setting.folder / f"{setting.name}.json")
         self._audit = AuditLog(setting.folder.parent / FILE, setting.name)
         self._controller = EndpointController(
             setting.name,
             setting.models,
             deployment_id=setting.deployment,
-            state_file=file,
+            state_file=StateFile(setting.state_file),
             audit=self._audit.changed,
         )
         self._administration = Administration(self._controller, setting.registry, setting.options)

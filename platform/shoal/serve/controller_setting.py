@@ -43,6 +43,11 @@ class ControllerSetting:
         """The actor's name."""
         return f"endpoint-{self.name}-{self.deployment}"
 
+    @property
+    def state_file(self) -> Path:
+        """Of this deployment alone: two clusters may have endpoints of one name."""
+        return self.folder / f"{self.name}-{self.deployment}.json"
+
 
 def controller_setting(
     spec: EndpointSpec, models: Sequence[ServedModel]

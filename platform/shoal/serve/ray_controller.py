@@ -89,7 +89,7 @@ class RayController:
 
     def end(self) -> None:
         """End the actor, if there is one, and forget its state. Idempotent."""
-        StateFile(self._setting.folder / f"{self._setting.name}.json").remove()
+        StateFile(self._setting.state_file).remove()
         try:
             actor = ray.get_actor(self._setting.actor, NAMESPACE)
         except ValueError:
