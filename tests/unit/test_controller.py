@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shoal.errors import RegistryError
 from shoal.serve.controller import EndpointController
 from shoal.serve.controller_state import Deployment, StateFile
 from shoal.serve.rollout import Goal, Phase
@@ -160,12 +162,49 @@ def test_a_canary_that_a_later_replica_cannot_have_is_rolled_back(cluster: Clust
     assert "cannot stage version 2: the file is gone" in cluster.rollout.reason
 
 
+def test_a_full_disk_stops_nothing_and_its_state_is_written_at_the_next_tick(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        cluster.ask(action="promote", version=2)
+        cluster.settle()
+        assert (cluster.rollout.stable, {replica.stable for replica in cluster.replicas.values()}) == (2, {2})
+    cluster.controller.tick()
+    cluster.start_controller()
+    assert cluster.rollout.stable == 2
+
+
 def test_a_promotion_whose_alias_cannot_be_moved_does_not_happen(cluster: Cluster) -> None:
     cluster.ask(action="canary", version=2, percent=10)
     cluster.settle()
     cluster.catalogue.away = True
     assert "cannot be moved" in str(cluster.refusal(action="promote", timeout_s=1.0))
     assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.CANARY, 1)
+
+
+def test_a_registry_that_goes_while_a_moved_alias_is_followed_is_asked_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    cluster.catalogue.promote("m", 2, "champion")
+    looks = iter([2])
+
+    def meant_once(name: str, word: str) -> int:
+        for version in looks:
+            return version
+        raise RegistryError("the registry is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster.catalogue, "meant", meant_once)
+        cluster.controller.tick()
+        assert cluster.rollout.phase is Phase.CANARY
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 2)
 
 
 @pytest.mark.parametrize("phase", [Phase.CANARY, Phase.STAGING])

@@ -1,10 +1,15 @@
-"""The state of an endpoint on disk goes when the endpoint does, whatever is still reported to its controller."""
+"""The state of an endpoint on disk: what a full disk does to it, and that it goes when the endpoint does."""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from shoal.serve.controller_state import ControllerState, StateFile
+from shoal.weights import WeightSnapshot
 
 
 def test_what_was_removed_is_not_kept_again(tmp_path: Path) -> None:
@@ -18,3 +23,46 @@ def test_what_was_removed_is_not_kept_again(tmp_path: Path) -> None:
     file.remove()
     assert [*tmp_path.iterdir()] == []
     assert StateFile(tmp_path / "endpoint.json").load("a") is None
+
+
+def test_what_a_full_disk_refuses_is_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    weights = WeightSnapshot.of(7, {"w": np.zeros(1, np.float32)})
+    file = StateFile(tmp_path / "endpoint.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        for generation in (3, 4):
+            file.save(ControllerState(deployment="a", generation=generation))
+        file.keep_weights("m", weights)
+        file.catch_up()
+        assert file.weights("m", 7) == weights
+    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == [
+        str(tmp_path / "endpoint.json"),
+        str(tmp_path / "endpoint.weights" / "m"),
+    ]
+    assert StateFile(tmp_path / "endpoint.json").load("a") is None
+    file.catch_up()
+    written = StateFile(tmp_path / "endpoint.json")
+    found = written.load("a")
+    assert found is not None
+    assert found.generation == 4
+    assert written.weights("m", 7) == weights
+
+
+def test_what_a_full_disk_refused_is_forgotten_with_the_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = StateFile(tmp_path / "endpoint.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        file.save(ControllerState(deployment="a"))
+        file.remove()
+    file.catch_up()
+    assert [*tmp_path.iterdir()] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Never
 
 import numpy as np
 import pytest
@@ -240,6 +242,30 @@ Registry(Path({str(registry.root)!r})).register(
     assert registry.get("cartpole").snapshot().tensors()["layer.weight"][0, 0] == 1.0
     assert register(registry, 2.0).version == 2
     assert sorted(os.listdir(registry.root / "cartpole")) == [".lock", "1", "2", "aliases.json"]
+
+
+def test_what_the_disk_refuses_is_a_registry_error(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in (1.0, 2.0):
+        register(registry, value)
+
+    def refuses(folder: Path) -> Never:
+        raise OSError(errno.EROFS, "Read-only file system", str(folder))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.registry.registry.locked", refuses)
+        for change in (lambda: registry.promote("cartpole@1"), lambda: registry.rollback("cartpole")):
+            with pytest.raises(RegistryError, match=r"Read-only file system.*: give this user the right to it"):
+                change()
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.registry.registry._versions_in", refuses)
+        for look in (registry.get, registry.has, registry.list, registry.aliases):
+            with pytest.raises(RegistryError, match="Read-only file system"):
+                look("cartpole")
+    (tmp_path / "file").touch()
+    with pytest.raises(RegistryError, match="Not a directory"):
+        Registry(tmp_path / "file" / "registry")
 
 
 def test_a_source_follows_its_alias_forwards_and_back(registry: Registry) -> None:

@@ -16,7 +16,8 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,12 +67,24 @@ class ModelVersion:
         return WeightSnapshot(self.version, payload, self.manifest.sha256, self.manifest.created_at)
 
 
+@contextmanager
+def _accessible() -> Iterator[None]:
+    """What the disk refuses (it is full, or another's, or read-only) is a RegistryError to whoever asked."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "give this user the right to it, or the disk room"
+        raise RegistryError(f"the registry cannot be read or written ({error}): {remedy}") from error
+
+
 class Registry:
     """The models under `root` (`$SHOAL_HOME/registry` when None).
 
-    A model is referred to as `name@3`, `name@champion`, or `name` for its newest version.
+    A model is referred to as `name@3`, `name@champion`, or `name` for its newest version. All raise
+    RegistryError for what the disk refuses.
     """
 
+    @_accessible()
     def __init__(self, root: Path | None = None) -> None:
         self.root = root if root is not None else home() / "registry"
         self.root.mkdir(parents=True, exist_ok=True)
@@ -122,6 +135,7 @@ class Registry:
             raise RegistryError(f"{name!r} cannot be registered in {self.root}: {error}") from error
         return self.get(f"{name}@{manifest.version}")
 
+    @_accessible()
     def get(self, ref: str) -> ModelVersion:
         """The version that `ref` means. Raises RegistryError, with what there is, when there is none."""
         name, word = split_ref(ref)
@@ -133,11 +147,13 @@ class Registry:
             raise RegistryError(f"{name!r} has no {word!r}: it has {', '.join(known)}")
         return _version(folder, version, aliases)
 
+    @_accessible()
     def has(self, ref: str) -> bool:
         """Whether `ref` means a version now."""
         name, word = split_ref(ref)
         return _meant(word, _versions_in(self.root / name), _read_aliases(self.root / name)) is not None
 
+    @_accessible()
     def list(self, name: str | None = None) -> tuple[ModelVersion, ...]:
         """Every version of `name`, or of every model, oldest first. Raises RegistryError when `name` is unknown."""
         found: Sequence[ModelVersion] = ()
@@ -146,6 +162,7 @@ class Registry:
             found = [*found, *(_version(folder, version, aliases) for version in _versions_in(folder))]
         return tuple(found)
 
+    @_accessible()
     def promote(self, ref: str, alias: str = "champion") -> ModelVersion:
         """Let `alias` mean the version that `ref` means; no move when it does already. Raises RegistryError."""
         _require_alias(alias)
@@ -154,6 +171,7 @@ class Registry:
             self._promote(found.folder.parent, alias, found.version)
         return self.get(found.ref)
 
+    @_accessible()
     def rollback(self, name: str, alias: str = "champion") -> ModelVersion:
         """Let `alias` mean what it meant before its last promotion. Raises RegistryError when there is no before."""
         folder = self._folder(name)
@@ -167,6 +185,7 @@ class Registry:
             _write_aliases(folder, aliases.moved(alias, Move(version=stack[-2], time=time.time(), kind="rollback")))
         return self.get(f"{name}@{alias}")
 
+    @_accessible()
     def aliases(self, name: str) -> Aliases:
         """Every alias of `name` with its history. Raises RegistryError when the model is unknown."""
         return _read_aliases(self._folder(name))

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from shoal.errors import InferenceError, RegistryError
+from shoal.serve.alias_move import move_alias
 from shoal.serve.controller_state import MAX_EVENTS, ControllerState, Deployment, Event, ModelState, StateFile
 from shoal.serve.evidence import EvidenceBook
 from shoal.serve.guard import judge
@@ -162,6 +163,7 @@ class EndpointController:
     def tick(self) -> None:
         """Notice what nobody reports: replicas that fell silent, aliases that moved, time that ran out."""
         now_s = self._clock()
+        self._file.catch_up()
         for replica in [each for each, heard_s in self._heard_s.items() if now_s - heard_s > self._lease_s]:
             for model in self.state.models.values():
                 if model.rollout.phase is Phase.CANARY:
@@ -204,7 +206,8 @@ class EndpointController:
         if rollout.phase is Phase.CANARY:
             if meant == rollout.candidate and self.has_candidate(name):
                 self._set(name, replace(rollout, kind="promote", by="registry", why=f"{ref} moved"))
-                self.flip(name)
+                with suppress(InferenceError):  # the registry has gone since it was asked: the next tick asks again
+                    self.flip(name)
             return
         kind = "follow" if rollout.stable else "deploy"
         why = f"{ref} moved" if rollout.stable else ref
@@ -311,7 +314,7 @@ class EndpointController:
         """Let the candidate answer everywhere, and the alias mean it: both or neither."""
         model = self.state.models[name]
         rollout = model.rollout
-        if problem := self._move_alias(model):
+        if problem := move_alias(model.deployment, rollout, self.catalogue):
             if rollout.phase is Phase.STAGING:
                 self.abandon(name, rollout.by, problem)
                 return
@@ -319,23 +322,6 @@ class EndpointController:
         self.record(rollout.kind, name, rollout.candidate, rollout.stable or None, rollout.by, rollout.why)
         self._set(name, flipped(rollout, self.state.generation + 1, time.time()))
         self._advance(name)
-
-    def _move_alias(self, model: ModelState) -> str:
-        """Why the alias cannot be moved; "" when it was, or when it means the candidate already."""
-        deployment, rollout = model.deployment, model.rollout
-        if not deployment.alias or rollout.kind not in ("promote", "rollback"):
-            return ""
-        catalogue = self.catalogue(deployment.registry)
-        try:
-            if catalogue.meant(deployment.name, deployment.alias) == rollout.candidate:
-                return ""
-            if rollout.kind == "promote":
-                catalogue.promote(deployment.name, rollout.candidate, deployment.alias)
-            else:
-                catalogue.rollback(deployment.name, deployment.alias)
-        except RegistryError as error:
-            return f"{deployment.name}@{deployment.alias} cannot be moved: {error}"
-        return ""
 
     def abandon(self, name: str, by: str, reason: str) -> None:
         """No replica takes the version that is being staged."""

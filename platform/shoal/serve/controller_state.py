@@ -1,6 +1,7 @@
 """What a controller must not forget: which models, how far each rollout is, who the replicas are, what happened.
 
-Written by the controller before anybody hears of a change, so that one that is started again goes on from there.
+Written by the controller before anybody hears of a change, so that one that is started again goes on from there. What
+the disk refuses to take is kept in memory and tried again with the controller's clock: no endpoint stops for it.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class StateFile:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._weights: dict[str, WeightSnapshot] = {}
+        self._unwritten: dict[Path, bytes] = {}  # what the disk has refused
 
     def load(self, deployment: str) -> ControllerState | None:
         """What was saved for this deployment; None when there is nothing, or what there is cannot be read.
@@ -134,24 +136,31 @@ class StateFile:
         return None
 
     def _read(self) -> ControllerState | None:
-        if self._path is None or not self._path.exists():
+        if self._path is None:
             return None
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=ControllerState)
+        except FileNotFoundError:
+            return None
         except (OSError, msgspec.DecodeError) as error:
             logger.error("%s cannot be read, the endpoint starts from what it was deployed with: %s", self._path, error)
             return None
 
     def save(self, state: ControllerState) -> None:
-        """Replace the file in one step."""
+        """Replace the file in one step; what the disk refuses is logged, and waits for `catch_up`."""
         if self._path is not None:
-            _replace(self._path, msgspec.json.encode(state))
+            self._write(self._path, msgspec.json.encode(state))
+
+    def catch_up(self) -> None:
+        """Write what the disk has refused."""
+        for path, content in list(self._unwritten.items()):
+            self._write(path, content)
 
     def keep_weights(self, model: str, snapshot: WeightSnapshot) -> None:
         """In place of the version that was kept of this model."""
         self._weights[model] = snapshot
         if self._path is not None:
-            _replace(_weights_folder(self._path) / model, msgspec.msgpack.encode(snapshot))
+            self._write(_weights_folder(self._path) / model, msgspec.msgpack.encode(snapshot))
 
     def weights(self, model: str, version: int) -> WeightSnapshot | None:
         """None when they are not kept, or cannot be read."""
@@ -167,7 +176,7 @@ class StateFile:
         """Of a model that is served no longer. Idempotent."""
         self._weights.pop(model, None)
         if self._path is not None:
-            (_weights_folder(self._path) / model).unlink(missing_ok=True)
+            self._remove(_weights_folder(self._path) / model)
 
     def _forget_weights(self) -> None:
         self._weights = {}
@@ -178,8 +187,26 @@ class StateFile:
         """The endpoint is gone, and what is saved from now on is not kept: a last report may still come. Idempotent."""
         self._forget_weights()
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
+            self._remove(self._path)
             self._path = None
+        self._unwritten = {}
+
+    def _write(self, path: Path, content: bytes) -> None:
+        try:
+            _replace(path, content)
+        except OSError as error:
+            if path not in self._unwritten:
+                logger.error("%s cannot be written, the endpoint goes on and tries it again: %s", path, error)
+            self._unwritten[path] = content
+        else:
+            self._unwritten.pop(path, None)
+
+    def _remove(self, path: Path) -> None:
+        self._unwritten.pop(path, None)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.error("%s cannot be removed, and is of no use any more: %s", path, error)
 
 
 def _weights_folder(state: Path) -> Path:

@@ -6,6 +6,7 @@ What it does is in `controller_service`. Whoever needs the actor makes it when i
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -25,6 +26,7 @@ from shoal.weights import WeightSnapshot
 NAMESPACE = "shoal"
 CALL_TIMEOUT_S = 10.0
 CHANGE_TIMEOUT_S = 3700.0  # above what a change may ask for
+logger = logging.getLogger(__name__)
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1000)
@@ -41,6 +43,7 @@ class RayController:
     def __init__(self, setting: ControllerSetting) -> None:
         self._setting = setting
         self._handle: Any = None
+        self._told = ""  # what failed in it last
 
     def __reduce__(self) -> tuple[object, ...]:
         return (RayController, (self._setting,))
@@ -54,19 +57,19 @@ class RayController:
         return self._handle
 
     async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
-        return await self._ask("follow", replica, known_generation, timeout_s)
+        return await self._tell("follow", replica, known_generation, timeout_s)
 
     async def report(self, report: ReplicaReport) -> list[ReplicaReport]:
-        return await self._ask("report", report)
+        return await self._tell("report", report)
 
     async def leave(self, replica: str) -> None:
-        await self._ask("leave", replica)
+        await self._tell("leave", replica)
 
     async def keep(self, model: str, snapshot: WeightSnapshot) -> None:
-        await self._ask("keep", model, snapshot)
+        await self._tell("keep", model, snapshot)
 
     async def kept(self, model: str, version: int) -> WeightSnapshot | None:
-        return await self._ask("kept", model, version)
+        return await self._tell("kept", model, version)
 
     async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
         return await self._ask("administer", dict(change), by, timeout_s=CHANGE_TIMEOUT_S)
@@ -97,6 +100,17 @@ class RayController:
         with suppress(RayActorError, GetTimeoutError):
             ray.get(actor.forget.remote(), timeout=CALL_TIMEOUT_S)
         ray.kill(actor, no_restart=True)
+
+    async def _tell(self, method: str, *arguments: object) -> Any:
+        """What a replica does by itself, for as long as it lives: whatever fails in the controller, it tries again."""
+        try:
+            return await self._ask(method, *arguments)
+        except RayTaskError as error:
+            problem = f"the controller of {self._setting.name!r} failed: {error.cause!r}"
+            if problem != self._told:  # it comes with every report
+                self._told = problem
+                logger.exception("%s", problem)
+            raise ConnectionLost(problem) from error
 
     async def _ask(self, method: str, *arguments: object, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         try:

@@ -1,0 +1,39 @@
+"""What fails in an endpoint's controller, as its replicas hear of it: Ray's errors, without a cluster that raises."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from shoal.errors import ConnectionLost, InferenceError
+from shoal.serve.controller_setting import ControllerSetting
+from shoal.serve.report import ReplicaReport
+
+
+class FailingMethod:
+    """Of an actor's handle: every call of it ends with `error`, which was raised in the actor."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    async def remote(self, *arguments: object) -> None:
+        from ray.exceptions import RayTaskError
+
+        raise RayTaskError("method", "the traceback", self._error).as_instanceof_cause()
+
+
+def test_what_fails_in_the_controller_stops_no_replica_and_is_told_to_people(tmp_path: Path) -> None:
+    from shoal.serve.ray_controller import RayController
+
+    full, no = FailingMethod(OSError("the disk is full")), FailingMethod(InferenceError(409, "no"))
+    controller = RayController(ControllerSetting("e", "1", (), tmp_path, str(tmp_path), {}))
+    controller._handle = SimpleNamespace(report=full, status=full, administer=no)
+    with pytest.raises(ConnectionLost, match=r"the controller of 'e' failed: .*the disk is full"):
+        asyncio.run(controller.report(ReplicaReport("r1")))
+    with pytest.raises(OSError, match="the traceback"):
+        asyncio.run(controller.status())
+    with pytest.raises(InferenceError, match="no"):
+        asyncio.run(controller.administer({}, "me"))
