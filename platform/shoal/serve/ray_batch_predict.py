@@ -26,6 +26,7 @@ from shoal.serve.table_predictor import TablePredictor
 BLOCK_ROWS = 4096  # that travel to a worker together
 FILES_CPUS = 0.5  # what reading, and what writing, reserves
 LEAST_CPUS = 0.25  # of a worker
+WORKER_RESTARTS = 2  # Ray Data's default is without end, also for rows that kill each worker that they are given to
 _OURS = re.compile(r"^shoal\.errors\.\w+: (.+)$", re.MULTILINE)
 
 
@@ -64,8 +65,8 @@ def predict_files(job: BatchJob, files: Sequence[Path], output: Path, workers: i
 
     workers: processes with the model; None for one on each free CPU but one, which reads and writes
 
-    Raises RunError with the words of the first worker that failed, or when the rows are written and `output` has come
-    to be meanwhile, and ClusterError when the cluster has no CPU to spare.
+    Raises RunError with the words of the first worker that failed, when workers die again and again, or when the rows
+    are written and `output` has come to be meanwhile; ClusterError when the cluster has no CPU to spare.
     """
     count, cpus_each = _share(workers)
     context = ray.data.DataContext.get_current()
@@ -88,6 +89,8 @@ def predict_files(job: BatchJob, files: Sequence[Path], output: Path, workers: i
                 compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
                 num_cpus=cpus_each,
                 zero_copy_batch=True,
+                max_restarts=WORKER_RESTARTS,
+                max_task_retries=WORKER_RESTARTS,
             )
             answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILES_CPUS})
         except ray.exceptions.RayError as error:
@@ -113,6 +116,10 @@ def _share(workers: int | None) -> tuple[int, float]:
 
 def _in_words(error: Exception) -> RunError:
     """What a worker of ours said, which Ray Data leaves as the text of a traceback; or Ray's own last line."""
+    if isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError)):
+        why = "its process was killed, as when memory runs out, or the model ended it"
+        remedy = "try fewer workers, a smaller options.max_batch_size, or fewer rows"
+        return RunError(f"a worker with the model died, after {WORKER_RESTARTS} others: {why}. {remedy}")
     text = str(error).strip()
     ours = _OURS.findall(text)
     return RunError(ours[-1] if ours else f"batch prediction failed: {(text.splitlines() or [repr(error)])[-1]}")
