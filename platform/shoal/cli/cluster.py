@@ -16,17 +16,18 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from shoal.cluster.attach import find_cluster, started_by_up, state_path
+from shoal.cli.job_words import end_as_by_ctrl_c
+from shoal.cluster.attach import find_cluster, only_one, started_by_up, state_path
 from shoal.cluster.dashboard import Resources, resources
 from shoal.cluster.embedded import start
 from shoal.cluster.handle import ClusterHandle, load
 from shoal.cluster.jobs import Job, JobInfo, list_jobs
 from shoal.cluster.processes import end_cluster
 from shoal.errors import ClusterError, ConnectionLost
-from shoal.runs import Run, Status, list_runs
+from shoal.runs import Run, list_running
 from shoal.runs.display import age, duration, size
+from shoal.runs.origin import masked_line
 
-NUM_RUNS_SEARCHED = 200
 NUM_JOBS_SHOWN = 10
 # What `ray job submit` and `ray status` need to reach the cluster; `--json` has the rest.
 ATTACH_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
@@ -48,17 +49,20 @@ def up(cpus: int | None, gpus: int | None, object_store_gib: float | None) -> No
 
     It listens on this machine only, asks for a token, and stays until `shoal down`, also when the terminal is closed.
     """
-    path = state_path()
-    if (running := started_by_up()) is not None:
-        raise ClusterError(
-            f"a cluster is running at {running.dashboard_url}: `shoal status` shows it, `shoal down` ends it"
-        )
-    if (dead := load(path)) is not None:
-        _end(dead)
+    end_as_by_ctrl_c()
     store_bytes = None if object_store_gib is None else int(object_store_gib * (1 << 30))
-    begun_s = time.monotonic()
-    cluster = start(num_cpus=cpus, num_gpus=gpus, object_store_memory_bytes=store_bytes, detached=True)
-    cluster.save(path)
+    with only_one():
+        if (running := started_by_up()) is not None:
+            raise ClusterError(
+                f"a cluster is running at {running.dashboard_url}: `shoal status` shows it, `shoal down` ends it"
+            )
+        path = state_path()
+        if (dead := load(path)) is not None:
+            _end(dead)
+        begun_s = time.monotonic()
+        cluster = start(
+            num_cpus=cpus, num_gpus=gpus, object_store_memory_bytes=store_bytes, detached=True, save_as=path
+        )
     click.echo(
         f"Ray {version('ray')} is up after {time.monotonic() - begun_s:.1f} s, its dashboard at {cluster.dashboard_url}"
     )
@@ -78,14 +82,15 @@ def down(now: bool, timeout_s: float) -> None:
 
     Does nothing when there is none. Other clusters, embedded or remote, are left alone.
     """
-    cluster = load(state_path())
-    if cluster is None:
-        click.echo("No cluster is up.")
-        return
-    was_alive = cluster.head_is_alive()
-    if was_alive and not now:
-        _stop_jobs(cluster, timeout_s)
-    _end(cluster)
+    with only_one():
+        cluster = load(state_path())
+        if cluster is None:
+            click.echo("No cluster is up.")
+            return
+        was_alive = cluster.head_is_alive()
+        if was_alive and not now:
+            _stop_jobs(cluster, timeout_s)
+        _end(cluster)
     click.echo("The cluster is down." if was_alive else "The cluster had died; what was left of it is removed.")
 
 
@@ -120,7 +125,7 @@ def status(address: str | None, as_json: bool) -> None:
     cluster = find_cluster(address)
     offer = resources(cluster) if cluster is not None else None
     jobs = list_jobs(cluster) if cluster is not None else []
-    running = [run for run in list_runs(NUM_RUNS_SEARCHED) if run.status is Status.RUNNING]
+    running = list_running()
     if as_json:
         click.echo(json.dumps(_as_dict(cluster, offer, jobs, running), indent=2))
         return
@@ -145,7 +150,7 @@ def _as_dict(
         }
     return {
         "cluster": described,
-        "jobs": [asdict(info) for info in jobs],
+        "jobs": [asdict(info) | {"entrypoint": masked_line(info.entrypoint)} for info in jobs],
         "runs": [
             {"id": run.id, "job": run.job, "endpoints": [asdict(endpoint) for endpoint in run.endpoints()]}
             for run in running
@@ -176,7 +181,8 @@ def _show_jobs(console: Console, jobs: list[JobInfo]) -> None:
     for info in jobs[:NUM_JOBS_SHOWN]:
         state = Text(info.status.value.ljust(9), style=_COLOURS.get(info.status.value, "default"))
         since = f"{age(time.time() - info.started_at_s)} ago"
-        console.print(Text(f"  {info.submission_id}  ") + state + Text(f"  {since:>10}  {info.entrypoint}"))
+        command = masked_line(info.entrypoint)
+        console.print(Text(f"  {info.submission_id}  ") + state + Text(f"  {since:>10}  {command}"))
     if len(jobs) > NUM_JOBS_SHOWN:
         console.print(f"  and {len(jobs) - NUM_JOBS_SHOWN} older ones", style="dim")
 

@@ -34,14 +34,15 @@ from shoal.cluster import jobs as ray_jobs
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.embedded import start
 from shoal.cluster.handle import ClusterHandle
+from shoal.config import last_value, word_of
 from shoal.errors import ConfigError, RunError
 from shoal.home import access_token
 from shoal.runs import Run
 from shoal.runs.display import duration, number
-from shoal.runs.origin import COMMAND_VARIABLE, as_typed
+from shoal.runs.origin import COMMAND_VARIABLE, apart, as_typed
 
 REFRESH_S = 0.25
-_TAKES_CHECK = re.compile(r"\b(job|train)_main\b")  # in the file of a job whose words can be looked at
+_TAKES_CHECK = re.compile(r"\b(job|train)_main\b")  # in the file of a job whose words we read
 PLAIN_S = 2.0
 TRAINING = "train"  # the job of every recipe that trains
 ACTORS_END_S = 10.0
@@ -117,8 +118,8 @@ class _Session:
     def __init__(self, typed: Typed, path: Path, console: Console, plain: bool) -> None:
         self._typed, self._path, self._words, self._num_actors = typed, path, typed.words, typed.num_actors
         self._console, self._plain = console, plain
-        resumed = [word.partition("=")[2] for word in self._words if word.startswith("resume=")]
-        before = shoal.runs.load(resumed[-1]) if resumed and resumed[-1] else None
+        resumed = last_value(self._words, "resume")
+        before = shoal.runs.load(resumed) if resumed else None
         self.run_id = before.id if before else new_run_id()
         self._incarnation_before = before.incarnation if before else 0
         self._resumed = before is not None
@@ -140,9 +141,10 @@ class _Session:
             stack.callback(embedded.stop)
             cluster = embedded
         env = job_environment(self.run_id, self._typed.command())
-        words = [word for word in self._words if not word.startswith("resume=")]
-        words += [f"resume={self.run_id}"] if self._resumed else []
-        self._job = ray_jobs.submit(cluster, [sys.executable, str(self._path), *words], env=env)
+        words = [each for each in self._words if not each.startswith("resume=")]
+        words += [word_of("resume", self.run_id)] if self._resumed else []
+        shown, secrets = _apart(self._path, words)
+        self._job = ray_jobs.submit(cluster, [sys.executable, str(self._path), *shown], env=env | secrets)
         stack.callback(self._job.stop)
         stack.callback(self._end_actors)
         self._follow()
@@ -328,8 +330,10 @@ def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Conso
     folder = Path.cwd().resolve()
     if not path.is_relative_to(folder):
         raise ConfigError("job", str(path), f"lies outside {folder}", "run from the folder that holds the job")
-    entrypoint = ["python", str(path.relative_to(folder)), *typed.words]
-    job = ray_jobs.submit(cluster, entrypoint, env={COMMAND_VARIABLE: typed.command()}, working_dir=folder)
+    shown, secrets = _apart(path, typed.words)
+    entrypoint = ["python", str(path.relative_to(folder)), *shown]
+    env = {COMMAND_VARIABLE: typed.command(), **secrets}
+    job = ray_jobs.submit(cluster, entrypoint, env=env, working_dir=folder)
     console.print(f"job {job.submission_id} on {cluster.dashboard_url}")
     try:
         for line in job.follow(timeout_s=7 * 24 * 3600.0):
@@ -340,6 +344,12 @@ def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Conso
         sys.exit(130)
     if job.status() is not ray_jobs.JobStatus.SUCCEEDED:
         raise RunError(f"job {job.submission_id} ended as {job.status().value}")
+
+
+def _apart(path: Path, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The words without secrets, which travel in the environment; all of them for a job that reads its words itself."""
+    shown, secrets = apart(words)
+    return (shown, secrets) if secrets and _TAKES_CHECK.search(path.read_text()) else (list(words), {})
 
 
 def _check_words(path: Path, words: Sequence[str]) -> None:

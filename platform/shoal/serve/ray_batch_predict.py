@@ -9,15 +9,16 @@ import logging
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet
 import ray
 import ray.data
 
 from shoal.errors import ClusterError, RunError
+from shoal.serve.batch_output import incoming_for, publish, require_all_rows
 from shoal.serve.options import ModelOptions
 from shoal.serve.sources import RegisteredModel
 from shoal.serve.table_predictor import TablePredictor
@@ -25,6 +26,7 @@ from shoal.serve.table_predictor import TablePredictor
 BLOCK_ROWS = 4096  # that travel to a worker together
 FILES_CPUS = 0.5  # what reading, and what writing, reserves
 LEAST_CPUS = 0.25  # of a worker
+WORKER_RESTARTS = 2  # Ray Data's default is without end, also for rows that kill each worker that they are given to
 _OURS = re.compile(r"^shoal\.errors\.\w+: (.+)$", re.MULTILINE)
 
 
@@ -63,7 +65,8 @@ def predict_files(job: BatchJob, files: Sequence[Path], output: Path, workers: i
 
     workers: processes with the model; None for one on each free CPU but one, which reads and writes
 
-    Raises RunError with the words of the first worker that failed, ClusterError when the cluster has no CPU to spare.
+    Raises RunError with the words of the first worker that failed, when workers die again and again, or when the rows
+    are written and `output` has come to be meanwhile; ClusterError when the cluster has no CPU to spare.
     """
     count, cpus_each = _share(workers)
     context = ray.data.DataContext.get_current()
@@ -72,27 +75,29 @@ def predict_files(job: BatchJob, files: Sequence[Path], output: Path, workers: i
     context.execution_options.preserve_order = True
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what went wrong is raised, and told once
     paths = [str(file) for file in files]
-    incoming = output.with_name(f".incoming-{output.name}")
-    shutil.rmtree(incoming, ignore_errors=True)
-    try:
-        read = ray.data.read_csv if files[0].suffix == ".csv" else ray.data.read_parquet
-        rows = read(paths, num_cpus=FILES_CPUS)
-        answered = rows.map_batches(
-            PredictWorker,
-            fn_constructor_args=(job,),
-            batch_format="pyarrow",
-            batch_size=BLOCK_ROWS,
-            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
-            num_cpus=cpus_each,
-            zero_copy_batch=True,
-        )
-        answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILES_CPUS})
-        num_rows: int = sum(pyarrow.parquet.read_metadata(file).num_rows for file in incoming.glob("*.parquet"))
-        incoming.rename(output)
-    except ray.exceptions.RayError as error:
-        raise _in_words(error) from None
-    finally:
-        shutil.rmtree(incoming, ignore_errors=True)
+    incoming = incoming_for(output)
+    with ExitStack() as on_failure:
+        on_failure.callback(shutil.rmtree, incoming, ignore_errors=True)
+        try:
+            read = ray.data.read_csv if files[0].suffix == ".csv" else ray.data.read_parquet
+            rows = read(paths, num_cpus=FILES_CPUS)
+            answered = rows.map_batches(
+                PredictWorker,
+                fn_constructor_args=(job,),
+                batch_format="pyarrow",
+                batch_size=BLOCK_ROWS,
+                compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
+                num_cpus=cpus_each,
+                zero_copy_batch=True,
+                max_restarts=WORKER_RESTARTS,
+                max_task_retries=WORKER_RESTARTS,
+            )
+            answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILES_CPUS})
+        except ray.exceptions.RayError as error:
+            raise _in_words(error) from None
+        num_rows = require_all_rows(incoming, files)
+        on_failure.pop_all()
+    publish(incoming, output)
     return num_rows
 
 
@@ -111,6 +116,10 @@ def _share(workers: int | None) -> tuple[int, float]:
 
 def _in_words(error: Exception) -> RunError:
     """What a worker of ours said, which Ray Data leaves as the text of a traceback; or Ray's own last line."""
+    if isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError)):
+        why = "its process was killed, as when memory runs out, or the model ended it"
+        remedy = "try fewer workers, a smaller options.max_batch_size, or fewer rows"
+        return RunError(f"a worker with the model died, after {WORKER_RESTARTS} others: {why}. {remedy}")
     text = str(error).strip()
     ours = _OURS.findall(text)
     return RunError(ours[-1] if ours else f"batch prediction failed: {(text.splitlines() or [repr(error)])[-1]}")
