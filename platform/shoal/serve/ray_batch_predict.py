@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import ray
 import ray.data
+from ray.util.annotations import RayDeprecationWarning
 
 from shoal.errors import ClusterError, RunError
 from shoal.serve.batch_output import incoming_for, publish, require_all_rows
@@ -81,17 +83,20 @@ def predict_files(job: BatchJob, files: Sequence[Path], output: Path, workers: i
         try:
             read = ray.data.read_csv if files[0].suffix == ".csv" else ray.data.read_parquet
             rows = read(paths, num_cpus=FILES_CPUS)
-            answered = rows.map_batches(
-                PredictWorker,
-                fn_constructor_args=(job,),
-                batch_format="pyarrow",
-                batch_size=BLOCK_ROWS,
-                compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
-                num_cpus=cpus_each,
-                zero_copy_batch=True,
-                max_restarts=WORKER_RESTARTS,
-                max_task_retries=WORKER_RESTARTS,
-            )
+            with warnings.catch_warnings():
+                # The named parameters that are to replace these two do not have them yet (Ray 2.60).
+                warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated", RayDeprecationWarning)
+                answered = rows.map_batches(
+                    PredictWorker,
+                    fn_constructor_args=(job,),
+                    batch_format="pyarrow",
+                    batch_size=BLOCK_ROWS,
+                    compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
+                    num_cpus=cpus_each,
+                    zero_copy_batch=True,
+                    max_restarts=WORKER_RESTARTS,
+                    max_task_retries=WORKER_RESTARTS,
+                )
             answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILES_CPUS})
         except ray.exceptions.RayError as error:
             raise _in_words(error) from None
