@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import PlanError
 from shoal.parallel import ParallelSpec, World, check_plan, parallelize
@@ -132,6 +133,35 @@ class Peeking(nn.Module):
         return self.mlp(embedded) @ self.embedding.weight[:4, :4]
 
 
+class Between(nn.Module):
+    """Between its layers something is used that the layers before do not make: `which` says what."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.which = which
+        self.first, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 4)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        entered = self.first(values)
+        hidden = self.up(entered)
+        match self.which:
+            case "parameter":
+                hidden = hidden * self.scale
+            case "activation":
+                hidden = hidden * entered.mean(-1, keepdim=True)
+            case "parameter in training":
+                hidden = hidden * self.scale if self.training else hidden
+            case "recomputed" if self.training:
+                hidden = checkpoint(lambda each: each * self.scale, hidden, use_reentrant=True)
+            case "constant":
+                hidden = hidden * values.mean(-1, keepdim=True)
+            case "in place":
+                hidden = hidden.relu_().mul_(2.0)
+        output: Tensor = self.down(hidden)
+        return output
+
+
 def _found(model: nn.Module, example: Tensor, size: int = 2) -> TensorPlan:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plan = tensor_plan(model, Learnable(), size, example)
@@ -152,6 +182,64 @@ def test_what_is_found() -> None:
     plan = _found(Peeking(), torch.randn(4, 5))
     assert plan.styles == {"mlp.0": "column", "mlp.3": "row"}
     assert "outside its layer's call" in plan.whole["embedding"]
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("parameter", "scale enters between up and down"),
+        ("activation", r"first\.\w+ enters between up and down"),
+        ("parameter in training", "scale enters between up and down"),
+        ("recomputed", "cannot be seen: it is recomputed reentrantly"),
+    ],
+)
+def test_what_would_get_the_gradient_of_one_part_only_keeps_layers_whole(which: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        _found(Between(which), torch.randn(4, 3, 6))
+    with pytest.raises(PlanError, match=message):
+        tensor_plan(Between(which), Learnable({"up": "column", "down": "row"}), 2, torch.randn(4, 3, 6))
+
+
+@pytest.mark.parametrize("which", ["constant", "in place", "nothing"])
+def test_what_needs_no_gradient_may_stand_between(which: str) -> None:
+    assert _found(Between(which), torch.randn(4, 3, 6)).styles == {"up": "column", "down": "row"}
+
+
+def test_layers_that_are_called_without_gradients_are_split_only_if_they_are_frozen() -> None:
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower, self.head = _mlp(), nn.Linear(4, 1)
+
+        def forward(self, values: Tensor) -> Tensor:
+            with torch.no_grad():
+                hidden = self.tower(values)
+            output: Tensor = self.head(hidden)
+            return output
+
+    model = Tower()
+    with pytest.raises(PlanError, match="called without gradients"):
+        _found(model, torch.randn(4, 6))
+    model.tower.requires_grad_(False)
+    assert _found(model, torch.randn(4, 6)).styles == {"tower.0": "column", "tower.3": "row"}
+
+
+def test_looking_for_a_plan_leaves_buffers_as_they_were() -> None:
+    class Counting(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(*_mlp())
+            self.register_buffer("mean", torch.zeros(6))
+
+        def forward(self, values: Tensor) -> Tensor:
+            if self.training:
+                self.mean = 0.9 * self.mean + values.mean(0)
+            output: Tensor = super().forward(values)
+            return output
+
+    model = Counting()
+    held = model.mean
+    assert _found(model, torch.randn(4, 6)).styles == {"0": "column", "3": "row"}
+    assert model.mean is held
 
 
 def test_heads_that_ranks_cannot_share() -> None:

@@ -3,7 +3,8 @@
 Linear layers that read one tensor (q, k, v; gate and up) followed by another (o; down) form a pair: the first are split
 by columns, the second by rows, and what lies between works on a part of the features. Whether it may is tried: the
 module that holds the pair is run on each part alone, and the parts of the second layer's output must add up to what it
-gave before. What does not is left whole, with the reason. Needs no process group; called by `check_plan` and `tensor`.
+gave before. Nothing between them may need a gradient of its own: each rank would have that of its part alone. What does
+not pass is left whole, with the reason. Needs no process group; called by `check_plan` and `tensor`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import nn
 from shoal.errors import PlanError
 from shoal.parallel.batches import map_tensors
 from shoal.parallel.model import Learnable
-from shoal.parallel.tensor_trial import LinearCall, Pair, Split, Trace, is_used_elsewhere, traced, try_pair
+from shoal.parallel.tensor_trace import LinearCall, Pair, Trace, traced
+from shoal.parallel.tensor_trial import Split, is_used_elsewhere, try_pair
 
 # A layer without a partner is split where that is worth a collective of its own: it holds a share of all parameters,
 # and has many times more entries than features, as the ends of a language model.

@@ -1,4 +1,4 @@
-"""Watching a model work, and trying what becomes of it when layers are split: the evidence behind a tensor plan.
+"""Trying what becomes of a model when layers are split: the evidence behind a tensor plan.
 
 Everything here runs the model in evaluation mode, without gradients, on a few samples, in this process alone, and
 leaves it as it was. Called by `tensor_plan`.
@@ -8,61 +8,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.parallel.batches import tensors_of
-from shoal.parallel.whole import evaluating
+from shoal.parallel.tensor_trace import MISFITS, Pair, Trace, looking
+from shoal.parallel.tensor_use import lost_gradient
 
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-# What the code of a model raises when its tensors are not of the shape that it expects.
-MISFITS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest output; else 1e-4
-
-
-@dataclass
-class LinearCall:
-    """The first call of a linear layer."""
-
-    name: str
-    module: nn.Linear
-    input: Tensor
-    output: Tensor
-
-
-@dataclass
-class Trace:
-    """What a model did with a few samples.
-
-    linears:  in order of their first calls
-    entered:  the arguments of each module's first call, for those that hold several linear layers
-    dropouts: the shape that each dropout layer was first given
-    called:   the names of all modules that were called
-    """
-
-    model: nn.Module
-    inputs: tuple[Any, ...]
-    linears: list[LinearCall] = field(default_factory=list)
-    entered: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    dropouts: dict[str, torch.Size] = field(default_factory=dict)
-    called: set[str] = field(default_factory=set)
-    output: Any = None
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Layers split by columns, and the one that follows them, split by rows."""
-
-    columns: tuple[LinearCall, ...]
-    row: LinearCall
-
-    @property
-    def names(self) -> list[str]:
-        return [*(call.name for call in self.columns), self.row.name]
 
 
 @dataclass(frozen=True)
@@ -78,42 +35,15 @@ class Split:
     dropouts: dict[str, int]
 
 
-def traced(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
-    """Run `model` once and note what is called, in which order, with what."""
-    trace = Trace(model, inputs)
-    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-
-    def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        name = names[module]
-        holds = sum(type(each) is nn.Linear for each in module.modules())
-        if holds > 1 and name not in trace.entered:
-            trace.entered[name] = copy.deepcopy((args, kwargs))
-
-    def leaving(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        name = names[module]
-        if name in trace.called:
-            return
-        trace.called.add(name)
-        if type(module) is nn.Linear and args:
-            trace.linears.append(LinearCall(name, module, args[0], output))
-        elif isinstance(module, DROPOUTS):
-            trace.dropouts[name] = output.shape
-
-    with _looking(model), ExitStack() as hooks:
-        for module in names:
-            hooks.callback(module.register_forward_pre_hook(entering, with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(leaving).remove)
-        trace.output = model(*inputs)
-    return trace
-
-
 def try_pair(trace: Trace, pair: Pair, size: int) -> Split | str:
     """Whether the pair may be split `size` ways, and what must change besides; if not, the reason."""
+    if (lost := lost_gradient(trace, pair)) is not None:
+        return lost
     ancestor = _ancestor(trace, pair.names)
     reason = ""
     for changes in _changes(trace.model, ancestor, pair, size):
         try:
-            with _looking(trace.model):
+            with looking(trace.model):
                 parts = [_part(trace, ancestor, pair, changes, index, size) for index in range(size)]
         except MISFITS as error:
             reason = reason or f"a part of it does not fit what follows ({str(error).splitlines()[0][:100]})"
@@ -134,7 +64,7 @@ def is_used_elsewhere(trace: Trace, names: list[str]) -> bool:
 
     Outside their calls they are made NaN; a weight that is used shows in the output.
     """
-    with _looking(trace.model), ExitStack() as undo:
+    with looking(trace.model), ExitStack() as undo:
         for name in names:
             _gate(trace.model.get_submodule(name), undo)
         try:
@@ -251,15 +181,3 @@ def _split_dropouts(trace: Trace, shapes: dict[str, torch.Size], size: int) -> d
         if differing:
             split[name] = differing[0]
     return split
-
-
-@contextmanager
-def _looking(model: nn.Module) -> Iterator[None]:
-    """Evaluation, without gradients, through the layers' own forward methods."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with evaluating(model), torch.no_grad(), torch.random.fork_rng():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)

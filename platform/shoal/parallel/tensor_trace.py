@@ -1,0 +1,184 @@
+"""Watching a model work on a few samples: which linear layers it calls, in which order, and what passes through them.
+
+It is run twice, in this process alone, and left as it was: in evaluation mode without gradients, and as it is trained,
+with a graph that tells where gradients would go. Called by `tensor_plan`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.parallel.dropout import SeededDropout
+from shoal.parallel.whole import evaluating
+
+# The layers whose masks do not come from the generators that all parts share.
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, SeededDropout)
+# What the code of a model raises when its tensors are not of the shape that it expects.
+MISFITS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+
+
+@dataclass
+class LinearCall:
+    """The first call of a linear layer."""
+
+    name: str
+    module: nn.Linear
+    input: Tensor
+    output: Tensor
+
+
+@dataclass
+class TrainedCall:
+    """One call of a linear layer in training.
+
+    read, gave:    what stands in the graph of gradients behind the input, and for the output; None without gradients
+    has_gradients: whether autograd was recording
+    """
+
+    name: str
+    read: Node | None
+    gave: Node | None
+    has_gradients: bool
+
+
+@dataclass
+class Trace:
+    """What a model did with a few samples.
+
+    linears:  in order of their first calls
+    trained:  every call of a linear layer, in training
+    entered:  the arguments of each module's first call, for those that hold several linear layers
+    dropouts: the shape that each dropout layer was first given
+    called:   how often each module was called
+    """
+
+    model: nn.Module
+    inputs: tuple[Any, ...]
+    linears: list[LinearCall] = field(default_factory=list)
+    trained: list[TrainedCall] = field(default_factory=list)
+    entered: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    dropouts: dict[str, torch.Size] = field(default_factory=dict)
+    called: Counter[str] = field(default_factory=Counter)
+    output: Any = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Layers split by columns, and the one that follows them, split by rows."""
+
+    columns: tuple[LinearCall, ...]
+    row: LinearCall
+
+    @property
+    def names(self) -> list[str]:
+        return [*(call.name for call in self.columns), self.row.name]
+
+
+def traced(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
+    """Run `model` once in each mode, and note what is called, in which order, with what."""
+    trace = Trace(model, inputs)
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+
+    def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = names[module]
+        holds = sum(type(each) is nn.Linear for each in module.modules())
+        if holds > 1 and name not in trace.entered:
+            trace.entered[name] = copy.deepcopy((args, kwargs))
+
+    def leaving(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        name = names[module]
+        trace.called[name] += 1
+        if trace.called[name] > 1:
+            return
+        if type(module) is nn.Linear and args:
+            trace.linears.append(LinearCall(name, module, args[0], output))
+        elif type(module) in DROPOUTS:
+            trace.dropouts[name] = output.shape
+
+    with looking(model), ExitStack() as hooks:
+        for module in names:
+            hooks.callback(module.register_forward_pre_hook(entering, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(leaving).remove)
+        trace.output = model(*inputs)
+    trace.trained = _trained(model, inputs)
+    return trace
+
+
+def _trained(model: nn.Module, inputs: tuple[Any, ...]) -> list[TrainedCall]:
+    """Every call of a linear layer, as `model` is trained."""
+    calls: list[TrainedCall] = []
+
+    def entering(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append(TrainedCall(name, _node(*args, *kwargs.values()), None, torch.is_grad_enabled()))
+
+        return note
+
+    def leaving(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        copied = output.clone()  # it stays in the graph, whatever is done to it in place
+        calls[-1].gave = _node(copied)
+        return copied
+
+    with training(model), ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if type(module) is nn.Linear:
+                hooks.callback(module.register_forward_pre_hook(entering(name), with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(leaving, prepend=True).remove)
+        model(*inputs)
+    return calls
+
+
+def _node(tensor: Tensor) -> Node | None:
+    return get_gradient_edge(tensor).node if tensor.requires_grad else None
+
+
+@contextmanager
+def looking(model: nn.Module) -> Iterator[None]:
+    """Evaluation, without gradients, through the layers' own forward methods."""
+    with _undisturbed(), evaluating(model), torch.no_grad():
+        yield
+
+
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """As it is trained, with gradients; but for dropout layers, which are seeded, and statistics of so few samples."""
+    buffers = [(module, dict(module._buffers), _copies(module)) for module in model.modules()]
+    with _undisturbed(), ExitStack() as modes, torch.enable_grad():
+        for module in model.modules():
+            if type(module) in DROPOUTS or isinstance(module, _BatchNorm):
+                modes.enter_context(evaluating(module))
+        try:
+            yield
+        finally:
+            for module, held, values in buffers:
+                module._buffers.clear()
+                module._buffers.update(held)
+                for name, value in values.items():
+                    if not torch.equal(buffer := module.get_buffer(name), value):
+                        buffer.detach().copy_(value)
+
+
+def _copies(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers(recurse=False)}
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Random numbers go on afterwards as if nothing had been; no fast path passes a layer by."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
