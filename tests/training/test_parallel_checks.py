@@ -121,6 +121,26 @@ class Attention(nn.Module):
         return self.out(mixed)
 
 
+class AnyWidth(Attention):
+    """Heads whose width follows from what is there: their unchanged number fits, and is wrong."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        q, k = (f(values).unflatten(-1, (self.num_heads, -1)) for f in (self.queries, self.keys))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
+        return self.out(torch.einsum("bhqk,bkhe->bqhe", scores, k).flatten(-2))
+
+
+class Twice(nn.Module):
+    """Layers that are called twice, with something between them that mixes the parts at the second call only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.down(self.up(self.down(self.up(values).relu())).softmax(-1))
+
+
 class Peeking(nn.Module):
     """The embedding's weight is also used without its layer, which a part of it would not allow."""
 
@@ -240,6 +260,25 @@ def test_looking_for_a_plan_leaves_buffers_as_they_were() -> None:
     held = model.mean
     assert _found(model, torch.randn(4, 6)).styles == {"0": "column", "3": "row"}
     assert model.mean is held
+
+
+def test_weights_that_are_zero_at_first_prove_nothing() -> None:
+    mixing = Mixing()
+    nn.init.zeros_(mixing.down.weight)
+    assert "mixes" in _found(mixing, torch.randn(4, 6)).whole["up"]
+    for zeros in (["out"], ["queries"], ["keys"], ["queries", "keys", "out"]):
+        attention = AnyWidth()
+        for name in zeros:
+            nn.init.zeros_(attention.get_submodule(name).weight)
+            nn.init.zeros_(attention.get_submodule(name).bias)
+        plan = _found(attention, torch.randn(4, 5, 6))
+        assert plan.styles == {"queries": "column", "keys": "column", "out": "row"}
+        assert plan.changes == {("", "num_heads"): 2}
+
+
+def test_layers_that_are_called_twice_are_tried_twice() -> None:
+    with pytest.raises(PlanError, match="between up and down mixes the parts"):
+        _found(Twice(), torch.randn(4, 6))
 
 
 def test_heads_that_ranks_cannot_share() -> None:

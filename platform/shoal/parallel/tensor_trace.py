@@ -34,7 +34,6 @@ class LinearCall:
     name: str
     module: nn.Linear
     input: Tensor
-    output: Tensor
 
 
 @dataclass
@@ -101,7 +100,7 @@ def traced(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
         if trace.called[name] > 1:
             return
         if type(module) is nn.Linear and args:
-            trace.linears.append(LinearCall(name, module, args[0], output))
+            trace.linears.append(LinearCall(name, module, args[0]))
         elif type(module) in DROPOUTS:
             trace.dropouts[name] = output.shape
 

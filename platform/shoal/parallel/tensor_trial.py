@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from shoal.parallel.batches import tensors_of
+from shoal.parallel.dropout import mixed
 from shoal.parallel.tensor_trace import MISFITS, Pair, Trace, looking
 from shoal.parallel.tensor_use import lost_gradient
 
-TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest output; else 1e-4
+TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest value; else 1e-4
 
 
 @dataclass(frozen=True)
@@ -40,23 +42,30 @@ def try_pair(trace: Trace, pair: Pair, size: int) -> Split | str:
     if (lost := lost_gradient(trace, pair)) is not None:
         return lost
     ancestor = _ancestor(trace, pair.names)
+    whole = _Passage(trace.called[pair.row.name])
+    try:
+        with looking(trace.model):
+            _pass(whole, trace, ancestor, pair, {})
+    except MISFITS as error:
+        return f"what follows it cannot be tried ({_first_line(error)})"
     reason = ""
     for changes in _changes(trace.model, ancestor, pair, size):
+        parts = [whole.part(index, size) for index in range(size)]
         try:
             with looking(trace.model):
-                parts = [_part(trace, ancestor, pair, changes, index, size) for index in range(size)]
+                for part in parts:
+                    _pass(part, trace, ancestor, pair, changes)
         except MISFITS as error:
-            reason = reason or f"a part of it does not fit what follows ({str(error).splitlines()[0][:100]})"
+            reason = reason or f"a part of it does not fit what follows ({_first_line(error)})"
             continue
-        expected = pair.row.output
-        if any(output.shape != expected.shape for output, _ in parts):
-            reason = reason or "a part of it gives outputs of another shape"
-            continue
-        difference = torch.stack([output.float() for output, _ in parts]).sum(0) - expected.float()
-        if float(difference.abs().max()) <= TOLERANCE.get(expected.dtype, 1e-4) * float(expected.abs().max()):
-            return Split(pair, changes, _split_dropouts(trace, parts[0][1], size))
-        reason = reason or f"what lies between {pair.columns[0].name} and {pair.row.name} mixes the parts"
+        if (mix := _mixed(whole, parts)) is None:
+            return Split(pair, changes, _split_dropouts(trace, parts[0].shapes, size))
+        reason = reason or mix.format(f"what lies between {pair.columns[0].name} and {pair.row.name}")
     return reason
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:100]
 
 
 def is_used_elsewhere(trace: Trace, names: list[str]) -> bool:
@@ -79,58 +88,101 @@ def _floats(output: Any) -> list[Tensor]:
     return [each for each in tensors_of(output) if each.is_floating_point()]
 
 
-class _Reached(Exception):
-    """The row layer was called: the rest of the module need not run."""
-
-    def __init__(self, output: Tensor) -> None:
-        self.output = output
+class _Enough(Exception):
+    """The row layer has been called as often as it is: the rest of the module need not run."""
 
 
-def _part(
-    trace: Trace, ancestor: str, pair: Pair, changes: dict[tuple[str, str], int], index: int, size: int
-) -> tuple[Tensor, dict[str, torch.Size]]:
-    """Part `index` of the row layer's output, and the shapes that dropout layers were given on the way."""
-    shapes: dict[str, torch.Size] = {}
+@dataclass
+class _Passage:
+    """What passes through a pair when what holds it is run: all features, or one part of them.
 
-    def reached(module: nn.Module, args: Any, output: Tensor) -> None:
-        raise _Reached(output)
+    What the first layers give is made up. What they compute may be zeros, as of fresh weights, which show nothing; for
+    the same reason it is what the last layer is given that counts, and not what it makes of that.
 
-    def noted(name: str) -> Callable[..., None]:
+    num_calls: of the row layer, in all of the model
+    given:     by each column layer, at each of its calls
+    taken:     by the row layer, at each of its calls
+    shapes:    that dropout layers were given on the way
+    """
+
+    num_calls: int
+    whole: _Passage | None = None
+    index: int = 0
+    size: int = 1
+    given: dict[str, list[Tensor]] = field(default_factory=dict)
+    taken: list[Tensor] = field(default_factory=list)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+
+    def part(self, index: int, size: int) -> _Passage:
+        return _Passage(self.num_calls, self, index, size)
+
+    def give(self, name: str, computed: Tensor) -> Tensor:
+        """What a column layer gives instead of what it has computed."""
+        calls = self.given.setdefault(name, [])
+        if self.whole is None:
+            made = torch.randn(computed.shape, generator=_generator(name, len(calls)), dtype=torch.float32)
+            calls.append(made.to(computed))
+        else:
+            calls.append(self.whole.given[name][len(calls)].chunk(self.size, -1)[self.index])
+        return calls[-1].clone()
+
+    def take(self, entering: Tensor) -> Tensor:
+        """What the row layer works on instead of what enters it: all of the features."""
+        self.taken.append(entering.clone())
+        if len(self.taken) == self.num_calls:
+            raise _Enough
+        return entering if self.whole is None else self.whole.taken[len(self.taken) - 1].clone()
+
+
+def _generator(name: str, call: int) -> torch.Generator:
+    return torch.Generator().manual_seed(mixed(crc32(name.encode()), call))
+
+
+def _pass(passage: _Passage, trace: Trace, ancestor: str, pair: Pair, changes: dict[tuple[str, str], int]) -> None:
+    """Run what holds the pair, with `changes`. Raises one of MISFITS when it does not fit."""
+
+    def giving(name: str) -> Callable[..., Tensor]:
+        return lambda module, args, output: passage.give(name, output)
+
+    def noting(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Tensor) -> None:
-            shapes.setdefault(name, output.shape)
+            passage.shapes.setdefault(name, output.shape)
 
         return note
 
-    module = trace.model.get_submodule(ancestor)
     args, kwargs = copy.deepcopy(trace.entered[ancestor])
     with ExitStack() as undo:
         for call in pair.columns:
-            _replace(call.module, undo, call.module.weight.chunk(size)[index], _chunk(call.module.bias, index, size))
-        bias = pair.row.module.bias if index == 0 else None
-        _replace(pair.row.module, undo, pair.row.module.weight.chunk(size, 1)[index], bias)
+            undo.callback(call.module.register_forward_hook(giving(call.name), prepend=True).remove)
+        undo.callback(pair.row.module.register_forward_pre_hook(lambda _, args: (passage.take(args[0]),)).remove)
+        for name in trace.dropouts:
+            undo.callback(trace.model.get_submodule(name).register_forward_hook(noting(name)).remove)
         for (owner, attribute), value in changes.items():
             holder = trace.model.get_submodule(owner)
             undo.callback(setattr, holder, attribute, getattr(holder, attribute))
             setattr(holder, attribute, value)
-        for name in trace.dropouts:
-            undo.callback(trace.model.get_submodule(name).register_forward_hook(noted(name)).remove)
-        undo.callback(pair.row.module.register_forward_hook(reached).remove)
-        try:
-            module(*args, **kwargs)
-        except _Reached as end:
-            return end.output, shapes
-    raise RuntimeError("the second layer is not called after the first ones")
+        with suppress(_Enough):
+            trace.model.get_submodule(ancestor)(*args, **kwargs)
+    if not passage.taken:
+        raise RuntimeError("the second layer is not called after the first ones")
 
 
-def _chunk(bias: Tensor | None, index: int, size: int) -> Tensor | None:
-    return None if bias is None else bias.chunk(size)[index]
-
-
-def _replace(module: nn.Module, undo: ExitStack, weight: Tensor, bias: Tensor | None) -> None:
-    before = dict(module._parameters)
-    undo.callback(module._parameters.update, before)
-    module._parameters["weight"] = nn.Parameter(weight.detach(), requires_grad=False)
-    module._parameters["bias"] = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+def _mixed(whole: _Passage, parts: list[_Passage]) -> str | None:
+    """Why what the row layer is given in parts is not what it is given whole; None when it is."""
+    for part in parts:
+        if len(part.taken) != len(whole.taken):
+            return "{} is passed another number of times by a part"
+        for found, taken in zip(part.taken, whole.taken, strict=True):
+            expected = taken.chunk(part.size, -1)[part.index]
+            if found.shape != expected.shape:
+                return "{} gives a part another shape"
+            largest = float(taken[taken.isfinite()].abs().max()) if taken.isfinite().any() else 0.0
+            if largest == 0.0:
+                return "{} gives nothing but zeros, which prove nothing"
+            atol = TOLERANCE.get(taken.dtype, 1e-4) * largest
+            if not torch.allclose(found.float(), expected.float(), rtol=0.0, atol=atol, equal_nan=True):
+                return "{} mixes the parts"
+    return None
 
 
 def _gate(module: nn.Module, undo: ExitStack) -> None:
