@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import PlanError
 from shoal.parallel import ParallelSpec, World, check_plan, parallelize
-from shoal.parallel.batches import micro_batches
+from shoal.parallel.batches import micro_batches, tensors_of
 from shoal.parallel.tensor_plan import TensorPlan, tensor_plan
 
 
@@ -182,6 +182,51 @@ class Between(nn.Module):
         return output
 
 
+class Shown(nn.Module):
+    """What lies between `up` and `down` is used a second time: `how`. The two layers after them can be split."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 5)
+        self.norm, self.wide, self.narrow = nn.LayerNorm(5), nn.Linear(5, 12), nn.Linear(12, 3)
+        self.wide_too, self.narrow_too = nn.Linear(12, 8), nn.Linear(8, 3)
+        self.kept = torch.zeros(())
+
+    def forward(self, values: Tensor) -> Any:
+        hidden = self.up(values).relu()
+        output = self.narrow(self.wide(self.norm(self.down(hidden))).relu())
+        match self.how:
+            case "returned":
+                return output, hidden
+            case "summed":
+                return output, {"penalty": hidden.square().mean()}
+            case "in training" if self.training:
+                return output, hidden.norm()
+            case "in evaluation" if not self.training:
+                return output, hidden.norm()
+            case "counted":
+                return output, (hidden > 0).float().mean()
+            case "called again":
+                return output + self.up(values.flip(0)).relu().mean(-1, keepdim=True)
+            case "split again":
+                return output + self.narrow_too(self.wide_too(hidden).relu())
+            case "kept":
+                self.kept = hidden.abs().mean()
+        return output
+
+
+class OfAll(Learnable):
+    """The mean of all that comes out, and what the model keeps."""
+
+    def __init__(self, model: Shown, plan: dict[str, str] | None = None) -> None:
+        super().__init__(plan)
+        self.model = model
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return torch.stack([each.mean() for each in tensors_of(outputs)]).sum() + self.model.kept
+
+
 def _found(model: nn.Module, example: Tensor, size: int = 2) -> TensorPlan:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plan = tensor_plan(model, Learnable(), size, example)
@@ -244,22 +289,28 @@ def test_layers_that_are_called_without_gradients_are_split_only_if_they_are_fro
     assert _found(model, torch.randn(4, 6)).styles == {"tower.0": "column", "tower.3": "row"}
 
 
-def test_looking_for_a_plan_leaves_buffers_as_they_were() -> None:
+def test_looking_for_a_plan_leaves_a_model_as_it_was() -> None:
     class Counting(nn.Sequential):
         def __init__(self) -> None:
             super().__init__(*_mlp())
-            self.register_buffer("mean", torch.zeros(6))
+            self.register_buffer("mean", torch.zeros(()))
+            self.register_buffer("number", torch.zeros(()))
+            self.last = torch.zeros(())
 
         def forward(self, values: Tensor) -> Tensor:
-            if self.training:
-                self.mean = 0.9 * self.mean + values.mean(0)
-            output: Tensor = super().forward(values)
+            hidden = self[0](values)
+            self.number += 1
+            self.mean = 0.9 * self.mean + hidden.detach().mean()
+            self.last = self.largest = hidden.detach().amax()
+            output: Tensor = self[3](hidden)
             return output
 
     model = Counting()
-    held = model.mean
-    assert _found(model, torch.randn(4, 6)).styles == {"0": "column", "3": "row"}
-    assert model.mean is held
+    held = model.mean, model.last
+    assert tensor_plan(model, Learnable(), 2, torch.randn(4, 6)).styles == {"0": "column", "3": "row"}
+    assert (model.mean, model.last) == held
+    assert not any(each.any() for each in (*held, model.number))
+    assert not hasattr(model, "largest")
 
 
 def test_weights_that_are_zero_at_first_prove_nothing() -> None:
@@ -279,6 +330,32 @@ def test_weights_that_are_zero_at_first_prove_nothing() -> None:
 def test_layers_that_are_called_twice_are_tried_twice() -> None:
     with pytest.raises(PlanError, match="between up and down mixes the parts"):
         _found(Twice(), torch.randn(4, 6))
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["returned", "summed", "in training", "in evaluation", "counted", "called again", "split again", "kept"],
+)
+def test_what_is_used_outside_its_pair_is_not_split(how: str) -> None:
+    example = torch.randn(4, 6)
+    model = Shown(how)
+    plan = tensor_plan(model, OfAll(model), 2, example)
+    assert {"up", "down"} & plan.styles.keys() == set()
+    assert "used elsewhere" in plan.whole["up"]
+    others = {"wide": "column", "narrow": "row"}
+    assert others.items() <= plan.styles.items()
+    with pytest.raises(PlanError, match=r"\['up', 'down'\]: what lies between them is used elsewhere"):
+        tensor_plan(model, OfAll(model, {"up": "column", "down": "row", **others}), 2, example)
+    assert tensor_plan(model, OfAll(model, others), 2, example).styles == others
+
+
+def test_a_hook_of_the_users_sees_no_part() -> None:
+    model, seen = Shown("hooked"), list[Tensor]()
+    assert tensor_plan(model, OfAll(model), 2, torch.randn(4, 6)).styles["up"] == "column"
+    model.up.register_forward_hook(lambda module, args, output: seen.append(output))
+    learnable = OfAll(model)
+    learnable.loss = lambda outputs, batch: outputs.mean() + seen[-1].abs().mean()  # type: ignore[method-assign]
+    assert "up" not in tensor_plan(model, learnable, 2, torch.randn(4, 6)).styles
 
 
 def test_heads_that_ranks_cannot_share() -> None:

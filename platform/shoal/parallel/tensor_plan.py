@@ -19,8 +19,9 @@ from torch import nn
 from shoal.errors import PlanError
 from shoal.parallel.batches import map_tensors
 from shoal.parallel.model import Learnable
-from shoal.parallel.tensor_trace import LinearCall, Pair, Trace, traced
-from shoal.parallel.tensor_trial import Split, is_used_elsewhere, try_pair
+from shoal.parallel.tensor_trace import LinearCall, Pair, Trace, traced, unchanged
+from shoal.parallel.tensor_trial import Split, try_pair
+from shoal.parallel.tensor_use import is_seen_elsewhere, is_used_elsewhere
 
 # A layer without a partner is split where that is worth a collective of its own: it holds a share of all parameters,
 # and has many times more entries than features, as the ends of a language model.
@@ -36,6 +37,7 @@ _REASONS = {
     nn.modules.batchnorm._BatchNorm: "normalisations are not split",
     nn.LayerNorm: "normalisations are not split",
 }
+_SHOWN = "what lies between them is used elsewhere as well, where a part would not do"
 
 
 @dataclass
@@ -71,8 +73,9 @@ def tensor_plan(model: nn.Module, learnable: Learnable, size: int, example: Any 
     few = map_tensors(example, lambda tensor: tensor[:TRIED_SAMPLES] if tensor.ndim else tensor)
     device = next(model.parameters()).device
     few = map_tensors(few, lambda tensor: tensor.to(device))
-    trace = traced(model, learnable.inputs(few))
-    plan = _tried(trace, styles, size) if given is not None else _found(trace, size)
+    with unchanged(model):
+        trace = traced(model, learnable.inputs(few), lambda outputs: learnable.loss(outputs, few))
+        plan = _tried(trace, styles, size) if given is not None else _found(trace, size)
     _explain(model, plan)
     if not plan.styles:
         listed = "; ".join(f"{name}: {reason}" for name, reason in list(plan.whole.items())[:4])
@@ -118,6 +121,7 @@ def _tried(trace: Trace, styles: dict[str, str], size: int) -> TensorPlan:
     """A user's plan, proven: each row layer belongs to the column layers called since the last one."""
     plan = TensorPlan({name: style for name, style in styles.items() if style not in ("column", "row")})
     columns: list[LinearCall] = []
+    pairs: list[Pair] = []
     for call in trace.linears:
         if styles.get(call.name) == "column":
             columns.append(call)
@@ -128,11 +132,15 @@ def _tried(trace: Trace, styles: dict[str, str], size: int) -> TensorPlan:
             if isinstance(split, str):
                 raise PlanError("tensor_plan", call.name, split, "leave these layers out of the plan")
             plan.add(split)
+            pairs.append(split.pair)
             columns = []
     for name, style in styles.items():
         if name not in plan.styles:
             partner = "no layer split by rows follows it" if style == "column" else "it is not called as a layer"
             raise PlanError("tensor_plan", name, partner, "use column_gathered, or leave it out")
+    if shown := _shown(trace, pairs):
+        names = [name for pair in shown for name in pair.names]
+        raise PlanError("tensor_plan", names, _SHOWN, "leave these layers out of the plan")
     _keep_tied_together(trace.model, plan)
     if is_used_elsewhere(trace, list(plan.styles)):
         raise PlanError("tensor_plan", list(plan.styles), "a weight of these is used outside its layer's call")
@@ -155,6 +163,10 @@ def _found(trace: Trace, size: int) -> TensorPlan:
         names = set(split.pair.names)
         while index < len(runs) and names & {call.name for call in runs[index]}:
             index += 1
+    shown = _shown(trace, [split.pair for split in splits])
+    for pair in shown:
+        plan.whole |= dict.fromkeys(pair.names, _SHOWN)
+    splits = [split for split in splits if split.pair not in shown]
     lone = _lone_layers(trace, plan, {name for split in splits for name in split.pair.names}, size)
     groups = [split.pair.names for split in splits] + [[name] for name in lone]
     if is_used_elsewhere(trace, [name for names in groups for name in names]):
@@ -167,6 +179,14 @@ def _found(trace: Trace, size: int) -> TensorPlan:
     plan.styles |= lone
     _keep_tied_together(trace.model, plan)
     return plan
+
+
+def _shown(trace: Trace, pairs: list[Pair]) -> list[Pair]:
+    """Those of which what lies between the layers is used elsewhere, too."""
+    shown: list[Pair] = []
+    while (left := [pair for pair in pairs if pair not in shown]) and is_seen_elsewhere(trace, left):
+        shown += [pair for pair in left if is_seen_elsewhere(trace, [pair])] or left
+    return shown
 
 
 def _runs(calls: list[LinearCall]) -> list[list[LinearCall]]:

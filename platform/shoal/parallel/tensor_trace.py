@@ -25,9 +25,10 @@ from shoal.parallel.whole import evaluating
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, SeededDropout)
 # What the code of a model raises when its tensors are not of the shape that it expects.
 MISFITS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest value; else 1e-4
 
 
-@dataclass
+@dataclass(eq=False)
 class LinearCall:
     """The first call of a linear layer."""
 
@@ -54,6 +55,7 @@ class TrainedCall:
 class Trace:
     """What a model did with a few samples.
 
+    loss:     of what the model makes of these samples
     linears:  in order of their first calls
     trained:  every call of a linear layer, in training
     entered:  the arguments of each module's first call, for those that hold several linear layers
@@ -63,6 +65,7 @@ class Trace:
 
     model: nn.Module
     inputs: tuple[Any, ...]
+    loss: Callable[[Any], Tensor]
     linears: list[LinearCall] = field(default_factory=list)
     trained: list[TrainedCall] = field(default_factory=list)
     entered: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
@@ -83,9 +86,9 @@ class Pair:
         return [*(call.name for call in self.columns), self.row.name]
 
 
-def traced(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
+def traced(model: nn.Module, inputs: tuple[Any, ...], loss: Callable[[Any], Tensor]) -> Trace:
     """Run `model` once in each mode, and note what is called, in which order, with what."""
-    trace = Trace(model, inputs)
+    trace = Trace(model, inputs, loss)
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
 
     def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -141,6 +144,22 @@ def _node(tensor: Tensor) -> Node | None:
     return get_gradient_edge(tensor).node if tensor.requires_grad else None
 
 
+def largest(tensor: Tensor) -> float:
+    """Of the finite numbers, without their signs; 0 when there is none."""
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def alike(found: Tensor, expected: Tensor, scale: float) -> bool:
+    """Whether both have the same numbers, as far as those of `scale` are exact, and NaN at the same places."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if not (found.is_floating_point() or found.is_complex()):
+        return torch.equal(found, expected)
+    atol = TOLERANCE.get(found.dtype, 1e-4) * scale
+    return torch.allclose(found, expected, rtol=0.0, atol=atol, equal_nan=True)
+
+
 @contextmanager
 def looking(model: nn.Module) -> Iterator[None]:
     """Evaluation, without gradients, through the layers' own forward methods."""
@@ -151,24 +170,30 @@ def looking(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def training(model: nn.Module) -> Iterator[None]:
     """As it is trained, with gradients; but for dropout layers, which are seeded, and statistics of so few samples."""
-    buffers = [(module, dict(module._buffers), _copies(module)) for module in model.modules()]
-    with _undisturbed(), ExitStack() as modes, torch.enable_grad():
+    with unchanged(model), _undisturbed(), ExitStack() as modes, torch.enable_grad():
         for module in model.modules():
             if type(module) in DROPOUTS or isinstance(module, _BatchNorm):
                 modes.enter_context(evaluating(module))
-        try:
-            yield
-        finally:
-            for module, held, values in buffers:
-                module._buffers.clear()
-                module._buffers.update(held)
-                for name, value in values.items():
-                    if not torch.equal(buffer := module.get_buffer(name), value):
-                        buffer.detach().copy_(value)
+        yield
 
 
-def _copies(module: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.detach().clone() for name, buffer in module.named_buffers(recurse=False)}
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Afterwards all modules hold what they held: buffers with their values, and attributes of their own."""
+    held = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    tensors = [each for _, *both in held for some in both for each in some.values() if isinstance(each, Tensor)]
+    values = [each.detach().clone() for each in tensors]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in held:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for each, value in zip(tensors, values, strict=True):
+            if not torch.equal(each, value):
+                each.detach().copy_(value)
 
 
 @contextmanager

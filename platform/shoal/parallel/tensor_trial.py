@@ -16,12 +16,9 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.batches import tensors_of
 from shoal.parallel.dropout import mixed
-from shoal.parallel.tensor_trace import MISFITS, Pair, Trace, looking
+from shoal.parallel.tensor_trace import MISFITS, Pair, Trace, alike, largest, looking
 from shoal.parallel.tensor_use import lost_gradient
-
-TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest value; else 1e-4
 
 
 @dataclass(frozen=True)
@@ -66,26 +63,6 @@ def try_pair(trace: Trace, pair: Pair, size: int) -> Split | str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:100]
-
-
-def is_used_elsewhere(trace: Trace, names: list[str]) -> bool:
-    """Whether the weights of these layers are used outside their own calls, where a part would not do.
-
-    Outside their calls they are made NaN; a weight that is used shows in the output.
-    """
-    with looking(trace.model), ExitStack() as undo:
-        for name in names:
-            _gate(trace.model.get_submodule(name), undo)
-        try:
-            output = trace.model(*trace.inputs)
-        except MISFITS:
-            return True
-    pairs = zip(_floats(output), _floats(trace.output), strict=True)
-    return any(not torch.equal(each.isnan(), before.isnan()) for each, before in pairs)
-
-
-def _floats(output: Any) -> list[Tensor]:
-    return [each for each in tensors_of(output) if each.is_floating_point()]
 
 
 class _Enough(Exception):
@@ -176,26 +153,11 @@ def _mixed(whole: _Passage, parts: list[_Passage]) -> str | None:
             expected = taken.chunk(part.size, -1)[part.index]
             if found.shape != expected.shape:
                 return "{} gives a part another shape"
-            largest = float(taken[taken.isfinite()].abs().max()) if taken.isfinite().any() else 0.0
-            if largest == 0.0:
+            if largest(taken) == 0.0:
                 return "{} gives nothing but zeros, which prove nothing"
-            atol = TOLERANCE.get(taken.dtype, 1e-4) * largest
-            if not torch.allclose(found.float(), expected.float(), rtol=0.0, atol=atol, equal_nan=True):
+            if not alike(found, expected, largest(taken)):
                 return "{} mixes the parts"
     return None
-
-
-def _gate(module: nn.Module, undo: ExitStack) -> None:
-    """Let `module` have its weights during its own calls only."""
-    real = dict(module._parameters)
-    closed = {
-        name: None if each is None else nn.Parameter(each.new_full((), torch.nan).expand(each.shape), False)
-        for name, each in real.items()
-    }
-    undo.callback(module._parameters.update, real)
-    undo.callback(module.register_forward_pre_hook(lambda *_: module._parameters.update(real)).remove)
-    undo.callback(module.register_forward_hook(lambda *_: module._parameters.update(closed)).remove)
-    module._parameters.update(closed)
 
 
 def _ancestor(trace: Trace, names: list[str]) -> str:
