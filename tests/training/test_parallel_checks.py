@@ -153,6 +153,10 @@ class Peeking(nn.Module):
         return self.mlp(embedded) @ self.embedding.weight[:4, :4]
 
 
+class OwnDropout(nn.Dropout):
+    """Which plans do not know to be one."""
+
+
 class Between(nn.Module):
     """Between its layers something is used that the layers before do not make: `which` says what."""
 
@@ -160,7 +164,7 @@ class Between(nn.Module):
         super().__init__()
         self.which = which
         self.first, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 4)
-        self.scale = nn.Parameter(torch.ones(1))
+        self.scale, self.drop = nn.Parameter(torch.ones(1)), OwnDropout(0.1)
 
     def forward(self, values: Tensor) -> Tensor:
         entered = self.first(values)
@@ -174,6 +178,12 @@ class Between(nn.Module):
                 hidden = hidden * self.scale if self.training else hidden
             case "recomputed" if self.training:
                 hidden = checkpoint(lambda each: each * self.scale, hidden, use_reentrant=True)
+            case "functional dropout":
+                hidden = nn.functional.dropout(hidden, 0.1, self.training)
+            case "noise":
+                hidden = hidden + torch.randn_like(hidden)
+            case "dropout of one's own":
+                hidden = self.drop(hidden)
             case "constant":
                 hidden = hidden * values.mean(-1, keepdim=True)
             case "in place":
@@ -256,9 +266,12 @@ def test_what_is_found() -> None:
         ("activation", r"first\.\w+ enters between up and down"),
         ("parameter in training", "scale enters between up and down"),
         ("recomputed", "cannot be seen: it is recomputed reentrantly"),
+        ("functional dropout", "random numbers are drawn between up and down"),
+        ("noise", "random numbers are drawn between up and down"),
+        ("dropout of one's own", "random numbers are drawn between up and down"),
     ],
 )
-def test_what_would_get_the_gradient_of_one_part_only_keeps_layers_whole(which: str, message: str) -> None:
+def test_what_would_be_that_of_one_part_only_keeps_layers_whole(which: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         _found(Between(which), torch.randn(4, 3, 6))
     with pytest.raises(PlanError, match=message):

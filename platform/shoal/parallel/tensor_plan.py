@@ -3,8 +3,9 @@
 Linear layers that read one tensor (q, k, v; gate and up) followed by another (o; down) form a pair: the first are split
 by columns, the second by rows, and what lies between works on a part of the features. Whether it may is tried: the
 module that holds the pair is run on each part alone, and the parts that reach the second layer must be those of what
-reached it before. Nothing between them may need a gradient of its own: each rank would have that of its part alone.
-What does not pass is left whole, with the reason. Needs no process group; called by `check_plan` and `tensor`.
+reached it before. Nothing between them may need a gradient of its own, be drawn at random, or be used elsewhere: each
+rank would have that of its part alone. What does not pass is left whole, with the reason. Needs no process group;
+called by `check_plan` and `tensor`.
 """
 
 from __future__ import annotations

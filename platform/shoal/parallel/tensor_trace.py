@@ -42,12 +42,16 @@ class TrainedCall:
     """One call of a linear layer in training.
 
     read, gave:    what stands in the graph of gradients behind the input, and for the output; None without gradients
+    drawn_before:  how often random numbers had been drawn when it was entered
+    drawn_after:   ... and when it was left
     has_gradients: whether autograd was recording
     """
 
     name: str
     read: Node | None
     gave: Node | None
+    drawn_before: int
+    drawn_after: int
     has_gradients: bool
 
 
@@ -119,16 +123,19 @@ def traced(model: nn.Module, inputs: tuple[Any, ...], loss: Callable[[Any], Tens
 def _trained(model: nn.Module, inputs: tuple[Any, ...]) -> list[TrainedCall]:
     """Every call of a linear layer, as `model` is trained."""
     calls: list[TrainedCall] = []
+    drawn = _Drawn(next(model.parameters()).device)
 
     def entering(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.append(TrainedCall(name, _node(*args, *kwargs.values()), None, torch.is_grad_enabled()))
+            read = _node(*args, *kwargs.values())
+            calls.append(TrainedCall(name, read, None, drawn.times(), 0, torch.is_grad_enabled()))
 
         return note
 
     def leaving(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         copied = output.clone()  # it stays in the graph, whatever is done to it in place
         calls[-1].gave = _node(copied)
+        calls[-1].drawn_after = drawn.times()
         return copied
 
     with training(model), ExitStack() as hooks:
@@ -142,6 +149,28 @@ def _trained(model: nn.Module, inputs: tuple[Any, ...]) -> list[TrainedCall]:
 
 def _node(tensor: Tensor) -> Node | None:
     return get_gradient_edge(tensor).node if tensor.requires_grad else None
+
+
+class _Drawn:
+    """Tells whether random numbers have been drawn, by the states of the generators that all ranks of a group share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._times = 0
+        self._last = self._state()
+
+    def times(self) -> int:
+        """A number that is larger than before when some have been drawn since."""
+        state = self._state()
+        self._times += not torch.equal(state, self._last)
+        self._last = state
+        return self._times
+
+    def _state(self) -> Tensor:
+        state = torch.random.get_rng_state()
+        if self._device.type != "cuda":
+            return state
+        return torch.cat([state, torch.cuda.get_rng_state(self._device)])
 
 
 def largest(tensor: Tensor) -> float:

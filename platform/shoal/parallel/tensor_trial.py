@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shoal.parallel.dropout import mixed
 from shoal.parallel.tensor_trace import MISFITS, Pair, Trace, alike, largest, looking
-from shoal.parallel.tensor_use import lost_gradient
+from shoal.parallel.tensor_use import drawn_alike, lost_gradient
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Split:
 
 def try_pair(trace: Trace, pair: Pair, size: int) -> Split | str:
     """Whether the pair may be split `size` ways, and what must change besides; if not, the reason."""
-    if (lost := lost_gradient(trace, pair)) is not None:
-        return lost
+    if (problem := lost_gradient(trace, pair) or drawn_alike(trace, pair)) is not None:
+        return problem
     ancestor = _ancestor(trace, pair.names)
     whole = _Passage(trace.called[pair.row.name])
     try:

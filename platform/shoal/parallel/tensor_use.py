@@ -45,6 +45,21 @@ def lost_gradient(trace: Trace, pair: Pair) -> str | None:
     return None
 
 
+def drawn_alike(trace: Trace, pair: Pair) -> str | None:
+    """What is random between the layers: all ranks would draw the same for their parts, and not what one process draws.
+
+    Dropout layers are another matter: their masks are parts of one mask.
+    """
+    since: int | None = None
+    for call in trace.trained:
+        if call.name == pair.columns[0].name:
+            since = call.drawn_after
+        elif call.name == pair.row.name and since not in (None, call.drawn_before):
+            between = f"between {pair.columns[0].name} and {pair.row.name}"
+            return f"random numbers are drawn {between}, and not by a dropout layer: each part would get the same ones"
+    return None
+
+
 def _back(node: Node | None, stops: set[Node | None]) -> Iterator[Node]:
     """The nodes behind `node`, itself included, as far as `stops`."""
     seen = set(stops)
