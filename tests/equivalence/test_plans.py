@@ -50,6 +50,36 @@ class Between(nn.Module):
         return output
 
 
+class InPlace(nn.Module):
+    """What the layers give is changed in place: an embedding's, and those of layers split by columns and by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 8))
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = self.embedding(tokens).mul_(2.0)
+        hidden = self.layers(embedded)
+        hidden += embedded
+        output: Tensor = self.head(hidden).mul_(0.5)
+        return output.mean(1)
+
+
+def _in_place(world: World) -> list[dict[str, Any]]:
+    plans = [{"data": 1, "tensor": 2}, {"data": 1, "tensor": 2, "accumulate": 2}]
+    return [trained(InPlace, ParallelSpec.parse(plan), world) for plan in plans]
+
+
+def test_what_split_layers_give_may_be_changed_in_place() -> None:
+    ranks = run_ranks(_in_place, 2)
+    for index, accumulate in enumerate((1, 2)):
+        expected = trained(InPlace, ParallelSpec(accumulate=accumulate), World.alone("cpu"))
+        for found in ranks:
+            assert_equal(found[index], expected, **FP32)
+
+
 def _between(world: World) -> dict[str, Any]:
     return trained(Between, ParallelSpec.parse({"data": 1, "tensor": world.size}), world)
 

@@ -280,7 +280,9 @@ def test_what_would_be_that_of_one_part_only_keeps_layers_whole(which: str, mess
 
 @pytest.mark.parametrize("which", ["constant", "in place", "nothing"])
 def test_what_needs_no_gradient_may_stand_between(which: str) -> None:
-    assert _found(Between(which), torch.randn(4, 3, 6)).styles == {"up": "column", "down": "row"}
+    plan = _found(Between(which), torch.randn(4, 3, 6))
+    assert plan.styles == {"up": "column", "down": "row"}
+    assert plan.written == ({"up"} if which == "in place" else set())
 
 
 def test_layers_that_are_called_without_gradients_are_split_only_if_they_are_frozen() -> None:

@@ -48,12 +48,14 @@ class TensorPlan:
     styles:   layer -> one of STYLES
     changes:  (module, attribute) -> its value on each rank: numbers of heads
     dropouts: dropout layers that see a part of the features -> the dimension of these
+    written:  split layers whose outputs the model changes in place
     whole:    layers with parameters that every rank holds whole -> why
     """
 
     styles: dict[str, str] = field(default_factory=dict)
     changes: dict[tuple[str, str], int] = field(default_factory=dict)
     dropouts: dict[str, int] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
     whole: dict[str, str] = field(default_factory=dict)
 
     def add(self, split: Split) -> None:
@@ -77,6 +79,7 @@ def tensor_plan(model: nn.Module, learnable: Learnable, size: int, example: Any 
     with unchanged(model):
         trace = traced(model, learnable.inputs(few), lambda outputs: learnable.loss(outputs, few))
         plan = _tried(trace, styles, size) if given is not None else _found(trace, size)
+    plan.written = trace.written & plan.styles.keys()
     _explain(model, plan)
     if not plan.styles:
         listed = "; ".join(f"{name}: {reason}" for name, reason in list(plan.whole.items())[:4])

@@ -62,6 +62,7 @@ class Trace:
     loss:     of what the model makes of these samples
     linears:  in order of their first calls
     trained:  every call of a linear layer, in training
+    written:  linear layers and embeddings whose outputs are changed in place there
     entered:  the arguments of each module's first call, for those that hold several linear layers
     dropouts: the shape that each dropout layer was first given
     called:   how often each module was called
@@ -72,6 +73,7 @@ class Trace:
     loss: Callable[[Any], Tensor]
     linears: list[LinearCall] = field(default_factory=list)
     trained: list[TrainedCall] = field(default_factory=list)
+    written: set[str] = field(default_factory=set)
     entered: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     dropouts: dict[str, torch.Size] = field(default_factory=dict)
     called: Counter[str] = field(default_factory=Counter)
@@ -116,13 +118,14 @@ def traced(model: nn.Module, inputs: tuple[Any, ...], loss: Callable[[Any], Tens
             hooks.callback(module.register_forward_pre_hook(entering, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(leaving).remove)
         trace.output = model(*inputs)
-    trace.trained = _trained(model, inputs)
+    _train(trace)
     return trace
 
 
-def _trained(model: nn.Module, inputs: tuple[Any, ...]) -> list[TrainedCall]:
-    """Every call of a linear layer, as `model` is trained."""
-    calls: list[TrainedCall] = []
+def _train(trace: Trace) -> None:
+    """Note every call of a linear layer, as the model is trained."""
+    model, calls = trace.model, trace.trained
+    outputs: list[tuple[str, Tensor]] = []
     drawn = _Drawn(next(model.parameters()).device)
 
     def entering(name: str) -> Callable[..., None]:
@@ -132,19 +135,25 @@ def _trained(model: nn.Module, inputs: tuple[Any, ...]) -> list[TrainedCall]:
 
         return note
 
-    def leaving(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        copied = output.clone()  # it stays in the graph, whatever is done to it in place
-        calls[-1].gave = _node(copied)
-        calls[-1].drawn_after = drawn.times()
-        return copied
+    def leaving(name: str) -> Callable[..., Tensor]:
+        def note(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            copied = output.clone()  # it stays in the graph, whatever is done to it in place
+            outputs.append((name, copied))
+            if type(module) is nn.Linear:
+                calls[-1].gave = _node(copied)
+                calls[-1].drawn_after = drawn.times()
+            return copied
+
+        return note
 
     with training(model), ExitStack() as hooks:
         for name, module in model.named_modules():
             if type(module) is nn.Linear:
                 hooks.callback(module.register_forward_pre_hook(entering(name), with_kwargs=True).remove)
-                hooks.callback(module.register_forward_hook(leaving, prepend=True).remove)
-        model(*inputs)
-    return calls
+            if type(module) in (nn.Linear, nn.Embedding):
+                hooks.callback(module.register_forward_hook(leaving(name), prepend=True).remove)
+        model(*trace.inputs)
+    trace.written = {name for name, output in outputs if output._version}
 
 
 def _node(tensor: Tensor) -> Node | None:
