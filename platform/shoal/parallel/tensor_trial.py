@@ -41,17 +41,15 @@ def try_pair(trace: Trace, pair: Pair, size: int) -> Split | str:
     ancestor = _ancestor(trace, pair.names)
     whole = _Passage(trace.called[pair.row.name])
     try:
-        with looking(trace.model):
-            _pass(whole, trace, ancestor, pair, {})
+        _pass(whole, trace, ancestor, pair, {})
     except MISFITS as error:
         return f"what follows it cannot be tried ({_first_line(error)})"
     reason = ""
     for changes in _changes(trace.model, ancestor, pair, size):
         parts = [whole.part(index, size) for index in range(size)]
         try:
-            with looking(trace.model):
-                for part in parts:
-                    _pass(part, trace, ancestor, pair, changes)
+            for part in parts:
+                _pass(part, trace, ancestor, pair, changes)
         except MISFITS as error:
             reason = reason or f"a part of it does not fit what follows ({_first_line(error)})"
             continue
@@ -128,7 +126,7 @@ def _pass(passage: _Passage, trace: Trace, ancestor: str, pair: Pair, changes: d
         return note
 
     args, kwargs = copy.deepcopy(trace.entered[ancestor])
-    with ExitStack() as undo:
+    with looking(trace.model), ExitStack() as undo:  # each begins with the same random numbers
         for call in pair.columns:
             undo.callback(call.module.register_forward_hook(giving(call.name), prepend=True).remove)
         undo.callback(pair.row.module.register_forward_pre_hook(lambda _, args: (passage.take(args[0]),)).remove)
