@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases import MODELS, assert_equal, trained
+from cases import LENGTH, MODELS, VOCABULARY, assert_equal, trained
+from torch import Tensor, nn
 
 from programs import run_ranks
 from shoal.parallel import ParallelSpec, World
@@ -33,6 +34,60 @@ def test_two_ranks() -> None:
     tensor = {"data": 1, "tensor": 2}
     plans: list[dict[str, Any]] = [{}, {"shard": True}, tensor]
     _compare(2, plans + [{**plan, "accumulate": 2} for plan in plans], list(MODELS))
+
+
+class Between(nn.Module):
+    """What stands between some of the layers learns too; a rank that held a part of them would see a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.slopes = nn.Sequential(nn.Linear(8 * LENGTH, 16), nn.PReLU(), nn.Linear(16, 8))
+        self.split = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, VOCABULARY))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output: Tensor = self.split(self.slopes(self.embedding(tokens).flatten(1)).relu())
+        return output
+
+
+class InPlace(nn.Module):
+    """What the layers give is changed in place: an embedding's, and those of layers split by columns and by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 8))
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = self.embedding(tokens).mul_(2.0)
+        hidden = self.layers(embedded)
+        hidden += embedded
+        output: Tensor = self.head(hidden).mul_(0.5)
+        return output.mean(1)
+
+
+def _in_place(world: World) -> list[dict[str, Any]]:
+    plans = [{"data": 1, "tensor": 2}, {"data": 1, "tensor": 2, "accumulate": 2}]
+    return [trained(InPlace, ParallelSpec.parse(plan), world) for plan in plans]
+
+
+def test_what_split_layers_give_may_be_changed_in_place() -> None:
+    ranks = run_ranks(_in_place, 2)
+    for index, accumulate in enumerate((1, 2)):
+        expected = trained(InPlace, ParallelSpec(accumulate=accumulate), World.alone("cpu"))
+        for found in ranks:
+            assert_equal(found[index], expected, **FP32)
+
+
+def _between(world: World) -> dict[str, Any]:
+    return trained(Between, ParallelSpec.parse({"data": 1, "tensor": world.size}), world)
+
+
+def test_what_learns_between_two_layers_learns_as_in_one_process() -> None:
+    expected = trained(Between, ParallelSpec(), World.alone("cpu"))
+    for found in run_ranks(_between, 2):
+        assert_equal(found, expected, **FP32)
 
 
 def test_two_ranks_in_bf16() -> None:

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.cost.alone import silent_modules
+from shoal.cost.alone import look, silent_modules
 from shoal.cost.meter import Reading, metered
+from shoal.data import Data
+from shoal.train import Task
 
 
 def read(module: nn.Module, *inputs: Tensor) -> Reading:
@@ -64,6 +67,72 @@ def test_products_with_vectors_and_distances_are_not_nothing() -> None:
     with metered() as reading:
         torch.cdist(matrix, matrix, p=1.0)
     assert reading.flops == 3 * 6 * 6 * 4
+
+
+def test_products_that_are_added_up_and_convolutions_over_time() -> None:
+    left, right = torch.randn(3, 4, 5, requires_grad=True), torch.randn(3, 5, 6)
+    with metered() as reading:
+        torch.addbmm(torch.zeros(4, 6), left, right).sum().backward()
+    assert reading.flops_forward == 2 * 3 * 4 * 5 * 6
+    assert reading.flops_backward == 2 * 3 * 4 * 5 * 6
+    times, weight = torch.randn(9, 2, 4, requires_grad=True), torch.randn(3, 4, 5, requires_grad=True)
+    with metered() as reading:
+        torch.conv_tbc(times, weight, torch.zeros(5)).sum().backward()
+    assert reading.flops_forward == 2 * (7 * 2 * 5) * (3 * 4)
+    assert reading.flops_backward == 2 * reading.flops_forward
+    assert not reading.unknown
+    with metered() as reading, torch.no_grad():
+        torch.zeros(4, 6).addmm_(left[0], right[0])
+        torch.zeros(4).addmv_(left[0], torch.randn(5))
+    assert reading.flops == 2 * 4 * 5 * 6 + 2 * 4 * 5
+
+
+def test_what_torch_does_in_one_operator_is_unknown() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
+    with metered() as reading, torch.no_grad():
+        layer(torch.randn(2, 3, 8))
+        layer.self_attn(*(3 * (torch.randn(2, 3, 8),)))
+    with metered() as distances:
+        nn.functional.pdist(torch.randn(4, 3, requires_grad=True)).sum().backward()
+    assert set(reading.unknown) == {"aten._transformer_encoder_layer_fwd", "aten._native_multi_head_attention"}
+    assert set(distances.unknown) == {"aten._pdist_forward", "aten._pdist_backward"}
+
+
+class OnFrozen(nn.Module):
+    """A frozen encoder, in evaluation mode and without gradients, and a head that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1).eval().requires_grad_(False)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, values: Tensor) -> Tensor:
+        with torch.no_grad():
+            encoded = self.encoder(values)
+        output: Tensor = self.head(encoded)
+        return output
+
+
+class Frozen(Task):
+    def model(self) -> nn.Module:
+        return OnFrozen()
+
+    def data(self) -> Data:
+        features = torch.randn(8, 3, 8)
+        return Data(TensorDataset(features, features[:, 0, 0]))
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.mean()
+
+
+def test_frozen_layers_are_looked_at_as_they_are_trained() -> None:
+    task = Frozen()
+    model = task.model()
+    alone = look(task, model, task.data(), 4, torch.device("cpu"))
+    assert alone.unknown == ("aten._native_multi_head_attention",)  # the fast path of layers that are not trained
+    assert model.training
+    assert not any(each.training for each in model.encoder.modules())
 
 
 @torch.library.custom_op("shoal_test::secret", mutates_args=())

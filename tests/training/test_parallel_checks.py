@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from shoal.errors import PlanError
 from shoal.parallel import ParallelSpec, World, check_plan, parallelize
 from shoal.parallel.batches import micro_batches
-from shoal.parallel.tensor_plan import TensorPlan, tensor_plan
 
 
 class Learnable:
@@ -91,72 +90,6 @@ def test_a_users_tensor_plan_must_divide_even_without_an_example() -> None:
     spec = ParallelSpec.model_validate("tensor")
     with pytest.raises(PlanError, match="3 has 10 inputs, which 4 ranks cannot share"):
         check_plan(_mlp(10), Learnable({"3": "row"}), spec, spec.degrees(4))
-
-
-class Mixing(nn.Module):
-    """What lies between the layers depends on all features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.head = nn.Linear(6, 12), nn.Linear(12, 6), nn.Linear(6, 2)
-
-    def forward(self, values: Tensor) -> Tensor:
-        return self.head(torch.relu(self.down(self.up(values).softmax(-1))))
-
-
-class Attention(nn.Module):
-    """Hand-written, with a number of heads that each rank must halve, and keys of another width."""
-
-    def __init__(self, num_heads: int = 4) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim = num_heads, 3
-        self.queries, self.keys = nn.Linear(6, num_heads * 3), nn.Linear(6, num_heads * 3)
-        self.out = nn.Linear(num_heads * 3, 6)
-
-    def forward(self, values: Tensor) -> Tensor:
-        batch, length, _ = values.shape
-        q, k = (f(values).view(batch, length, self.num_heads, self.head_dim) for f in (self.queries, self.keys))
-        mixed = torch.einsum("bqhd,bkhd,bkhe->bqhe", q, k, k).reshape(batch, length, -1)
-        return self.out(mixed)
-
-
-class Peeking(nn.Module):
-    """The embedding's weight is also used without its layer, which a part of it would not allow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.mlp = nn.Embedding(40, 6), _mlp()
-
-    def forward(self, values: Tensor) -> Tensor:
-        embedded = self.embedding(values.abs().long())
-        return self.mlp(embedded) @ self.embedding.weight[:4, :4]
-
-
-def _found(model: nn.Module, example: Tensor, size: int = 2) -> TensorPlan:
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    plan = tensor_plan(model, Learnable(), size, example)
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert model.training
-    return plan
-
-
-def test_what_is_found() -> None:
-    plan = _found(_mlp(), torch.randn(4, 6))
-    assert (plan.styles, plan.dropouts) == ({"0": "column", "3": "row"}, {"2": 1})
-    plan = _found(Mixing(), torch.randn(4, 6))
-    assert plan.styles == {"down": "column", "head": "row"}
-    assert "mixes" in plan.whole["up"]
-    plan = _found(Attention(), torch.randn(4, 5, 6))
-    assert plan.styles == {"queries": "column", "keys": "column", "out": "row"}
-    assert plan.changes == {("", "num_heads"): 2}
-    plan = _found(Peeking(), torch.randn(4, 5))
-    assert plan.styles == {"mlp.0": "column", "mlp.3": "row"}
-    assert "outside its layer's call" in plan.whole["embedding"]
-
-
-def test_heads_that_ranks_cannot_share() -> None:
-    with pytest.raises(PlanError, match="no layer can be split"):
-        _found(Attention(2), torch.randn(4, 5, 6), size=3)
 
 
 def test_a_batch_that_cannot_be_divided() -> None:

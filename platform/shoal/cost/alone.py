@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from shoal.cost.meter import metered
 from shoal.data import Batch, Data, Loader, LoaderSpec
 from shoal.parallel.model import Learnable
+from shoal.parallel.whole import evaluating
 
 NUM_LATENCIES = 20
 LATENCY_BUDGET_S = 0.2
@@ -104,9 +105,10 @@ def _first(data: Data, num_samples: int, device: torch.device, *, drop_last: boo
 def look(task: Costed, model: nn.Module, data: Data, most: int, device: torch.device) -> Alone:
     """Run the model forward and backward on so many samples as tell how long one takes, and forward on one.
 
+    Its modules are looked at in the modes that they are in, as they are trained: some may be frozen.
+
     most: samples of a micro-batch: no more are tried
     """
-    model.train()
     num_samples, seconds = 0, 0.0
     while num_samples < most and seconds < WORTH_TIMING_S:
         num_samples = min(most, max(2, 4 * num_samples))
@@ -145,17 +147,15 @@ def _seconds(task: Costed, model: nn.Module, batch: Batch, device: torch.device)
 
 def _latency_s(task: Costed, model: nn.Module, batch: Batch, device: torch.device) -> float:
     """The median of some forward passes, after two that warm up."""
-    model.eval()
     seconds: list[float] = []
     inputs = task.inputs(batch)
-    with torch.no_grad():
+    with evaluating(model), torch.no_grad():
         while len(seconds) < 5 or (len(seconds) < NUM_LATENCIES and sum(seconds) < LATENCY_BUDGET_S):
             began_s = time.perf_counter()
             model(*inputs)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - began_s)
-    model.train()
     return statistics.median(seconds[2:] or seconds)
 
 

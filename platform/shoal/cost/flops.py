@@ -5,7 +5,7 @@ element by element, moves or looks up is 0 by that convention. An operator of wh
 *unknown*, which is never the same as 0. Pure functions of shapes; called by the Meter.
 
 Where torch's `FlopCounterMode` (2.13) is wrong: LSTM and fused attention count 0 on the CPU; Bilinear, matrix times
-vector and distances count 0 everywhere; custom operators count 0 in silence.
+vector and distances count 0 everywhere; products in place and custom operators count 0 in silence.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ _UNKNOWN_ATEN = (
         "mkldnn_linear",
         "_weight_int",
         "_transform_bias_rescale",
+        "_transformer_encoder_layer_fwd",
+        "_native_multi_head_attention",
+        "_pdist_",
     ),
     *("grid_sampler", "_grouped_mm", "_scaled_grouped_mm", "segment_reduce", "fbgemm_"),
 )
@@ -55,7 +58,7 @@ _FREE_NAMESPACES = frozenset(
 
 def count(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int | None:
     """The operations of one call; 0 where nothing is multiplied, None where it is unknown."""
-    packet = op._overloadpacket
+    packet = _not_in_place(op)
     own = FORMULAS.get(packet)
     if own is not None:
         return own(args, out)
@@ -65,6 +68,14 @@ def count(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int
     if op.namespace == "aten":
         return None if packet.__name__.startswith(_UNKNOWN_ATEN) else 0
     return 0 if op.namespace in _FREE_NAMESPACES else None
+
+
+def _not_in_place(op: Any) -> Any:
+    """`addmm_` multiplies as much as `addmm`, and has no formula of its own."""
+    packet = op._overloadpacket
+    if op.namespace != "aten" or not packet.__name__.endswith("_"):
+        return packet
+    return getattr(aten, packet.__name__.removesuffix("_"), packet)
 
 
 def _rows(inputs: Tensor) -> int:
@@ -112,6 +123,17 @@ def _matrix_vector(args: Sequence[Any], out: Any) -> int:
     return 2 * int(args[-2].numel())
 
 
+def _summed_products(args: Sequence[Any], out: Any) -> int:
+    """All the products of two stacks of matrices, added up."""
+    return 2 * int(args[1].numel()) * int(args[2].shape[-1])
+
+
+def _convolution_over_time(args: Sequence[Any], out: Any) -> int:
+    """Each of the outputs [T, B, C] meets the weights [kernel, C_in, C] of its channel."""
+    weight = args[1]
+    return 2 * int(out.numel()) * int(weight.shape[0] * weight.shape[1])
+
+
 def _dot(args: Sequence[Any], out: Any) -> int:
     return 2 * int(args[0].numel())
 
@@ -153,6 +175,8 @@ FORMULAS: dict[Any, Formula] = {
     aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward,
     aten.mv: _matrix_vector,
     aten.addmv: _matrix_vector,
+    aten.addbmm: _summed_products,
+    aten.conv_tbc: _convolution_over_time,
     aten.dot: _dot,
     aten.vdot: _dot,
     aten.addr: _outer,

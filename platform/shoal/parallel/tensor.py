@@ -82,6 +82,8 @@ def split_layers(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
         for other in others:
             owner, _, attribute = other.rpartition(".")
             setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+    for name in plan.written:  # what DTensor hands out is a view, which autograd lets nobody change
+        model.get_submodule(name).register_forward_hook(lambda module, args, output: output.clone())
     for (owner, attribute), value in plan.changes.items():
         setattr(model.get_submodule(owner), attribute, value)
 

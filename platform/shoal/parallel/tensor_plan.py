@@ -2,8 +2,10 @@
 
 Linear layers that read one tensor (q, k, v; gate and up) followed by another (o; down) form a pair: the first are split
 by columns, the second by rows, and what lies between works on a part of the features. Whether it may is tried: the
-module that holds the pair is run on each part alone, and the parts of the second layer's output must add up to what it
-gave before. What does not is left whole, with the reason. Needs no process group; called by `check_plan` and `tensor`.
+module that holds the pair is run on each part alone, and the parts that reach the second layer must be those of what
+reached it before. Nothing between them may need a gradient of its own, be drawn at random, or be used elsewhere: each
+rank would have that of its part alone. What does not pass is left whole, with the reason. Needs no process group;
+called by `check_plan` and `tensor`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from torch import nn
 from shoal.errors import PlanError
 from shoal.parallel.batches import map_tensors
 from shoal.parallel.model import Learnable
-from shoal.parallel.tensor_trial import LinearCall, Pair, Split, Trace, is_used_elsewhere, traced, try_pair
+from shoal.parallel.tensor_trace import LinearCall, Pair, Trace, traced, unchanged
+from shoal.parallel.tensor_trial import Split, try_pair
+from shoal.parallel.tensor_use import is_seen_elsewhere, is_used_elsewhere
 
 # A layer without a partner is split where that is worth a collective of its own: it holds a share of all parameters,
 # and has many times more entries than features, as the ends of a language model.
@@ -34,6 +38,7 @@ _REASONS = {
     nn.modules.batchnorm._BatchNorm: "normalisations are not split",
     nn.LayerNorm: "normalisations are not split",
 }
+_SHOWN = "what lies between them is used elsewhere as well, where a part would not do"
 
 
 @dataclass
@@ -43,12 +48,14 @@ class TensorPlan:
     styles:   layer -> one of STYLES
     changes:  (module, attribute) -> its value on each rank: numbers of heads
     dropouts: dropout layers that see a part of the features -> the dimension of these
+    written:  split layers whose outputs the model changes in place
     whole:    layers with parameters that every rank holds whole -> why
     """
 
     styles: dict[str, str] = field(default_factory=dict)
     changes: dict[tuple[str, str], int] = field(default_factory=dict)
     dropouts: dict[str, int] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
     whole: dict[str, str] = field(default_factory=dict)
 
     def add(self, split: Split) -> None:
@@ -69,8 +76,10 @@ def tensor_plan(model: nn.Module, learnable: Learnable, size: int, example: Any 
     few = map_tensors(example, lambda tensor: tensor[:TRIED_SAMPLES] if tensor.ndim else tensor)
     device = next(model.parameters()).device
     few = map_tensors(few, lambda tensor: tensor.to(device))
-    trace = traced(model, learnable.inputs(few))
-    plan = _tried(trace, styles, size) if given is not None else _found(trace, size)
+    with unchanged(model):
+        trace = traced(model, learnable.inputs(few), lambda outputs: learnable.loss(outputs, few))
+        plan = _tried(trace, styles, size) if given is not None else _found(trace, size)
+    plan.written = trace.written & plan.styles.keys()
     _explain(model, plan)
     if not plan.styles:
         listed = "; ".join(f"{name}: {reason}" for name, reason in list(plan.whole.items())[:4])
@@ -116,6 +125,7 @@ def _tried(trace: Trace, styles: dict[str, str], size: int) -> TensorPlan:
     """A user's plan, proven: each row layer belongs to the column layers called since the last one."""
     plan = TensorPlan({name: style for name, style in styles.items() if style not in ("column", "row")})
     columns: list[LinearCall] = []
+    pairs: list[Pair] = []
     for call in trace.linears:
         if styles.get(call.name) == "column":
             columns.append(call)
@@ -126,11 +136,15 @@ def _tried(trace: Trace, styles: dict[str, str], size: int) -> TensorPlan:
             if isinstance(split, str):
                 raise PlanError("tensor_plan", call.name, split, "leave these layers out of the plan")
             plan.add(split)
+            pairs.append(split.pair)
             columns = []
     for name, style in styles.items():
         if name not in plan.styles:
             partner = "no layer split by rows follows it" if style == "column" else "it is not called as a layer"
             raise PlanError("tensor_plan", name, partner, "use column_gathered, or leave it out")
+    if shown := _shown(trace, pairs):
+        names = [name for pair in shown for name in pair.names]
+        raise PlanError("tensor_plan", names, _SHOWN, "leave these layers out of the plan")
     _keep_tied_together(trace.model, plan)
     if is_used_elsewhere(trace, list(plan.styles)):
         raise PlanError("tensor_plan", list(plan.styles), "a weight of these is used outside its layer's call")
@@ -153,6 +167,10 @@ def _found(trace: Trace, size: int) -> TensorPlan:
         names = set(split.pair.names)
         while index < len(runs) and names & {call.name for call in runs[index]}:
             index += 1
+    shown = _shown(trace, [split.pair for split in splits])
+    for pair in shown:
+        plan.whole |= dict.fromkeys(pair.names, _SHOWN)
+    splits = [split for split in splits if split.pair not in shown]
     lone = _lone_layers(trace, plan, {name for split in splits for name in split.pair.names}, size)
     groups = [split.pair.names for split in splits] + [[name] for name in lone]
     if is_used_elsewhere(trace, [name for names in groups for name in names]):
@@ -165,6 +183,14 @@ def _found(trace: Trace, size: int) -> TensorPlan:
     plan.styles |= lone
     _keep_tied_together(trace.model, plan)
     return plan
+
+
+def _shown(trace: Trace, pairs: list[Pair]) -> list[Pair]:
+    """Those of which what lies between the layers is used elsewhere, too."""
+    shown: list[Pair] = []
+    while (left := [pair for pair in pairs if pair not in shown]) and is_seen_elsewhere(trace, left):
+        shown += [pair for pair in left if is_seen_elsewhere(trace, [pair])] or left
+    return shown
 
 
 def _runs(calls: list[LinearCall]) -> list[list[LinearCall]]:

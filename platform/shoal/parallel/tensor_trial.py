@@ -1,4 +1,4 @@
-"""Watching a model work, and trying what becomes of it when layers are split: the evidence behind a tensor plan.
+"""Trying what becomes of a model when layers are split: the evidence behind a tensor plan.
 
 Everything here runs the model in evaluation mode, without gradients, on a few samples, in this process alone, and
 leaves it as it was. Called by `tensor_plan`.
@@ -8,61 +8,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.batches import tensors_of
-from shoal.parallel.whole import evaluating
-
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-# What the code of a model raises when its tensors are not of the shape that it expects.
-MISFITS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
-TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest output; else 1e-4
-
-
-@dataclass
-class LinearCall:
-    """The first call of a linear layer."""
-
-    name: str
-    module: nn.Linear
-    input: Tensor
-    output: Tensor
-
-
-@dataclass
-class Trace:
-    """What a model did with a few samples.
-
-    linears:  in order of their first calls
-    entered:  the arguments of each module's first call, for those that hold several linear layers
-    dropouts: the shape that each dropout layer was first given
-    called:   the names of all modules that were called
-    """
-
-    model: nn.Module
-    inputs: tuple[Any, ...]
-    linears: list[LinearCall] = field(default_factory=list)
-    entered: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    dropouts: dict[str, torch.Size] = field(default_factory=dict)
-    called: set[str] = field(default_factory=set)
-    output: Any = None
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Layers split by columns, and the one that follows them, split by rows."""
-
-    columns: tuple[LinearCall, ...]
-    row: LinearCall
-
-    @property
-    def names(self) -> list[str]:
-        return [*(call.name for call in self.columns), self.row.name]
+from shoal.parallel.dropout import mixed
+from shoal.parallel.tensor_trace import MISFITS, Pair, Trace, alike, largest, looking
+from shoal.parallel.tensor_use import drawn_alike, lost_gradient
 
 
 @dataclass(frozen=True)
@@ -78,142 +34,128 @@ class Split:
     dropouts: dict[str, int]
 
 
-def traced(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
-    """Run `model` once and note what is called, in which order, with what."""
-    trace = Trace(model, inputs)
-    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-
-    def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        name = names[module]
-        holds = sum(type(each) is nn.Linear for each in module.modules())
-        if holds > 1 and name not in trace.entered:
-            trace.entered[name] = copy.deepcopy((args, kwargs))
-
-    def leaving(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        name = names[module]
-        if name in trace.called:
-            return
-        trace.called.add(name)
-        if type(module) is nn.Linear and args:
-            trace.linears.append(LinearCall(name, module, args[0], output))
-        elif isinstance(module, DROPOUTS):
-            trace.dropouts[name] = output.shape
-
-    with _looking(model), ExitStack() as hooks:
-        for module in names:
-            hooks.callback(module.register_forward_pre_hook(entering, with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(leaving).remove)
-        trace.output = model(*inputs)
-    return trace
-
-
 def try_pair(trace: Trace, pair: Pair, size: int) -> Split | str:
     """Whether the pair may be split `size` ways, and what must change besides; if not, the reason."""
+    if (problem := lost_gradient(trace, pair) or drawn_alike(trace, pair)) is not None:
+        return problem
     ancestor = _ancestor(trace, pair.names)
+    whole = _Passage(trace.called[pair.row.name])
+    try:
+        _pass(whole, trace, ancestor, pair, {})
+    except MISFITS as error:
+        return f"what follows it cannot be tried ({_first_line(error)})"
     reason = ""
     for changes in _changes(trace.model, ancestor, pair, size):
+        parts = [whole.part(index, size) for index in range(size)]
         try:
-            with _looking(trace.model):
-                parts = [_part(trace, ancestor, pair, changes, index, size) for index in range(size)]
+            for part in parts:
+                _pass(part, trace, ancestor, pair, changes)
         except MISFITS as error:
-            reason = reason or f"a part of it does not fit what follows ({str(error).splitlines()[0][:100]})"
+            reason = reason or f"a part of it does not fit what follows ({_first_line(error)})"
             continue
-        expected = pair.row.output
-        if any(output.shape != expected.shape for output, _ in parts):
-            reason = reason or "a part of it gives outputs of another shape"
-            continue
-        difference = torch.stack([output.float() for output, _ in parts]).sum(0) - expected.float()
-        if float(difference.abs().max()) <= TOLERANCE.get(expected.dtype, 1e-4) * float(expected.abs().max()):
-            return Split(pair, changes, _split_dropouts(trace, parts[0][1], size))
-        reason = reason or f"what lies between {pair.columns[0].name} and {pair.row.name} mixes the parts"
+        if (mix := _mixed(whole, parts)) is None:
+            return Split(pair, changes, _split_dropouts(trace, parts[0].shapes, size))
+        reason = reason or mix.format(f"what lies between {pair.columns[0].name} and {pair.row.name}")
     return reason
 
 
-def is_used_elsewhere(trace: Trace, names: list[str]) -> bool:
-    """Whether the weights of these layers are used outside their own calls, where a part would not do.
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:100]
 
-    Outside their calls they are made NaN; a weight that is used shows in the output.
+
+class _Enough(Exception):
+    """The row layer has been called as often as it is: the rest of the module need not run."""
+
+
+@dataclass
+class _Passage:
+    """What passes through a pair when what holds it is run: all features, or one part of them.
+
+    What the first layers give is made up. What they compute may be zeros, as of fresh weights, which show nothing; for
+    the same reason it is what the last layer is given that counts, and not what it makes of that.
+
+    num_calls: of the row layer, in all of the model
+    given:     by each column layer, at each of its calls
+    taken:     by the row layer, at each of its calls
+    shapes:    that dropout layers were given on the way
     """
-    with _looking(trace.model), ExitStack() as undo:
-        for name in names:
-            _gate(trace.model.get_submodule(name), undo)
-        try:
-            output = trace.model(*trace.inputs)
-        except MISFITS:
-            return True
-    pairs = zip(_floats(output), _floats(trace.output), strict=True)
-    return any(not torch.equal(each.isnan(), before.isnan()) for each, before in pairs)
+
+    num_calls: int
+    whole: _Passage | None = None
+    index: int = 0
+    size: int = 1
+    given: dict[str, list[Tensor]] = field(default_factory=dict)
+    taken: list[Tensor] = field(default_factory=list)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+
+    def part(self, index: int, size: int) -> _Passage:
+        return _Passage(self.num_calls, self, index, size)
+
+    def give(self, name: str, computed: Tensor) -> Tensor:
+        """What a column layer gives instead of what it has computed."""
+        calls = self.given.setdefault(name, [])
+        if self.whole is None:
+            made = torch.randn(computed.shape, generator=_generator(name, len(calls)), dtype=torch.float32)
+            calls.append(made.to(computed))
+        else:
+            calls.append(self.whole.given[name][len(calls)].chunk(self.size, -1)[self.index])
+        return calls[-1].clone()
+
+    def take(self, entering: Tensor) -> Tensor:
+        """What the row layer works on instead of what enters it: all of the features."""
+        self.taken.append(entering.clone())
+        if len(self.taken) == self.num_calls:
+            raise _Enough
+        return entering if self.whole is None else self.whole.taken[len(self.taken) - 1].clone()
 
 
-def _floats(output: Any) -> list[Tensor]:
-    return [each for each in tensors_of(output) if each.is_floating_point()]
+def _generator(name: str, call: int) -> torch.Generator:
+    return torch.Generator().manual_seed(mixed(crc32(name.encode()), call))
 
 
-class _Reached(Exception):
-    """The row layer was called: the rest of the module need not run."""
+def _pass(passage: _Passage, trace: Trace, ancestor: str, pair: Pair, changes: dict[tuple[str, str], int]) -> None:
+    """Run what holds the pair, with `changes`. Raises one of MISFITS when it does not fit."""
 
-    def __init__(self, output: Tensor) -> None:
-        self.output = output
+    def giving(name: str) -> Callable[..., Tensor]:
+        return lambda module, args, output: passage.give(name, output)
 
-
-def _part(
-    trace: Trace, ancestor: str, pair: Pair, changes: dict[tuple[str, str], int], index: int, size: int
-) -> tuple[Tensor, dict[str, torch.Size]]:
-    """Part `index` of the row layer's output, and the shapes that dropout layers were given on the way."""
-    shapes: dict[str, torch.Size] = {}
-
-    def reached(module: nn.Module, args: Any, output: Tensor) -> None:
-        raise _Reached(output)
-
-    def noted(name: str) -> Callable[..., None]:
+    def noting(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Tensor) -> None:
-            shapes.setdefault(name, output.shape)
+            passage.shapes.setdefault(name, output.shape)
 
         return note
 
-    module = trace.model.get_submodule(ancestor)
     args, kwargs = copy.deepcopy(trace.entered[ancestor])
-    with ExitStack() as undo:
+    with looking(trace.model), ExitStack() as undo:  # each begins with the same random numbers
         for call in pair.columns:
-            _replace(call.module, undo, call.module.weight.chunk(size)[index], _chunk(call.module.bias, index, size))
-        bias = pair.row.module.bias if index == 0 else None
-        _replace(pair.row.module, undo, pair.row.module.weight.chunk(size, 1)[index], bias)
+            undo.callback(call.module.register_forward_hook(giving(call.name), prepend=True).remove)
+        undo.callback(pair.row.module.register_forward_pre_hook(lambda _, args: (passage.take(args[0]),)).remove)
+        for name in trace.dropouts:
+            undo.callback(trace.model.get_submodule(name).register_forward_hook(noting(name)).remove)
         for (owner, attribute), value in changes.items():
             holder = trace.model.get_submodule(owner)
             undo.callback(setattr, holder, attribute, getattr(holder, attribute))
             setattr(holder, attribute, value)
-        for name in trace.dropouts:
-            undo.callback(trace.model.get_submodule(name).register_forward_hook(noted(name)).remove)
-        undo.callback(pair.row.module.register_forward_hook(reached).remove)
-        try:
-            module(*args, **kwargs)
-        except _Reached as end:
-            return end.output, shapes
-    raise RuntimeError("the second layer is not called after the first ones")
+        with suppress(_Enough):
+            trace.model.get_submodule(ancestor)(*args, **kwargs)
+    if not passage.taken:
+        raise RuntimeError("the second layer is not called after the first ones")
 
 
-def _chunk(bias: Tensor | None, index: int, size: int) -> Tensor | None:
-    return None if bias is None else bias.chunk(size)[index]
-
-
-def _replace(module: nn.Module, undo: ExitStack, weight: Tensor, bias: Tensor | None) -> None:
-    before = dict(module._parameters)
-    undo.callback(module._parameters.update, before)
-    module._parameters["weight"] = nn.Parameter(weight.detach(), requires_grad=False)
-    module._parameters["bias"] = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-
-
-def _gate(module: nn.Module, undo: ExitStack) -> None:
-    """Let `module` have its weights during its own calls only."""
-    real = dict(module._parameters)
-    closed = {
-        name: None if each is None else nn.Parameter(each.new_full((), torch.nan).expand(each.shape), False)
-        for name, each in real.items()
-    }
-    undo.callback(module._parameters.update, real)
-    undo.callback(module.register_forward_pre_hook(lambda *_: module._parameters.update(real)).remove)
-    undo.callback(module.register_forward_hook(lambda *_: module._parameters.update(closed)).remove)
-    module._parameters.update(closed)
+def _mixed(whole: _Passage, parts: list[_Passage]) -> str | None:
+    """Why what the row layer is given in parts is not what it is given whole; None when it is."""
+    for part in parts:
+        if len(part.taken) != len(whole.taken):
+            return "{} is passed another number of times by a part"
+        for found, taken in zip(part.taken, whole.taken, strict=True):
+            expected = taken.chunk(part.size, -1)[part.index]
+            if found.shape != expected.shape:
+                return "{} gives a part another shape"
+            if largest(taken) == 0.0:
+                return "{} gives nothing but zeros, which prove nothing"
+            if not alike(found, expected, largest(taken)):
+                return "{} mixes the parts"
+    return None
 
 
 def _ancestor(trace: Trace, names: list[str]) -> str:
@@ -251,15 +193,3 @@ def _split_dropouts(trace: Trace, shapes: dict[str, torch.Size], size: int) -> d
         if differing:
             split[name] = differing[0]
     return split
-
-
-@contextmanager
-def _looking(model: nn.Module) -> Iterator[None]:
-    """Evaluation, without gradients, through the layers' own forward methods."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with evaluating(model), torch.no_grad(), torch.random.fork_rng():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
