@@ -58,3 +58,11 @@ def test_a_layer_stays_what_it_was() -> None:
     assert not layer.training
     with pytest.raises(ValueError, match="expected 2D or 3D input"):
         model(torch.zeros(2, 3, 4, 4))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """The first has sums over all ranks in it, through which nothing is differentiated."""
+    inputs = torch.randn(5, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(_globalised(nn.BatchNorm1d(3))(inputs).pow(3).sum(), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()

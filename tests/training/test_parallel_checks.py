@@ -70,6 +70,7 @@ def _check(model: nn.Module, plan: dict[str, Any] | str, workers: int, device: s
             2,
             "'1': is a NormAndActivation, .* use one data",
         ),
+        (nn.BatchNorm1d(6, track_running_stats=False), "fsdp", 2, "has no running statistics: .* nn.GroupNorm"),
     ],
 )
 def test_refusals(model: nn.Module, plan: Any, workers: int, message: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import PlanError
@@ -64,12 +65,12 @@ class GlobalBatchNorm(_BatchNorm):
     ranks: DataRanks
 
     def forward(self, input: Tensor) -> Tensor:
-        if not (self.training or self.running_mean is None):
+        if not self.training:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         normalised: Tensor
         normalised, mean, variance, count = _Normalise.apply(input, self.eps, self.ranks)  # type: ignore[no-untyped-call]
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._track(mean, variance, count)
         if not self.affine:
             return normalised.to(input.dtype)
@@ -117,6 +118,7 @@ class _Normalise(torch.autograd.Function):
         return normalised, mean, variance, total
 
     @staticmethod
+    @once_differentiable  # the sums over the ranks are of no graph
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         normalised, scale, total = ctx.saved_tensors
         grad: Tensor = grads[0]
@@ -128,7 +130,12 @@ class _Normalise(torch.autograd.Function):
 def check_batch_norm(model: nn.Module) -> None:
     """Raises PlanError, naming the layer, for a batch normalisation that several data ranks cannot compute together."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and type(module).forward not in _OWN_FORWARDS:
+        if not isinstance(module, _BatchNorm):
+            continue
+        if module.running_mean is None:
+            problem = "has no running statistics: an evaluation would normalise by what each share of a batch has"
+            raise PlanError("model", name, problem, "use track_running_stats=True, nn.GroupNorm, or one data rank")
+        if type(module).forward not in _OWN_FORWARDS:
             problem = f"is a {type(module).__name__}, a batch normalisation whose forward is not torch's own"
             remedy = "let a module of your own call an nn.BatchNorm and do the rest, or use one data rank"
             raise PlanError("model", name, problem, remedy)
