@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_cases import Learnable, Named, Transformer, build, compare
+from pipeline_cases import MODELS, VOCABULARY, WIDTH, Learnable, Named, Transformer, build, compare
 
 from programs import RanksFailed, run_ranks
 from shoal.errors import PlanError, SpecMismatch
@@ -204,3 +204,32 @@ def test_a_rank_that_fails_ends_the_others(how: str) -> None:
         assert "ZeroDivisionError: of the user's own" in causes[1]
     assert "did not end" not in causes[0]
     assert "RuntimeError" in causes[0]
+
+
+class Chooses(torch.nn.Module):
+    """The last of its layers is another one in every pass, as a router's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.middle = torch.nn.Embedding(VOCABULARY, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(WIDTH, VOCABULARY) for _ in range(4))
+        self.register_buffer("choice", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.experts[int(self.choice)](self.middle(self.embedding(tokens)))
+
+
+def choose_another(world: Any) -> None:
+    learnable = Learnable()
+    learnable.cuts, MODELS["chooses"] = ["middle"], Chooses
+    pipeline, _, share = build(world, "chooses", "1f1b", learnable)
+    pipeline.train_step(share, 0)
+    pipeline.modules[0].choice.fill_(2)
+    pipeline.train_step(share, 1)
+
+
+def test_a_layer_that_no_stage_was_seen_to_run_is_not_run_without_its_weights() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(choose_another, 2)
+    assert "experts.2'" in caught.value.causes[1]
+    assert "was not called in this stage" in caught.value.causes[1]

@@ -155,6 +155,31 @@ def test_a_call_that_did_not_come_is_noticed() -> None:
         gated.run(0, (x,), None)
 
 
+class Experts(nn.Module):
+    """Who works on a batch is chosen for each pass, before the cut and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.middle = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, early: int, late: int) -> Tensor:
+        return self.experts[late](self.middle(self.experts[early](x)))
+
+
+def test_a_stage_runs_no_module_of_which_it_has_no_parameters() -> None:
+    model, x = Experts(), torch.randn(3, 4)
+    expected = model.experts[3](x)
+    found = survey(model, lambda: model(x, 0, 1).square().mean(), CPU)
+    watched = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    gated = GatedModel(model, views_of(found.calls, choose(found, 2, ["middle"]), watched))
+    assert gated.run(1, (x, 0, 1), gated.run(0, (x, 0, 1), None)).shape == (3, 4)
+    torch.testing.assert_close(gated.run(0, (x, 3, 1), None), expected)  # what nobody used is the first stage's
+    for late in (0, 2):  # another stage's, and nobody's
+        with pytest.raises(PlanError, match=rf"experts\.{late}'.* not called in this stage"):
+            gated.run(1, (x, 0, late), torch.zeros(3, 4))
+
+
 def test_hollow_parameters_take_no_memory() -> None:
     model = Chain()
     hollow(model, {"last.weight", "last.bias"})

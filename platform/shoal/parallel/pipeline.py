@@ -117,10 +117,11 @@ class Pipelined(ParallelModel):
         ties = [(self._groups.among(ranks), names) for ranks, names in self._weights.tied.items()]
         kept = self._weights.kept
         self._ties = [(group, [kept[name] for name in names]) for group, names in ties if group is not None]
-        views = views_of(calls, cuts)
+        compiled: list[str] = []
         if spec.compile:
-            _compile(model, [name for name, stage in layout.blocks.items() if stage in own], views)
-        self._gated = GatedModel(model, views)
+            begun = [name for name, stage in layout.blocks.items() if stage in own]
+            compiled = _compile(model, begun, views_of(calls, cuts))
+        self._gated = GatedModel(model, views_of(calls, cuts, _watched(model, compiled)))
         self._stages = {each: StageModule(each, self._weights.of_stage(each), self._compute) for each in own}
         self._schedules: dict[Any, Any] = {}
         self._handed: dict[int, Tensor] = {}  # by stage, a tensor like those that it hands on, without memory
@@ -367,10 +368,19 @@ def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [parameter for parameter in parameters if parameter.requires_grad]
 
 
-def _compile(model: nn.Module, blocks: list[str], views: list[View]) -> None:
+def _watched(model: nn.Module, compiled: list[str]) -> set[str]:
+    """Modules with parameters of their own, but for what lies within compiled blocks, which would ask no gate."""
+    named = dict(model.named_modules())
+    within = {inner for block in compiled for inner in named[block].modules() if inner is not named[block]}
+    own = {name for name, module in named.items() if any(True for _ in module.parameters(recurse=False))}
+    return {name for name in own if named[name] not in within}
+
+
+def _compile(model: nn.Module, blocks: list[str], views: list[View]) -> list[str]:
     """Those of the blocks that run as a whole, or not at all: a compiled one would not ask the gates within it."""
     gated = {name for view in views for name in view.actions}
-    for name in blocks:
-        if not any(each.startswith(f"{name}.") for each in gated):
-            module = model.get_submodule(name)
-            module.forward = torch.compile(module.forward)
+    compiled = [name for name in blocks if not any(each.startswith(f"{name}.") for each in gated)]
+    for name in compiled:
+        module = model.get_submodule(name)
+        module.forward = torch.compile(module.forward)
+    return compiled
