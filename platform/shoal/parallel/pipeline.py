@@ -36,6 +36,7 @@ from shoal.parallel.plan import Degrees, ParallelSpec
 from shoal.parallel.precision import autocast
 from shoal.parallel.sharded import find_blocks, shard
 from shoal.parallel.tensor import agreed_plan, part_dropouts, split_layers
+from shoal.parallel.usage import Usage
 from shoal.parallel.whole import evaluating
 from shoal.parallel.world import World
 
@@ -112,7 +113,9 @@ class Pipelined(ParallelModel):
         calls, cuts = layout.calls, layout.cuts
         self._draws = StageDraws(seed, self.data_rank, degrees.data, world.device, calls, cuts)
         seed_dropout(model, self._draws)
-        self._sharded = _shard_blocks(model, layout, own, mesh) if mesh is not None and degrees.is_sharded else set()
+        blocks = _shard_blocks(model, layout, own, mesh, spec) if mesh is not None and degrees.is_sharded else []
+        self._sharded = {f"{path}.{name}" for path, block in blocks for name, _ in block.named_parameters()}
+        self._usage = Usage(blocks, self._data_ranks, spec.dynamic) if blocks and self._data_ranks is not None else None
         self._weights = Weights(model, layout, self._stage_ranks, self._rank)
         ties = [(self._groups.among(ranks), names) for ranks, names in self._weights.tied.items()]
         kept = self._weights.kept
@@ -141,6 +144,7 @@ class Pipelined(ParallelModel):
             self._first_index, self._batches = first, batches[first : first + self._num_micro_batches]
             losses += self._run(self._schedule(self._batches[0]))
         self._batches = []
+        self._check_usage([(name, each) for name, each in self._weights.kept.items() if name in self._sharded])
         self._reduce()
         if not losses:
             return torch.zeros((), device=self._world.device)
@@ -204,6 +208,10 @@ class Pipelined(ParallelModel):
         made, self._handed = self._schedules[key]
         return made
 
+    def _check_usage(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        if self._usage is not None:
+            self._usage.check(parameters, self._world.device)
+
     def _reduce(self) -> None:
         began_s = time.perf_counter()
         if self._groups.data is not None:
@@ -228,6 +236,7 @@ class Pipelined(ParallelModel):
                         means = {"loss": loss, **self._learnable.metrics(outputs, part)}
                     names = list(means)
                     sums.append(torch.stack([mean.double() for mean in means.values()]) * share)
+        self._check_usage([])
         last = self._degrees.rank(self._groups.at._replace(pipeline=self._stage_ranks[-1]))
         if not self._names:
             box = [names if self._has_last else None]
@@ -351,17 +360,16 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=True)
 
 
-def _shard_blocks(model: nn.Module, layout: Layout, own: list[int], mesh: DeviceMesh) -> set[str]:
-    """Shard the blocks that these stages alone use; the names of their parameters. The rest stays whole."""
-    names: set[str] = set()
+def _shard_blocks(
+    model: nn.Module, layout: Layout, own: list[int], mesh: DeviceMesh, spec: ParallelSpec
+) -> list[tuple[str, nn.Module]]:
+    """Shard the blocks that these stages alone use, and return them with their names. The rest stays whole."""
     blocks = []
     for path, block in find_blocks(model):
-        held = {f"{path}.{name}" for name, _ in block.named_parameters()}
-        if all(set(layout.parameters[name]) <= set(own) for name in held):
-            blocks.append(block)
-            names |= held
-    shard(blocks, mesh)
-    return names
+        if all(set(layout.parameters[f"{path}.{name}"]) <= set(own) for name, _ in block.named_parameters()):
+            blocks.append((path, block))
+    shard([block for _, block in blocks], mesh, spec.dynamic)
+    return blocks
 
 
 def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
