@@ -45,7 +45,7 @@ class DataRanks:
             return self.on_host.gather(mine)
         start_s = time.perf_counter()
         everyone = mine.new_empty(self.size * mine.numel())
-        dist.all_gather_single(everyone, mine, self.group)
+        dist.all_gather_single(everyone, mine.view(-1), self.group)
         self._waited_s += time.perf_counter() - start_s
         return everyone.view(self.size, *mine.shape)
 

@@ -23,6 +23,7 @@ from shoal.errors import ConfigError, PlanError
 from shoal.parallel import gradients, state
 from shoal.parallel.batch_norm import DataRanks, globalise_batch_norm
 from shoal.parallel.batches import map_tensors, micro_batches, num_samples, tensors_of
+from shoal.parallel.buffers import check_buffers
 from shoal.parallel.dropout import seed_dropout
 from shoal.parallel.layout import make_mesh
 from shoal.parallel.model import Learnable, ParallelModel
@@ -302,6 +303,11 @@ class Pipelined(ParallelModel):
         if (self.data_rank, self._groups.at.tensor) != (0, 0):
             return {}
         return self._weights.gather(whole, self._rank, self._degrees.peers(self._world.rank, "pipeline"))
+
+    def check_buffers(self) -> None:
+        if self._data_ranks is not None:
+            saved = self._weights.state()
+            check_buffers({name: each for name, each in self._model.named_buffers() if name in saved}, self._data_ranks)
 
     # -- time
 
