@@ -64,7 +64,7 @@ class Chain(nn.Module):
                 x = block(x).clamp(-0.9, 0.9) + steps / 100
         if self.how == "skip":
             x = x + begun
-        if self.how == "detached skip":
+        if self.how == "detached skip" or (self.how == "detached skip in training" and self.training):
             x = x + begun.detach()
         return self.last(x)
 
@@ -207,9 +207,9 @@ def test_a_layout_has_parameters_in_every_stage() -> None:
     assert len(layout.forward_s) == len(layout.backward_s) == 5
 
 
-@pytest.mark.parametrize("how", ["skip", "detached skip"])
+@pytest.mark.parametrize("how", ["skip", "detached skip", "detached skip in training"])
 def test_a_skip_connection_is_not_cut(how: str) -> None:
-    """The graph shows the first; that the second changes the loss is found by trying."""
+    """The graph shows the first; that the others change the loss is found by trying."""
     assert [cut.module for cut in layout_of(Chain(how), 3).cuts] == ["blocks.0", "last"]
     with pytest.raises(PlanError, match=r"handed on"):
         layout_of(Chain(how), 4)

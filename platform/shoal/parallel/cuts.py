@@ -76,7 +76,7 @@ def survey(model: nn.Module, run: Callable[[], Tensor], device: torch.device) ->
 
     run: one pass over a micro-batch, giving the loss
     """
-    with _undisturbed(model), torch.enable_grad():
+    with undisturbed(model), torch.enable_grad():
         found = _find_cuts(model, run)
         passes = [_timed_pass(model, run, found, device) for _ in range(NUM_TIMED + 1)]
         model.zero_grad(set_to_none=True)
@@ -372,7 +372,7 @@ def _now_s(device: torch.device) -> float:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Whatever passes run within: buffers, gradients and random state are as before."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
