@@ -215,6 +215,33 @@ def test_a_skip_connection_is_not_cut(how: str) -> None:
         layout_of(Chain(how), 4)
 
 
+class Repeats(nn.Module):
+    """One block with running statistics, called again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = self.block(x)
+        return self.last(x)
+
+
+def test_no_cut_parts_those_who_change_a_buffer() -> None:
+    torch.manual_seed(0)
+    model = Repeats()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    layout = layout_of(model, 4)
+    assert [cut.module for cut in layout.cuts] == ["block", "block.1", "last"]
+    assert layout.buffers["block.1.running_mean"] == 2
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(PlanError, match=r"the buffer block\.1\.\w+ would be changed by stage \d, too"):
+        layout_of(model, 5)
+
+
 def test_no_stage_begins_where_evaluation_does_not_come() -> None:
     """torch's own encoder layer calls none of its parts in evaluation."""
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, norm_first=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shoal.errors import PlanError
 from shoal.parallel.cuts import Call, Cut, Survey, choose, survey, undisturbed
 from shoal.parallel.model import Learnable
+from shoal.parallel.pipeline_buffers import changed_buffers, parted
 from shoal.parallel.pipeline_views import GatedModel, views_of, without
 from shoal.parallel.whole import evaluating
 from shoal.parallel.world import World
@@ -75,21 +76,26 @@ def _decide(
             return learnable.loss(model(*learnable.inputs(batch)), batch)
 
     found = survey(model, run, world.device)
+    found.changed = changed_buffers(model, run, found.cuts)
     wanted = learnable.pipeline_cuts()
-    refused: Cut | None = None
+    refusal: PlanError | None = None
     while True:
         try:
             cuts = choose(found, num_stages, wanted)
         except PlanError as error:
-            if refused is not None and wanted is None:
-                raise _refusal(refused) from error
+            if refusal is not None and wanted is None:
+                raise refusal from error
             raise
-        refused = _refuted(model, learnable, batch, found, cuts, context)
+        refused = parted(found, _stages_of_parts(found, cuts), cuts)
         if refused is None:
-            return _layout(found, cuts)
+            cut = _refuted(model, learnable, batch, found, cuts, context)
+            if cut is None:
+                return _layout(found, cuts)
+            refused = cut, _refusal(cut)
+        cut, refusal = refused
         if wanted is not None:
-            raise _refusal(refused)
-        found = _without_cut(found, refused)
+            raise refusal
+        found = _without_cut(found, cut)
 
 
 def _refusal(cut: Cut) -> PlanError:
@@ -169,6 +175,7 @@ def _without_cut(found: Survey, refused: Cut) -> Survey:
         {name: merged(part) for name, part in found.buffers.items()},
         [*found.cost_s[:place], together, *found.cost_s[place + 2 :]],
         found.unfit,
+        {name: sorted({merged(part) for part in parts}) for name, parts in found.changed.items()},
     )
 
 
