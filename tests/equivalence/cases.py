@@ -129,6 +129,7 @@ def trained(
         norm = parallel.clip(0.5)
         optimizer.step()
         parallel.optimizer_stepped()
+    parallel.check_buffers()
     batch = share(global_batch(99), parallel.data_rank, parallel.num_data_ranks)
     sums = parallel.evaluate(batch, len(batch[1]))
     totals = parallel.total(torch.stack([sums["loss"], sums["accuracy"]])) / BATCH

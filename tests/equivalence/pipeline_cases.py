@@ -205,6 +205,7 @@ def compare(
         theirs.step()
         if step == 0 and not isinstance(learnable, Named):
             pipeline.evaluate(batch_of(model, 7), 7)  # of other shapes: training goes on undisturbed
+    pipeline.check_buffers()
     own = {name: value for name, value in whole.state_dict().items() if name in pipeline.model_state()}
     found.weight = _difference(pipeline.model_state(), own)
     gathered = pipeline.full_weights()

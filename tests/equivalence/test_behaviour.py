@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,41 @@ class Skipping(nn.Module):
         hidden = self.embedding(tokens[:, 0])
         odd = tokens[:, :1] % 2 == 1
         return self.head(torch.where(odd, self.middle(hidden), hidden) if bool(odd.any()) else hidden)
+
+
+class Routed(nn.Module):
+    """Two layers of one size, of which the first token of a share chooses one; `listed`: each a block of its own."""
+
+    def __init__(self, listed: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(72, 8), nn.Linear(8, 72)
+        layers = [nn.Linear(8, 8) for _ in range(2)]
+        self.experts = nn.ModuleList(layers) if listed else nn.ModuleDict({"0": layers[0], "1": layers[1]})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        choice = int(tokens[0, 0] % 2)
+        expert = self.experts[choice] if isinstance(self.experts, nn.ModuleList) else self.experts[str(choice)]
+        return self.head(expert(self.embedding(tokens[:, 0])))
+
+
+def _routed(world: World) -> list[str]:
+    """What is said when two shares take other layers, which are gathered with the rest, or blocks of their own."""
+    found = []
+    for listed in (False, True):
+        parallel = build(partial(Routed, listed), ParallelSpec(shard=True), world)
+        try:
+            parallel.train_step(share(_half_odd(), world.rank, 2), 0)
+        except PlanError as error:
+            found.append(str(error))
+    return found
+
+
+def test_shards_of_which_ranks_use_other_parts_are_refused_before_their_gradients_count() -> None:
+    for parameters, blocks in run_ranks(_routed, 2):
+        assert "experts.0.bias has a gradient on one of the data ranks 0 and 1" in parameters
+        assert "parallel.dynamic=true" in parameters
+        assert "data rank 0 has called the block experts.0, and data rank 1 experts.1 in its place" in blocks
+        assert "use ddp" in blocks
 
 
 def _half_odd() -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_cases import Learnable, Named, Transformer, build, compare
+from cases import full
+from pipeline_cases import MODELS, VOCABULARY, WIDTH, Learnable, Named, Transformer, batch_of, build, compare
 
 from programs import RanksFailed, run_ranks
 from shoal.errors import PlanError, SpecMismatch
@@ -204,3 +205,82 @@ def test_a_rank_that_fails_ends_the_others(how: str) -> None:
         assert "ZeroDivisionError: of the user's own" in causes[1]
     assert "did not end" not in causes[0]
     assert "RuntimeError" in causes[0]
+
+
+class Chooses(torch.nn.Module):
+    """The last of its layers is another one in every pass, as a router's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.middle = torch.nn.Embedding(VOCABULARY, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(WIDTH, VOCABULARY) for _ in range(4))
+        self.register_buffer("choice", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.experts[int(self.choice)](self.middle(self.embedding(tokens)))
+
+
+def choose_another(world: Any) -> None:
+    learnable = Learnable()
+    learnable.cuts, MODELS["chooses"] = ["middle"], Chooses
+    pipeline, _, share = build(world, "chooses", "1f1b", learnable)
+    pipeline.train_step(share, 0)
+    pipeline.modules[0].choice.fill_(2)
+    pipeline.train_step(share, 1)
+
+
+def test_a_layer_that_no_stage_was_seen_to_run_is_not_run_without_its_weights() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(choose_another, 2)
+    assert "experts.2'" in caught.value.causes[1]
+    assert "was not called in this stage" in caught.value.causes[1]
+
+
+class Either(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (torch.nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        return x @ (self.right if int(choice) else self.left)
+
+
+class Eithers(torch.nn.Module):
+    """Two blocks, each of which uses one of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(VOCABULARY, WIDTH), torch.nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = torch.nn.ModuleList(Either() for _ in range(2))
+        self.register_buffer("choice", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.choice)
+        return self.head(x)
+
+
+def use_unlike(world: Any) -> tuple[list[float], str]:
+    """The second data rank uses other parameters: how far gradients are from one process's, and what is said."""
+    learnable = Learnable()
+    learnable.cuts, MODELS["eithers"] = ["blocks.1"], Eithers
+    pipeline, whole, share = build(world, "eithers", "1f1b", learnable, data=2, shard=True, dynamic=True)
+    pipeline.modules[0].choice.fill_(pipeline.data_rank)
+    pipeline.train_step(share, 0)
+    for choice, part in enumerate(zip(*(tensor.chunk(2) for tensor in batch_of("eithers")), strict=True)):
+        whole.choice.fill_(choice)
+        (learnable.loss(whole(part[0]), part) / 2).backward()
+    expected = dict(whole.named_parameters())
+    pairs = [(full(each.grad), expected[name].grad) for name, each in pipeline.named_parameters()]
+    pipeline, _, share = build(world, "eithers", "1f1b", learnable, data=2, shard=True)
+    pipeline.modules[0].choice.fill_(pipeline.data_rank)
+    with pytest.raises(PlanError) as caught:
+        pipeline.train_step(share, 0)
+    return [float((mine - theirs).abs().max()) for mine, theirs in pairs], str(caught.value)
+
+
+def test_data_ranks_of_sharded_stages_may_use_other_parameters_where_that_was_said() -> None:
+    for rank, (differences, refused) in enumerate(run_ranks(use_unlike, 4)):
+        assert max(differences) < TOLERANCE
+        assert f"blocks.{rank // 2}.left has a gradient on one of the data ranks 0 and 1" in refused

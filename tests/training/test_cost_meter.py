@@ -103,3 +103,16 @@ def test_ranks_that_are_played_in_turn_hear_what_was_said_before() -> None:
     with pretended(0, 2, CPU, play) as world:
         assert world.broadcast("another") == "layout"  # a rank that is played again decides as before
     assert not dist.is_initialized()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_operators_that_take_functions_are_counted_as_unknown() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    query, key, value = (torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(each)) for each in range(3))
+    with torch.no_grad():
+        expected = flex_attention(query, key, value)
+        with metered() as reading:
+            found = flex_attention(query, key, value)
+    torch.testing.assert_close(found, expected)
+    assert reading.unknown == {"flex_attention": 1}

@@ -39,6 +39,13 @@ def _mlp(hidden: int = 12) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Dropout(0.5), nn.Linear(hidden, 4))
 
 
+class NormAndActivation(nn.BatchNorm1d):
+    """As timm's: an activation behind a batch normalisation, in one class."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.relu(super().forward(input))
+
+
 def _check(model: nn.Module, plan: dict[str, Any] | str, workers: int, device: str = "cpu", **given: Any) -> None:
     spec = ParallelSpec.model_validate(plan)
     check_plan(model, Learnable(given.get("styles")), spec, spec.degrees(workers), torch.randn(4, 6), device)
@@ -56,6 +63,13 @@ def _check(model: nn.Module, plan: dict[str, Any] | str, workers: int, device: s
         (_mlp(10), "tensor", 4, r"0: has 10 outputs, which 4 ranks cannot share"),
         (nn.LSTM(6, 8), "tensor", 2, "recurrent layers are not split"),
         (nn.Linear(6, 3), "tensor", 2, "no layer can be split"),
+        (
+            nn.Sequential(nn.Linear(6, 4), NormAndActivation(4)),
+            "ddp",
+            2,
+            "'1': is a NormAndActivation, .* use one data",
+        ),
+        (nn.BatchNorm1d(6, track_running_stats=False), "fsdp", 2, "has no running statistics: .* nn.GroupNorm"),
     ],
 )
 def test_refusals(model: nn.Module, plan: Any, workers: int, message: str) -> None:

@@ -64,7 +64,7 @@ class Chain(nn.Module):
                 x = block(x).clamp(-0.9, 0.9) + steps / 100
         if self.how == "skip":
             x = x + begun
-        if self.how == "detached skip":
+        if self.how == "detached skip" or (self.how == "detached skip in training" and self.training):
             x = x + begun.detach()
         return self.last(x)
 
@@ -155,6 +155,31 @@ def test_a_call_that_did_not_come_is_noticed() -> None:
         gated.run(0, (x,), None)
 
 
+class Experts(nn.Module):
+    """Who works on a batch is chosen for each pass, before the cut and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.middle = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, early: int, late: int) -> Tensor:
+        return self.experts[late](self.middle(self.experts[early](x)))
+
+
+def test_a_stage_runs_no_module_of_which_it_has_no_parameters() -> None:
+    model, x = Experts(), torch.randn(3, 4)
+    expected = model.experts[3](x)
+    found = survey(model, lambda: model(x, 0, 1).square().mean(), CPU)
+    watched = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    gated = GatedModel(model, views_of(found.calls, choose(found, 2, ["middle"]), watched))
+    assert gated.run(1, (x, 0, 1), gated.run(0, (x, 0, 1), None)).shape == (3, 4)
+    torch.testing.assert_close(gated.run(0, (x, 3, 1), None), expected)  # what nobody used is the first stage's
+    for late in (0, 2):  # another stage's, and nobody's
+        with pytest.raises(PlanError, match=rf"experts\.{late}'.* not called in this stage"):
+            gated.run(1, (x, 0, late), torch.zeros(3, 4))
+
+
 def test_hollow_parameters_take_no_memory() -> None:
     model = Chain()
     hollow(model, {"last.weight", "last.bias"})
@@ -182,12 +207,39 @@ def test_a_layout_has_parameters_in_every_stage() -> None:
     assert len(layout.forward_s) == len(layout.backward_s) == 5
 
 
-@pytest.mark.parametrize("how", ["skip", "detached skip"])
+@pytest.mark.parametrize("how", ["skip", "detached skip", "detached skip in training"])
 def test_a_skip_connection_is_not_cut(how: str) -> None:
-    """The graph shows the first; that the second changes the loss is found by trying."""
+    """The graph shows the first; that the others change the loss is found by trying."""
     assert [cut.module for cut in layout_of(Chain(how), 3).cuts] == ["blocks.0", "last"]
     with pytest.raises(PlanError, match=r"handed on"):
         layout_of(Chain(how), 4)
+
+
+class Repeats(nn.Module):
+    """One block with running statistics, called again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = self.block(x)
+        return self.last(x)
+
+
+def test_no_cut_parts_those_who_change_a_buffer() -> None:
+    torch.manual_seed(0)
+    model = Repeats()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    layout = layout_of(model, 4)
+    assert [cut.module for cut in layout.cuts] == ["block", "block.1", "last"]
+    assert layout.buffers["block.1.running_mean"] == 2
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(PlanError, match=r"the buffer block\.1\.\w+ would be changed by stage \d, too"):
+        layout_of(model, 5)
 
 
 def test_no_stage_begins_where_evaluation_does_not_come() -> None:

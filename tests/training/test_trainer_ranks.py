@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
 from programs import RanksFailed, run_ranks
-from shoal.errors import NotFinite, RankLost
+from shoal.errors import NotFinite, PlanError, RankLost
 from shoal.parallel import World
 from shoal.train.spec import TrainSpec
-from train_task import Toy, seen
+from train_task import FEATURES, Toy, seen
 
 STEPS = 12
 # Sums over ranks are taken in another order than over the rows of one batch: float32, a dozen steps of Adam.
@@ -216,3 +218,39 @@ def test_a_rank_that_dies_between_two_steps_is_a_rank_lost_too(tmp_path: Path, p
         run_ranks(die_on_the_way, 2, tmp_path, plan, place)
     assert "exit code -9" in failed.value.causes[1]
     assert failed.value.causes[0].splitlines()[-1].startswith(f"shoal.errors.{RankLost.__name__}:")
+
+
+class Normaliser(nn.Module):
+    """Subtracts a running mean of what it has seen: on each rank, of that rank's samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(FEATURES))
+
+    def forward(self, features: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(features.mean(0), 0.1)
+        return features - self.mean
+
+
+class Normalised(Toy):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Normaliser(), super().model())
+
+
+def normalise(world: World, folder: Path) -> list[str]:
+    """The program of a rank: what is said of a normaliser, under each plan."""
+    from shoal.train.trainer import Trainer
+
+    found = []
+    for plan in ("ddp", "fsdp"):
+        with pytest.raises(PlanError) as raised:
+            Trainer(spec_of(plan), Normalised(), world, folder / plan).run()
+        found.append(str(raised.value))
+    return found
+
+
+def test_statistics_that_each_rank_takes_of_its_own_samples_are_refused(tmp_path: Path) -> None:
+    for messages in run_ranks(normalise, 2, tmp_path):
+        for message in messages:
+            assert "'0.mean': is a buffer that data ranks 0 and 1 have made different ones of" in message

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.errors import PlanError
 from shoal.parallel.host_sum import HostSum
+
+_OWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 class DataRanks:
@@ -41,7 +45,7 @@ class DataRanks:
             return self.on_host.gather(mine)
         start_s = time.perf_counter()
         everyone = mine.new_empty(self.size * mine.numel())
-        dist.all_gather_single(everyone, mine, self.group)
+        dist.all_gather_single(everyone, mine.view(-1), self.group)
         self._waited_s += time.perf_counter() - start_s
         return everyone.view(self.size, *mine.shape)
 
@@ -56,24 +60,25 @@ class DataRanks:
 
 
 class GlobalBatchNorm(_BatchNorm):
-    """A batch normalisation of any dimension (classes are swapped in place, so that names and hooks stay)."""
+    """Put before the class of a layer, which keeps all that it has but its forward (and its name, and its hooks)."""
 
     ranks: DataRanks
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        """Any [N, C, ...]: the class that this layer had before has no more to say."""
-
     def forward(self, input: Tensor) -> Tensor:
-        if not (self.training or self.running_mean is None):
+        if not self.training:
             return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
         normalised: Tensor
         normalised, mean, variance, count = _Normalise.apply(input, self.eps, self.ranks)  # type: ignore[no-untyped-call]
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._track(mean, variance, count)
         if not self.affine:
             return normalised.to(input.dtype)
         shape = [1, -1, *(1 for _ in input.shape[2:])]
-        return (normalised * self.weight.view(shape) + self.bias.view(shape)).to(input.dtype)
+        scaled = normalised * self.weight.view(shape)
+        # torch's own type knows nothing of BatchNorm(bias=False)
+        bias: Tensor | None = self.bias
+        return (scaled if bias is None else scaled + bias.view(shape)).to(input.dtype)
 
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         assert self.running_mean is not None
@@ -113,6 +118,7 @@ class _Normalise(torch.autograd.Function):
         return normalised, mean, variance, total
 
     @staticmethod
+    @once_differentiable  # the sums over the ranks are of no graph
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         normalised, scale, total = ctx.saved_tensors
         grad: Tensor = grads[0]
@@ -121,10 +127,28 @@ class _Normalise(torch.autograd.Function):
         return (scale * (grad - mean_grad - normalised * mean_product)).to(ctx.dtype), None, None
 
 
+def check_batch_norm(model: nn.Module) -> None:
+    """Raises PlanError, naming the layer, for a batch normalisation that several data ranks cannot compute together."""
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm):
+            continue
+        if module.running_mean is None:
+            problem = "has no running statistics: an evaluation would normalise by what each share of a batch has"
+            raise PlanError("model", name, problem, "use track_running_stats=True, nn.GroupNorm, or one data rank")
+        if type(module).forward not in _OWN_FORWARDS:
+            problem = f"is a {type(module).__name__}, a batch normalisation whose forward is not torch's own"
+            remedy = "let a module of your own call an nn.BatchNorm and do the rest, or use one data rank"
+            raise PlanError("model", name, problem, remedy)
+
+
 def globalise_batch_norm(model: nn.Module, ranks: DataRanks) -> None:
     """Let every batch normalisation of `model` speak with the other data ranks, in place."""
+    classes: dict[type[_BatchNorm], type[_BatchNorm]] = {}  # layers that were of one are of one again
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            module.__class__ = GlobalBatchNorm
+        if isinstance(module, _BatchNorm) and not isinstance(module, GlobalBatchNorm):
+            layer = type(module)
+            if layer not in classes:
+                classes[layer] = type(f"Global{layer.__name__}", (GlobalBatchNorm, layer), {})
+            module.__class__ = classes[layer]
             assert isinstance(module, GlobalBatchNorm)
             module.ranks = ranks

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from shoal.errors import PlanError
+from shoal.parallel.batch_norm import check_batch_norm
 from shoal.parallel.model import Learnable
 from shoal.parallel.plan import Degrees, ParallelSpec
 from shoal.parallel.precision import check_precision
@@ -33,6 +34,8 @@ def check_plan(
         from shoal.parallel.pipeline_schedules import check
 
         check(spec.schedule, degrees.pipeline, spec.num_micro_batches(degrees), degrees.is_sharded)
+    if degrees.data > 1:
+        check_batch_norm(model)
     if degrees.shard and degrees.data > 1:
         _check_shardable(model)
     if degrees.tensor > 1:

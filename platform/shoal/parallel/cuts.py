@@ -57,6 +57,7 @@ class Survey:
     inner:      other names of a cut: modules that take the same tensor
     parameters: the parts in which a parameter is used, by its first name; [] where none does
     buffers:    the part that computes with a buffer first
+    changed:    the parts that change a buffer, where any does
     cost_s:     seconds of each part, forward and backward
     unfit:      modules with which no stage can begin: the backward pass calls them again (activation checkpointing), or
                 evaluation does not call them (fast paths)
@@ -69,6 +70,7 @@ class Survey:
     buffers: dict[str, int]
     cost_s: list[tuple[float, float]] = field(default_factory=list)
     unfit: set[str] = field(default_factory=set)
+    changed: dict[str, list[int]] = field(default_factory=dict)
 
 
 def survey(model: nn.Module, run: Callable[[], Tensor], device: torch.device) -> Survey:
@@ -76,7 +78,7 @@ def survey(model: nn.Module, run: Callable[[], Tensor], device: torch.device) ->
 
     run: one pass over a micro-batch, giving the loss
     """
-    with _undisturbed(model), torch.enable_grad():
+    with undisturbed(model), torch.enable_grad():
         found = _find_cuts(model, run)
         passes = [_timed_pass(model, run, found, device) for _ in range(NUM_TIMED + 1)]
         model.zero_grad(set_to_none=True)
@@ -372,7 +374,7 @@ def _now_s(device: torch.device) -> float:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Whatever passes run within: buffers, gradients and random state are as before."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]

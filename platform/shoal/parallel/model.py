@@ -110,6 +110,9 @@ class ParallelModel(ABC):
     def full_weights(self) -> dict[str, Tensor]:
         """The whole model's state on the CPU, on rank 0; {} elsewhere. Collective."""
 
+    def check_buffers(self) -> None:  # noqa: B027 - one process has nobody to differ from
+        """Raises PlanError, on all data ranks or none, for a saved buffer that is not the same on them. Collective."""
+
     @property
     def communication_s(self) -> float:
         """Seconds that `train_step` has waited for other ranks so far; NaN where the plan cannot tell."""

@@ -23,6 +23,7 @@ from shoal.errors import ConfigError, PlanError
 from shoal.parallel import gradients, state
 from shoal.parallel.batch_norm import DataRanks, globalise_batch_norm
 from shoal.parallel.batches import map_tensors, micro_batches, num_samples, tensors_of
+from shoal.parallel.buffers import check_buffers
 from shoal.parallel.dropout import seed_dropout
 from shoal.parallel.layout import make_mesh
 from shoal.parallel.model import Learnable, ParallelModel
@@ -36,6 +37,7 @@ from shoal.parallel.plan import Degrees, ParallelSpec
 from shoal.parallel.precision import autocast
 from shoal.parallel.sharded import find_blocks, shard
 from shoal.parallel.tensor import agreed_plan, part_dropouts, split_layers
+from shoal.parallel.usage import Usage
 from shoal.parallel.whole import evaluating
 from shoal.parallel.world import World
 
@@ -112,15 +114,18 @@ class Pipelined(ParallelModel):
         calls, cuts = layout.calls, layout.cuts
         self._draws = StageDraws(seed, self.data_rank, degrees.data, world.device, calls, cuts)
         seed_dropout(model, self._draws)
-        self._sharded = _shard_blocks(model, layout, own, mesh) if mesh is not None and degrees.is_sharded else set()
+        blocks = _shard_blocks(model, layout, own, mesh, spec) if mesh is not None and degrees.is_sharded else []
+        self._sharded = {f"{path}.{name}" for path, block in blocks for name, _ in block.named_parameters()}
+        self._usage = Usage(blocks, self._data_ranks, spec.dynamic) if blocks and self._data_ranks is not None else None
         self._weights = Weights(model, layout, self._stage_ranks, self._rank)
         ties = [(self._groups.among(ranks), names) for ranks, names in self._weights.tied.items()]
         kept = self._weights.kept
         self._ties = [(group, [kept[name] for name in names]) for group, names in ties if group is not None]
-        views = views_of(calls, cuts)
+        compiled: list[str] = []
         if spec.compile:
-            _compile(model, [name for name, stage in layout.blocks.items() if stage in own], views)
-        self._gated = GatedModel(model, views)
+            begun = [name for name, stage in layout.blocks.items() if stage in own]
+            compiled = _compile(model, begun, views_of(calls, cuts))
+        self._gated = GatedModel(model, views_of(calls, cuts, _watched(model, compiled)))
         self._stages = {each: StageModule(each, self._weights.of_stage(each), self._compute) for each in own}
         self._schedules: dict[Any, Any] = {}
         self._handed: dict[int, Tensor] = {}  # by stage, a tensor like those that it hands on, without memory
@@ -140,6 +145,7 @@ class Pipelined(ParallelModel):
             self._first_index, self._batches = first, batches[first : first + self._num_micro_batches]
             losses += self._run(self._schedule(self._batches[0]))
         self._batches = []
+        self._check_usage([(name, each) for name, each in self._weights.kept.items() if name in self._sharded])
         self._reduce()
         if not losses:
             return torch.zeros((), device=self._world.device)
@@ -203,6 +209,10 @@ class Pipelined(ParallelModel):
         made, self._handed = self._schedules[key]
         return made
 
+    def _check_usage(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        if self._usage is not None:
+            self._usage.check(parameters, self._world.device)
+
     def _reduce(self) -> None:
         began_s = time.perf_counter()
         if self._groups.data is not None:
@@ -227,6 +237,7 @@ class Pipelined(ParallelModel):
                         means = {"loss": loss, **self._learnable.metrics(outputs, part)}
                     names = list(means)
                     sums.append(torch.stack([mean.double() for mean in means.values()]) * share)
+        self._check_usage([])
         last = self._degrees.rank(self._groups.at._replace(pipeline=self._stage_ranks[-1]))
         if not self._names:
             box = [names if self._has_last else None]
@@ -293,6 +304,11 @@ class Pipelined(ParallelModel):
             return {}
         return self._weights.gather(whole, self._rank, self._degrees.peers(self._world.rank, "pipeline"))
 
+    def check_buffers(self) -> None:
+        if self._data_ranks is not None:
+            saved = self._weights.state()
+            check_buffers({name: each for name, each in self._model.named_buffers() if name in saved}, self._data_ranks)
+
     # -- time
 
     @property
@@ -350,27 +366,35 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=True)
 
 
-def _shard_blocks(model: nn.Module, layout: Layout, own: list[int], mesh: DeviceMesh) -> set[str]:
-    """Shard the blocks that these stages alone use; the names of their parameters. The rest stays whole."""
-    names: set[str] = set()
+def _shard_blocks(
+    model: nn.Module, layout: Layout, own: list[int], mesh: DeviceMesh, spec: ParallelSpec
+) -> list[tuple[str, nn.Module]]:
+    """Shard the blocks that these stages alone use, and return them with their names. The rest stays whole."""
     blocks = []
     for path, block in find_blocks(model):
-        held = {f"{path}.{name}" for name, _ in block.named_parameters()}
-        if all(set(layout.parameters[name]) <= set(own) for name in held):
-            blocks.append(block)
-            names |= held
-    shard(blocks, mesh)
-    return names
+        if all(set(layout.parameters[f"{path}.{name}"]) <= set(own) for name, _ in block.named_parameters()):
+            blocks.append((path, block))
+    shard([block for _, block in blocks], mesh, spec.dynamic)
+    return blocks
 
 
 def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [parameter for parameter in parameters if parameter.requires_grad]
 
 
-def _compile(model: nn.Module, blocks: list[str], views: list[View]) -> None:
+def _watched(model: nn.Module, compiled: list[str]) -> set[str]:
+    """Modules with parameters of their own, but for what lies within compiled blocks, which would ask no gate."""
+    named = dict(model.named_modules())
+    within = {inner for block in compiled for inner in named[block].modules() if inner is not named[block]}
+    own = {name for name, module in named.items() if any(True for _ in module.parameters(recurse=False))}
+    return {name for name in own if named[name] not in within}
+
+
+def _compile(model: nn.Module, blocks: list[str], views: list[View]) -> list[str]:
     """Those of the blocks that run as a whole, or not at all: a compiled one would not ask the gates within it."""
     gated = {name for view in views for name in view.actions}
-    for name in blocks:
-        if not any(each.startswith(f"{name}.") for each in gated):
-            module = model.get_submodule(name)
-            module.forward = torch.compile(module.forward)
+    compiled = [name for name in blocks if not any(each.startswith(f"{name}.") for each in gated)]
+    for name in compiled:
+        module = model.get_submodule(name)
+        module.forward = torch.compile(module.forward)
+    return compiled

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import PlanError
-from shoal.parallel.cuts import Call, Cut, Survey, choose, survey
+from shoal.parallel.cuts import Call, Cut, Survey, choose, survey, undisturbed
 from shoal.parallel.model import Learnable
+from shoal.parallel.pipeline_buffers import changed_buffers, parted
 from shoal.parallel.pipeline_views import GatedModel, views_of, without
 from shoal.parallel.whole import evaluating
 from shoal.parallel.world import World
@@ -75,21 +76,26 @@ def _decide(
             return learnable.loss(model(*learnable.inputs(batch)), batch)
 
     found = survey(model, run, world.device)
+    found.changed = changed_buffers(model, run, found.cuts)
     wanted = learnable.pipeline_cuts()
-    refused: Cut | None = None
+    refusal: PlanError | None = None
     while True:
         try:
             cuts = choose(found, num_stages, wanted)
         except PlanError as error:
-            if refused is not None and wanted is None:
-                raise _refusal(refused) from error
+            if refusal is not None and wanted is None:
+                raise refusal from error
             raise
-        refused = _refuted(model, learnable, batch, found, cuts, context)
+        refused = parted(found, _stages_of_parts(found, cuts), cuts)
         if refused is None:
-            return _layout(found, cuts)
+            cut = _refuted(model, learnable, batch, found, cuts, context)
+            if cut is None:
+                return _layout(found, cuts)
+            refused = cut, _refusal(cut)
+        cut, refusal = refused
         if wanted is not None:
-            raise _refusal(refused)
-        found = _without_cut(found, refused)
+            raise refusal
+        found = _without_cut(found, cut)
 
 
 def _refusal(cut: Cut) -> PlanError:
@@ -103,32 +109,47 @@ def _refuted(
 ) -> Cut | None:
     """The first cut after which the model does not compute what it did; None when the stages make the same model.
 
-    Every stage runs with the parameters of all others, and what skipped calls return, not being numbers.
+    Every stage runs with the parameters of all others, and what skipped calls return, not being numbers: once as in an
+    evaluation, whose outcome is known, and once as in training, where modules may depend on more.
     """
+    with evaluating(model), context(), torch.no_grad():
+        expected = _judged(learnable, model(*learnable.inputs(batch)), batch)
+    gated = GatedModel(model, views_of(found.calls, cuts))
+    gated.filler = float("nan")
+    try:
+        with evaluating(model), context():
+            refused, judged = _run_in_stages(gated, learnable, batch, found, cuts)
+        if refused is None:
+            with undisturbed(model), context():
+                refused, _ = _run_in_stages(gated, learnable, batch, found, cuts)
+    finally:
+        gated.remove()
+    if refused is not None:
+        return refused
+    return None if torch.allclose(judged, expected, rtol=1e-3, atol=1e-5) else cuts[-1]
+
+
+def _run_in_stages(
+    gated: GatedModel, learnable: Learnable, batch: Any, found: Survey, cuts: Sequence[Cut]
+) -> tuple[Cut | None, Tensor]:
+    """The first cut after which something is not a number, or cannot be computed; and by what the model is judged."""
     inputs = learnable.inputs(batch)
     stages = _stages_of_parameters(found, cuts)
-    with evaluating(model), context():
-        with torch.no_grad():
-            expected = _judged(learnable, model(*inputs), batch)
-        gated = GatedModel(model, views_of(found.calls, cuts))
-        gated.filler = float("nan")
-        handed: Any = None
-        try:
-            for stage, cut in enumerate([None, *cuts]):
-                received = None if cut is None else handed.detach().requires_grad_()
-                with without(model, {name for name, users in stages.items() if stage not in users}, float("nan")):
-                    try:
-                        handed = gated.run(stage, inputs, received)
-                        judged = _judged(learnable, handed, batch) if stage == len(cuts) else handed
-                    except RuntimeError:  # a result or a shape that depends on what is not there
-                        if cut is None:
-                            raise
-                        return cut
-                if cut is not None and judged.isnan().any():
-                    return cut
-        finally:
-            gated.remove()
-    return None if torch.allclose(judged, expected, rtol=1e-3, atol=1e-5) else cuts[-1]
+    handed: Any = None
+    judged = torch.zeros(())
+    for stage, cut in enumerate([None, *cuts]):
+        received = None if cut is None else handed.detach().requires_grad_()
+        with without(gated.model, {name for name, users in stages.items() if stage not in users}, float("nan")):
+            try:
+                handed = gated.run(stage, inputs, received)
+                judged = _judged(learnable, handed, batch) if stage == len(cuts) else handed
+            except RuntimeError:  # a result or a shape that depends on what is not there
+                if cut is None:
+                    raise
+                return cut, judged
+        if cut is not None and judged.isnan().any():
+            return cut, judged
+    return None, judged
 
 
 def _judged(learnable: Learnable, outputs: Any, batch: Any) -> Tensor:
@@ -154,6 +175,7 @@ def _without_cut(found: Survey, refused: Cut) -> Survey:
         {name: merged(part) for name, part in found.buffers.items()},
         [*found.cost_s[:place], together, *found.cost_s[place + 2 :]],
         found.unfit,
+        {name: sorted({merged(part) for part in parts}) for name, parts in found.changed.items()},
     )
 
 

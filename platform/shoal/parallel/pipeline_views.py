@@ -10,7 +10,7 @@ Called by `pipeline`. Knows no process group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,17 +36,36 @@ class Action:
 
 @dataclass
 class View:
-    """What the gates do in a pass of one stage: by module, and by how often the pass has called it before."""
+    """What the gates do in a pass of one stage: by module, and by how often the pass has called it before.
+
+    foreign: modules of which this stage has no parameters, as it was not seen to run them
+    """
 
     begins: str | None
     ends: str | None
     actions: dict[str, dict[int, Action]] = field(default_factory=dict)
+    foreign: set[str] = field(default_factory=set)
 
 
-def views_of(calls: Sequence[Call], cuts: Sequence[Cut]) -> list[View]:
-    """The views of the stages between these cuts."""
-    edges = [None, *cuts, None]
-    return [_view(calls, begin, end) for begin, end in pairwise(edges)]
+def views_of(calls: Sequence[Call], cuts: Sequence[Cut], watched: Collection[str] = ()) -> list[View]:
+    """The views of the stages between these cuts.
+
+    watched: modules that no stage runs but those that were seen to; the first may run what nobody was seen to, since it
+             is given those parameters
+    """
+    called = {call.module for call in calls}
+    views = [_view(calls, begin, end) for begin, end in pairwise([None, *cuts, None])]
+    for view, (begin, end) in zip(views, pairwise([None, *cuts, None]), strict=True):
+        view.foreign = set(watched) - _run_between(calls, begin, end)
+        if begin is None:
+            view.foreign &= called
+    return views
+
+
+def _run_between(calls: Sequence[Call], begin: Cut | None, end: Cut | None) -> set[str]:
+    """The modules of calls that lie between two cuts, or enclose the first."""
+    first, after = begin.call if begin else 0, end.call if end else len(calls)
+    return {call.module for call in calls[:after] if call.last >= first}
 
 
 def _view(calls: Sequence[Call], begin: Cut | None, end: Cut | None) -> View:
@@ -92,7 +111,9 @@ class GatedModel:
         self._received: Tensor | None = None
         self._shapes: dict[Any, tuple[list[Any], Any]] = {}
         modules = dict(model.named_modules())
-        self._gated = [modules[name] for name in sorted({name for view in views for name in view.actions})]
+        self._gated = [
+            modules[name] for name in sorted({name for view in views for name in {*view.actions, *view.foreign}})
+        ]
         names = {module: name for name, module in modules.items()}
         self._compiled = [module._compiled_call_impl for module in self._gated]
         for module, compiled in zip(self._gated, self._compiled, strict=True):
@@ -124,13 +145,15 @@ class GatedModel:
 
     def _gate(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._view is None:
-            if torch._C._current_graph_task_id() == -1:
+            if torch._C._current_graph_task_id() == -1 and any(name in view.actions for view in self.views):
                 raise _not_as_surveyed(name, "was called outside of a stage's pass")
             return forward(*args, **kwargs)  # activation checkpointing recomputes it
         count = self._counts[name]
         self._counts[name] += 1
         action = self._view.actions.get(name, {}).get(count)
         if action is None:
+            if name in self._view.foreign:
+                raise _not_as_surveyed(name, "was not called in this stage when the model was surveyed")
             return forward(*args, **kwargs)
         if action.kind == "skip":
             return self._placeholder(name, module, forward, args, kwargs)
@@ -209,7 +232,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def _not_as_surveyed(module: str, problem: str) -> PlanError:
-    remedy = "a pipeline needs the same calls in every pass: turn off what skips layers"
+    remedy = "a pipeline needs the same calls in every pass: turn off what skips or chooses layers, or use ddp"
     return PlanError("parallel.pipeline", module, problem, remedy)
 
 

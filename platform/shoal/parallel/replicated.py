@@ -1,8 +1,8 @@
 """Data parallel: each rank holds the whole model and a share of the batch, and gradients are averaged.
 
 By PyTorch's DistributedDataParallel as they appear; between CPU ranks of one host all at once, see `flat_gradients`.
-Buffers are not broadcast: those that training changes (running statistics) are equal on every rank already, see
-`batch_norm`. Called by `parallelize`.
+Buffers are not broadcast: running statistics of batch normalisation are equal on every rank already, and what else
+training changes must be, see `batch_norm` and `buffers`. Called by `parallelize`.
 """
 
 from __future__ import annotations

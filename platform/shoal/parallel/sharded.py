@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from shoal.parallel.model import Learnable
 from shoal.parallel.plan import ParallelSpec
+from shoal.parallel.usage import Usage
 from shoal.parallel.whole import Watched, compile_forward, trainable
 from shoal.parallel.world import World
 
@@ -30,8 +31,9 @@ LARGEST_SHARE = 0.5  # a larger block is divided further, where it can be
 class Sharded(Watched):
     """FSDP2. Blocks are compiled one by one, as their parameters come and go between them.
 
-    With `dynamic`, a parameter that some ranks did not use counts as zero there (and where nobody used it: its gradient
-    is zero, not None); but every rank must call every block.
+    Data ranks must call the same blocks in the same order and, without `dynamic`, use the same parameters: what differs
+    is a PlanError at the end of the step. With `dynamic`, a parameter that some ranks did not use counts as zero there
+    (and where nobody used it: its gradient is zero, not None).
     """
 
     def __init__(
@@ -48,12 +50,22 @@ class Sharded(Watched):
         blocks = list(find_blocks(model))
         for block in [block for _, block in blocks] if spec.compile and blocks else [model] * spec.compile:
             compile_forward(block)
-        shard([*(block for _, block in blocks), model], mesh)
-        if spec.dynamic:
-            assert isinstance(model, FSDPModule)
-            model.set_reduce_scatter_unused_params(True)
+        shard([*(block for _, block in blocks), model], mesh, spec.dynamic)
         model.to(world.device)  # what is not sharded: buffers
         self._trainable = trainable(model)
+        assert self._ranks is not None
+        self._usage = Usage([*blocks, ("", model)], self._ranks, spec.dynamic)
+
+    def _gradients(self, batch: Any, step: int) -> Tensor:
+        loss = super()._gradients(batch, step)
+        named = [(name, each) for name, each in self.named_parameters() if each.requires_grad]
+        self._usage.check(named, self._world.device)
+        return loss
+
+    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
+        sums = super().evaluate(batch, num_samples)
+        self._usage.check([], self._world.device)
+        return sums
 
     @contextmanager
     def _delayed(self) -> Iterator[None]:
@@ -68,12 +80,15 @@ class Sharded(Watched):
         return super()._exchange(last) if last else self._delayed()
 
 
-def shard(parts: Iterable[nn.Module], mesh: DeviceMesh) -> None:
-    """Shard each of `parts`, in place, over [replicate, shard] of the mesh; inner ones come first. Collective."""
+def shard(parts: Iterable[nn.Module], mesh: DeviceMesh, dynamic: bool) -> None:
+    """Shard each of `parts`, in place, over [replicate, shard] of the mesh; inner ones come first. Collective.
+
+    dynamic: whether a parameter that a rank has not used counts as zero there
+    """
     names = ("replicate", "shard") if mesh["replicate"].size() > 1 else ("shard",)
     for part in parts:
         part.register_forward_hook(_without_views)
-        fully_shard(part, mesh=mesh[names])
+        fully_shard(part, mesh=mesh[names]).set_reduce_scatter_unused_params(dynamic)
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:

@@ -18,6 +18,7 @@ from shoal.errors import ConfigError, PlanError
 from shoal.parallel import gradients, state
 from shoal.parallel.batch_norm import DataRanks, globalise_batch_norm
 from shoal.parallel.batches import micro_batches, num_samples
+from shoal.parallel.buffers import check_buffers
 from shoal.parallel.dropout import Draws, seed_dropout
 from shoal.parallel.host_sum import HostSum
 from shoal.parallel.model import Learnable, ParallelModel
@@ -119,6 +120,11 @@ class Whole(ParallelModel):
 
     def clip(self, max_norm: float) -> Tensor:
         return gradients.clip(self._trainable, max_norm, self._world.device)
+
+    def check_buffers(self) -> None:
+        if self._ranks is not None:
+            saved = self.module.state_dict()
+            check_buffers({name: each for name, each in self.module.named_buffers() if name in saved}, self._ranks)
 
     @property
     def sent_past_group_bytes(self) -> float:

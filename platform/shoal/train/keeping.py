@@ -112,11 +112,13 @@ class Keeper:
         A disk that does not take it is no reason to stop training: it is said in the journal, and tried again when the
         next checkpoint is due. With `must`, and at the end, the CheckpointError is raised.
 
-        Raises NotFinite, on all ranks or none, for weights that are not: who went on from them would be no better off.
+        Raises NotFinite, on all ranks or none, for weights that are not: who went on from them would be no better off;
+        and PlanError for buffers that are not the same everywhere.
         """
         if self._saved_step == progress.step and not best:
             return
         self._refuse_what_is_not_finite(progress.step)
+        self._assembly.model.check_buffers()
         self.wait()  # for the one before: that it failed is said, and does not stop this one
         parts = self._assembly
         own = {"random": random_state(), "position": parts.own_position()}

@@ -91,6 +91,7 @@ class Trainer:
         self._policy = StopPolicy(spec.stop, world.size, spec.price_per_device_hour)
         self._progress = Progress()
         self._num_evaluations_due = 0
+        self._is_first_step = True
         self._began_s = time.monotonic()
         self._elapsed_s = 0.0  # of this life, as all ranks have agreed
         self._recent: list[_Recent] = []
@@ -154,6 +155,9 @@ class Trainer:
         try:
             with self._probe.step() if self._probe is not None else nullcontext():
                 loss = parts.train_step(batch, step)
+                if self._is_first_step:  # of this life; later, before anything is evaluated or saved
+                    parts.model.check_buffers()
+                    self._is_first_step = False
                 if self.spec.clip_norm is not None:
                     norm = parts.model.clip(self.spec.clip_norm)
                 parts.optimizer.step()
@@ -248,6 +252,7 @@ class Trainer:
         step, parts = self._progress.step, self._parts
         if parts.validation is None:
             return None
+        parts.model.check_buffers()
         with self._meter.paused(), parts.averaged():
             metrics = evaluate(parts.model, parts.validation)
         self._progress.evaluated, self._progress.metrics = step, metrics
