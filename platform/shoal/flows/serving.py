@@ -46,8 +46,10 @@ def serve_models(spec: ServingSpec, job: str) -> None:
                 print(f"serving {ref} (now {now}) at {endpoint.url}/v2/models/{model.name}", flush=True)
             _record_until_interrupted(endpoint, recorder)
         finally:
-            recorder.endpoint(name, INFERENCE, endpoint.url, "closed")
-            endpoint.close()
+            try:
+                recorder.endpoint(name, INFERENCE, endpoint.url, "closed")
+            finally:
+                endpoint.close()
 
 
 def _require_all_served(endpoint: Endpoint) -> None:

@@ -5,6 +5,7 @@ Called by the Ray shells; knows no Ray.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from shoal.serve.controller_state import Deployment
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.sources import LiveModel, RegisteredModel, RegistryCatalogue, ServedModel
 
+_KEPT = re.compile(r"endpoint-(.+)-[0-9a-f]+@([0-9a-f]+)")
+
 
 @dataclass(frozen=True)
 class ControllerSetting:
@@ -28,6 +31,7 @@ class ControllerSetting:
     registry:   where models that are loaded later come from
     options:    how those are served, by name; "" for all others
     idle_s:     when no replica has asked for so long, there is none any more
+    driver:     Ray's id of the job that keeps the endpoint up; "" when Serve does (`ray_app`)
     """
 
     name: str
@@ -37,16 +41,23 @@ class ControllerSetting:
     registry: str
     options: Mapping[str, dict[str, Any]]
     idle_s: float = 120.0
+    driver: str = ""
 
     @property
     def actor(self) -> str:
-        """The actor's name."""
-        return f"endpoint-{self.name}-{self.deployment}"
+        """The actor's name, which `kept_endpoint` reads."""
+        return f"endpoint-{self.name}-{self.deployment}" + (f"@{self.driver}" if self.driver else "")
 
     @property
     def state_file(self) -> Path:
         """Of this deployment alone: two clusters may have endpoints of one name."""
         return self.folder / f"{self.name}-{self.deployment}.json"
+
+
+def kept_endpoint(actor: str) -> tuple[str, str]:
+    """(endpoint, driver) of an actor that is the controller of an endpoint which a driver keeps up; else ("", "")."""
+    found = _KEPT.fullmatch(actor)
+    return (found[1], found[2]) if found else ("", "")
 
 
 def controller_setting(

@@ -37,6 +37,17 @@ class ControllerWorker(ControllerService):
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
+def end_controller(name: str) -> None:
+    """End the actor of this name, if there is one, and let it forget its state. Idempotent."""
+    try:
+        actor = ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return
+    with suppress(RayActorError, GetTimeoutError):
+        ray.get(actor.forget.remote(), timeout=CALL_TIMEOUT_S)
+    ray.kill(actor, no_restart=True)
+
+
 class RayController:
     """The replicas' and the driver's end: fulfils `ControllerClient`. Pickles; makes the actor when it is not there."""
 
@@ -55,6 +66,10 @@ class RayController:
                 name=self._setting.actor, namespace=NAMESPACE, lifetime="detached", get_if_exists=True
             ).remote(self._setting)
         return self._handle
+
+    def make(self) -> None:
+        """Make the actor before anybody needs it."""
+        _ = self.handle
 
     async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
         return await self._tell("follow", replica, known_generation, timeout_s)
@@ -93,13 +108,7 @@ class RayController:
     def end(self) -> None:
         """End the actor, if there is one, and forget its state. Idempotent."""
         StateFile(self._setting.state_file).remove()
-        try:
-            actor = ray.get_actor(self._setting.actor, NAMESPACE)
-        except ValueError:
-            return
-        with suppress(RayActorError, GetTimeoutError):
-            ray.get(actor.forget.remote(), timeout=CALL_TIMEOUT_S)
-        ray.kill(actor, no_restart=True)
+        end_controller(self._setting.actor)
 
     async def _tell(self, method: str, *arguments: object) -> Any:
         """What a replica does by itself, for as long as it lives: whatever fails in the controller, it tries again."""

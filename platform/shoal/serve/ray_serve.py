@@ -10,6 +10,8 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -29,6 +31,7 @@ from shoal.serve.ray_controller import RayController
 from shoal.serve.ray_grpc import GrpcMethods, answer_directly, grpc_options, limit_messages
 from shoal.serve.ray_listen import listen_on_loopback
 from shoal.serve.ray_metrics import RayMetrics
+from shoal.serve.ray_owner import remove_abandoned, this_driver
 from shoal.serve.replica import EndpointReplica
 from shoal.serve.sources import LiveModel, ServedModel
 
@@ -118,9 +121,10 @@ class Endpoint:
         """Remove the endpoint when it has answered what it has, and Serve with it. Idempotent."""
         if not self._closed:
             self._closed = True
-            serve.delete(self.name)
-            self._controller.end()
-            serve.shutdown()
+            with ExitStack() as closing:  # whatever fails, or is interrupted, the rest is done
+                closing.callback(serve.shutdown)
+                closing.callback(self._controller.end)
+                serve.delete(self.name)
 
     def _ask(self, method: str) -> Any:
         try:
@@ -132,32 +136,37 @@ class Endpoint:
 def deploy(spec: EndpointSpec, models: Sequence[ServedModel]) -> Endpoint:
     """Serve models, and return when all of them are staged; a live one answers 503 until its run has published.
 
-    A cluster has one endpoint. Raises ConfigError or RegistryError for models that cannot be served, ClusterError when
-    the cluster has an endpoint already, or when the replicas do not start; then nothing is left behind. `shutdown`
-    removes an endpoint whose process has died.
+    A cluster has one endpoint; one that was deployed by a process that has died makes room. Raises ConfigError or
+    RegistryError for models that cannot be served, ClusterError when the cluster has an endpoint already, or when the
+    replicas do not start. Then, and when it is interrupted, nothing is left behind.
     """
-    running = serve.status()
-    if running.applications or running.proxies:
-        raise ClusterError(f"Serve runs on this cluster ({', '.join(running.applications)}): close that endpoint first")
     setting, live = controller_setting(spec, models)
+    remove_abandoned()
     spec = spec.model_copy(
         update={
             "port": spec.port or free_port(spec.host),
             "grpc_port": free_port(spec.host) if spec.grpc_port == 0 else spec.grpc_port,
         }
     )
+    controller = RayController(replace(setting, driver=this_driver()))
+    with ExitStack() as begun:  # all of it would outlive this process, also when a signal ends that
+        begun.callback(serve.shutdown)
+        begun.callback(controller.end)
+        controller.make()  # first, for its name says whose everything else is
+        handle = _start(spec, live, controller)
+        begun.pop_all()
+    return Endpoint(spec, handle, controller)
+
+
+def _start(spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController) -> DeploymentHandle:
     grpc = {"grpc_options": grpc_options(spec, spec.grpc_port)} if spec.grpc_port is not None else {}
-    serve.start(proxy_location="HeadOnly", http_options={"host": spec.host, "port": spec.port}, **grpc)
-    controller = RayController(setting)
     try:
-        handle = serve.run(application(spec, live, controller), name=spec.name, route_prefix="/")
-    except RuntimeError as error:  # it says that the application failed; the deployment's message says why
+        serve.start(proxy_location="HeadOnly", http_options={"host": spec.host, "port": spec.port}, **grpc)
+        return serve.run(application(spec, live, controller), name=spec.name, route_prefix="/")
+    except (RuntimeError, TimeoutError) as error:  # it says that the application failed; its deployment says why
         status = serve.status().applications.get(spec.name)
         reasons = " ".join(each.message for each in status.deployments.values()) if status else ""
-        controller.end()
-        serve.shutdown()
         raise ClusterError(f"the endpoint {spec.name!r} did not start: {reasons or error}") from error
-    return Endpoint(spec, handle, controller)
 
 
 def application(spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController) -> serve.Application:
@@ -167,8 +176,3 @@ def application(spec: EndpointSpec, live: Mapping[str, LiveModel], controller: R
         warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
         deployment = serve.deployment(serve.ingress()(ReplicaWorker)).options(**deployment_options(spec))
     return deployment.bind(spec, live, controller)
-
-
-def shutdown() -> None:
-    """Remove whatever endpoint the cluster has. Idempotent."""
-    serve.shutdown()

@@ -1,0 +1,221 @@
+"""What is left of an endpoint that did not come to be, or whose driver is gone; Serve is a fake, but in one test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.client import Client
+from shoal.cluster.embedded import EmbeddedCluster
+from shoal.errors import ClusterError, ConnectionLost, RunError
+from shoal.home import home
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.serve.controller_setting import ControllerSetting, kept_endpoint
+from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.sources import LiveModel, ServedModel, registered
+from shoal.weights import WeightSnapshot, WeightStore
+from waiting import wait_for
+
+STATE_TIMEOUT_S = 60.0
+DRIVER = """
+import sys, ray
+ray.init(namespace="shoal", log_to_driver=False)
+from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.ray_serve import deploy
+from shoal.serve.sources import registered
+print(deploy(EndpointSpec(name="left", num_cpus=0.1), [registered("left@1")]).url, flush=True)
+sys.stdin.read()
+"""
+LIVING, GONE = "01000000", "02000000"
+TENSOR = TensorSignature(name="x", datatype="FP32", shape=[-1, 1])
+SIGNATURE = Signature(inputs=[TENSOR], outputs=[TENSOR])
+MODEL = ServedModel("m", LiveModel(ModelFactory(factory="torch.nn:Identity"), SIGNATURE, WeightStore()))
+
+
+class FakeServe:
+    """Ray Serve as `deploy` uses it. `fails` says which call raises what; `done` is what was asked, of others too."""
+
+    def __init__(self, *applications: str, **fails: BaseException) -> None:
+        self.applications = {name: SimpleNamespace(deployments={}) for name in applications}
+        self.fails, self.done = fails, list[str]()
+
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(applications=self.applications, proxies=self.applications and {"node": "HEALTHY"})
+
+    def start(self, **options: object) -> None:
+        self._call("start")
+
+    def run(self, application: object, name: str, route_prefix: str) -> object:
+        deployments = {"ReplicaWorker": SimpleNamespace(message="the disk burns")}
+        self.applications[name] = SimpleNamespace(deployments=deployments)
+        self._call("run")
+        return object()
+
+    def delete(self, name: str) -> None:
+        self._call("delete")
+
+    def shutdown(self) -> None:
+        self._call("shutdown")
+        self.applications = {}
+
+    def _call(self, name: str) -> None:
+        self.done.append(name)
+        if name in self.fails:
+            raise self.fails[name]
+
+
+@contextmanager
+def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
+    """`shoal.serve.ray_serve` on a cluster with these named actors, on which one driver lives."""
+    from shoal.serve import ray_owner, ray_serve
+
+    class Controller:
+        def __init__(self, setting: ControllerSetting) -> None:
+            assert kept_endpoint(setting.actor) == (setting.name, LIVING)
+
+        def make(self) -> None:
+            serve.done.append("make")
+
+        def end(self) -> None:
+            serve.done.append("end")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (ray_serve, ray_owner):
+            patch.setattr(module, "serve", serve)
+        patch.setattr(ray_serve, "RayController", Controller)
+        patch.setattr(ray_serve, "application", lambda *arguments: None)
+        patch.setattr(ray_serve, "this_driver", lambda: LIVING)
+        patch.setattr(ray_owner, "_living_drivers", lambda: {LIVING})
+        patch.setattr(ray_owner, "_controllers", lambda: list(actors))
+        patch.setattr(ray_owner, "end_controller", lambda actor: serve.done.append(f"end {actor}"))
+        yield
+
+
+def deploy(serve: FakeServe, *actors: str) -> Any:
+    from shoal.serve import ray_serve
+
+    with faked(serve, actors):
+        return ray_serve.deploy(EndpointSpec(name="shop", num_cpus=0.1), [MODEL])
+
+
+@pytest.mark.parametrize(
+    ("fails", "raised", "words"),
+    [
+        ({"run": KeyboardInterrupt()}, KeyboardInterrupt, ""),
+        ({"start": KeyboardInterrupt()}, KeyboardInterrupt, ""),
+        ({"run": RuntimeError("it failed")}, ClusterError, "'shop' did not start: the disk burns"),
+        ({"start": TimeoutError("no proxies after 60 s")}, ClusterError, "'shop' did not start: no proxies after 60 s"),
+    ],
+)
+def test_what_did_not_come_to_be_leaves_nothing(
+    fails: dict[str, BaseException], raised: type[BaseException], words: str
+) -> None:
+    serve = FakeServe(**fails)
+    with pytest.raises(raised, match=words or None):
+        deploy(serve)
+    assert serve.done[0] == "make"
+    assert serve.done[-2:] == ["end", "shutdown"]
+
+
+def test_closing_goes_on_whatever_fails_and_does_nothing_twice() -> None:
+    from shoal.serve import ray_serve
+
+    serve = FakeServe(delete=KeyboardInterrupt())
+    with faked(serve):
+        endpoint = ray_serve.deploy(EndpointSpec(name="shop", num_cpus=0.1), [MODEL])
+        with pytest.raises(KeyboardInterrupt):
+            endpoint.close()
+        endpoint.close()
+    assert serve.done == ["make", "start", "run", "delete", "end", "shutdown"]
+
+
+def test_an_endpoint_whose_driver_is_gone_makes_room() -> None:
+    serve = FakeServe("old")
+    deploy(serve, f"endpoint-old-0a1b2c3d@{GONE}", "weights-of-a-run", "endpoint-apps-0a1b2c3d")
+    assert serve.done == ["shutdown", f"end endpoint-old-0a1b2c3d@{GONE}", "make", "start", "run"]
+
+
+def test_a_controller_whose_endpoint_never_came_to_be_is_ended() -> None:
+    serve = FakeServe()
+    deploy(serve, f"endpoint-old-0a1b2c3d@{GONE}")
+    assert serve.done == [f"end endpoint-old-0a1b2c3d@{GONE}", "make", "start", "run"]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Serve's own specs
+def test_an_endpoint_whose_driver_was_killed_makes_room_on_a_cluster(cluster: EmbeddedCluster) -> None:
+    from shoal.serve import ray_owner, ray_serve
+
+    weights = WeightSnapshot.of(1, {"weight": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)})
+    linear = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1})
+    Registry().register("left", weights, model=linear, signature=SIGNATURE)
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with driver:
+        assert driver.stdout is not None
+        left = driver.stdout.readline().strip()
+        assert left.startswith("http://"), left
+        with pytest.raises(ClusterError, match="close that endpoint first"):
+            ray_serve.deploy(EndpointSpec(name="next", num_cpus=0.1), [registered("left@1")])
+        living = ray_owner._living_drivers()
+        driver.kill()
+    wait_for(lambda: len(ray_owner._living_drivers()) < len(living), STATE_TIMEOUT_S, "Ray to notice the driver's end")
+    endpoint = ray_serve.deploy(EndpointSpec(name="next", num_cpus=0.1), [registered("left@1")])
+    assert [each.name.partition("-")[0] for each in (home() / "endpoints").glob("*.json")] == ["next"]
+    with Client(endpoint.url) as client:
+        assert client.metadata("left").name == "left"
+    with Client(left, timeout_s=0.2) as client, pytest.raises(ConnectionLost):
+        client.metadata("left")
+    endpoint.close()
+    assert not [*(home() / "endpoints").glob("*.json")]
+
+
+@pytest.mark.parametrize(
+    ("applications", "actors"),
+    [
+        (["old"], [f"endpoint-old-0a1b2c3d@{LIVING}"]),
+        (["old"], ["endpoint-old-0a1b2c3d"]),  # Serve's own, of a file
+        (["old", "other"], [f"endpoint-old-0a1b2c3d@{GONE}"]),
+        (["old"], [f"endpoint-old-0a1b2c3d@{GONE}", f"endpoint-new-0a1b2c3d@{LIVING}"]),
+        (["other"], []),
+    ],
+)
+def test_what_somebody_keeps_up_stays(applications: list[str], actors: list[str]) -> None:
+    serve = FakeServe(*applications)
+    with pytest.raises(
+        ClusterError, match=rf"\({', '.join(applications)}\): close that endpoint first.*serve shutdown"
+    ):
+        deploy(serve, *actors)
+    assert serve.done == []
+
+
+def test_an_endpoint_is_closed_also_when_its_record_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.flows import serving
+    from shoal.flows.serving_spec import ServingSpec
+
+    done: list[str] = []
+
+    def record(name: str, kind: str, address: str, state: str) -> None:
+        raise RunError("the record is locked")
+
+    @contextmanager
+    def create(*arguments: object) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(endpoint=record)
+
+    endpoint = SimpleNamespace(
+        url="http://127.0.0.1:1", close=lambda: done.append("close"), status=lambda: {"models": []}
+    )
+    for name in ("check", "require_room"):
+        monkeypatch.setattr(serving, name, lambda asked: None)
+    monkeypatch.setattr(serving, "registered", lambda ref: MODEL)
+    monkeypatch.setattr(serving, "deploy", lambda spec, models: endpoint)
+    monkeypatch.setattr("shoal.runs.create", create)
+    with pytest.raises(RunError, match="the record is locked"):
+        serving.serve_models(ServingSpec(models=["m@1"]), "serve")
+    assert done == ["close"]
