@@ -215,7 +215,7 @@ def test_an_endpoint_is_closed_also_when_its_record_cannot_be_written(monkeypatc
         monkeypatch.setattr(serving, name, lambda asked: None)
     monkeypatch.setattr(serving, "registered", lambda ref: MODEL)
     monkeypatch.setattr(serving, "deploy", lambda spec, models: endpoint)
-    monkeypatch.setattr(serving.shoal.runs, "create", create)
+    monkeypatch.setattr("shoal.runs.create", create)
     with pytest.raises(RunError, match="the record is locked"):
         serving.serve_models(ServingSpec(models=["m@1"]), "serve")
     assert done == ["close"]

@@ -45,7 +45,7 @@ def remove_abandoned() -> None:
 
 def _controllers() -> list[str]:
     named = list_named_actors(all_namespaces=True)
-    return [each["name"] for each in named if each["namespace"] == NAMESPACE]  # a dict of both
+    return [each["name"] for each in named if each["namespace"] == NAMESPACE]
 
 
 def _living_drivers() -> set[str]:
