@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
+from contextlib import suppress
 from pathlib import Path
+
+from shoal.errors import ConfigError
 
 
 def home() -> Path:
@@ -23,7 +27,10 @@ def home() -> Path:
 
 
 def access_token() -> str:
-    """The token that gateways and endpoints ask for: `$SHOAL_TOKEN`, else `$SHOAL_HOME/token`, made when absent."""
+    """The token that gateways and endpoints ask for: `$SHOAL_TOKEN`, else `$SHOAL_HOME/token`, made when absent.
+
+    Raises ConfigError when the file is empty.
+    """
     return os.environ.get("SHOAL_TOKEN") or _token_file("token")
 
 
@@ -37,7 +44,7 @@ def existing_token() -> str:
 
 
 def ray_token_path() -> Path:
-    """The file with the token of the embedded Ray; made when absent."""
+    """The file with the token of the embedded Ray; made when absent. Raises ConfigError when it is empty."""
     _token_file("ray-token")
     return home() / "ray-token"
 
@@ -48,11 +55,23 @@ def _folder() -> Path:
 
 def _token_file(name: str) -> str:
     path = home() / name
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return path.read_text().strip()
-    with os.fdopen(descriptor, "w") as file:
-        token = secrets.token_hex(24)
-        file.write(token)
+    if not path.exists():
+        _make_token(path)
+    token = path.read_text().strip()
+    if not token:
+        raise ConfigError(name, str(path), "holds no token", "remove the file, and a new one is made")
     return token
+
+
+def _make_token(path: Path) -> None:
+    """Written beside and linked into place: it is there whole or not at all, and the first one stays."""
+    descriptor, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # readable by its owner alone
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(24))
+            file.flush()
+            os.fsync(descriptor)
+        with suppress(FileExistsError):  # another process was first
+            os.link(draft, path)
+    finally:
+        os.unlink(draft)

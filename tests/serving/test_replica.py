@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from pydantic import SecretStr
 
 from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, infer, register, until
-from shoal.errors import ShoalError
+from shoal.errors import ConfigError, ShoalError
 from shoal.serve.sources import LiveModel, ServedModel, registered
 from shoal.weights import WeightStore
 
@@ -69,5 +70,17 @@ def test_a_registered_model_is_there_when_the_replica_is() -> None:
                 assert replica.host.ready
                 assert (await infer(replica)).version == 1
             assert endpoint.kinds() == ["deploy"]
+
+    asyncio.run(body())
+
+
+def test_a_token_that_became_empty_opens_the_endpoint_to_nobody() -> None:
+    register(aliases=("champion",))
+
+    async def body() -> None:
+        async with ReplicaSet(registered("linear@champion")) as endpoint:
+            endpoint.spec = endpoint.spec.model_copy(update={"token": SecretStr("")})
+            with pytest.raises(ConfigError, match="token = '': is empty"):
+                await endpoint.start()
 
     asyncio.run(body())

@@ -167,6 +167,12 @@ def test_names_and_keys_are_unique() -> None:
         Access(KEY, [api_key("ada", KEY)])
 
 
+@pytest.mark.parametrize("token", ["", " "])
+def test_an_empty_token_opens_nothing(token: str) -> None:
+    with pytest.raises(ConfigError, match=r"token = .*is empty"):
+        Access(token, [])
+
+
 def test_counts_are_by_name() -> None:
     access = Access(TOKEN, [api_key("ada", KEY, models=("m",), rate=1.0, burst=1)], clock=Clock())
     access.admit(bearer(KEY), "m")

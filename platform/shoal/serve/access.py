@@ -71,7 +71,7 @@ class Access:
     keys:     each of its models, at its rate; the key itself, or `sha256:HEX` of it, so that no file needs to hold it
     replicas: how many share the keys' rates now
 
-    Raises ConfigError for two keys with one name, or one key with two names.
+    Raises ConfigError for an empty token, two keys with one name, or one key with two names.
     """
 
     def __init__(
@@ -91,6 +91,8 @@ class Access:
         self._open = Caller(ANYONE, administrator=True) if token is None and not keys else None
         names = {ADMINISTRATOR, ANYONE}
         if token is not None:
+            if not token.strip():
+                raise ConfigError("token", token, "is empty", "anybody could show it: set $SHOAL_TOKEN, or none")
             self._add(Caller(ADMINISTRATOR, administrator=True), _digest(token), None, 1)
         for key in keys:
             if key.name in names:

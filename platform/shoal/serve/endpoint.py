@@ -80,7 +80,7 @@ class EndpointSpec(Spec):
 
     @model_validator(mode="after")
     def _keys_are_distinct(self) -> EndpointSpec:
-        Access(self.token.get_secret_value() if self.token else None, self.keys)
+        Access(self.token.get_secret_value() if self.token is not None else None, self.keys)
         return self
 
     @model_validator(mode="after")

@@ -56,7 +56,7 @@ class EndpointReplica:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._spec = spec
         self._access = Access(
-            spec.token.get_secret_value() if spec.token else None,
+            spec.token.get_secret_value() if spec.token is not None else None,
             spec.keys,
             replicas=lambda: 1 + len(self._follower.peers),
         )

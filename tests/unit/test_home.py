@@ -1,0 +1,50 @@
+"""The tokens of $SHOAL_HOME: made once, whole, and never empty."""
+
+from __future__ import annotations
+
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from shoal import home
+from shoal.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    monkeypatch.delenv("SHOAL_TOKEN", raising=False)
+    return tmp_path
+
+
+def test_a_token_is_made_once_for_its_owner_alone(folder: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        tokens = set(pool.map(lambda _: home.access_token(), range(64)))
+    assert tokens == {(folder / "token").read_text()}
+    assert len(tokens.pop()) == 48
+    assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
+    assert [path.name for path in folder.iterdir()] == ["token"]
+
+
+def test_what_interrupts_the_making_of_a_token_leaves_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            home.access_token()
+    assert list(folder.iterdir()) == []
+    assert len(home.access_token()) == 48
+
+
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_an_empty_token_is_refused(folder: Path, content: str) -> None:
+    for name in ("token", "ray-token"):
+        (folder / name).write_text(content)
+    for ask in (home.access_token, home.ray_token_path):
+        with pytest.raises(ConfigError, match=r"holds no token. remove the file, and a new one is made"):
+            ask()
