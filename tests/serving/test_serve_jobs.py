@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.errors import ClusterError, ConfigError, RunError
 from shoal.flows.serving_spec import ServingSpec, spec_from_words
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.runs.origin import apart, joined
 from shoal.weights import WeightSnapshot
 
 CLUSTER = ClusterHandle("127.0.0.1:6379", "http://127.0.0.1:8265", "token", {}, temp_dir=Path("/tmp/none"))
@@ -134,12 +137,28 @@ def test_deploy_submits_what_was_typed_and_returns_when_it_is_ready(
     assert "endpoint fashion is ready at http://127.0.0.1:8000" in result.output
     (entrypoint,), ((run_id, job),) = cluster.entrypoints, cluster.jobs.items()
     assert entrypoint[1:3] == ["-m", "shoal.flows.serving"]
-    spec = spec_from_words(entrypoint[3:]).override(entrypoint[3:])
+    assert "hush" not in " ".join(entrypoint)  # which `shoal status` and the dashboard show
+    monkeypatch.setenv("SHOAL_SECRET_WORDS", cluster.environments[0]["SHOAL_SECRET_WORDS"])
+    fields = joined(entrypoint[3:])
+    spec = spec_from_words(fields).override(fields)
+    assert [key.key.get_secret_value() for key in spec.endpoint.keys] == ["hush-hush-hush-hush"]
     assert spec.models == ["fashion@champion", "tabular@1"]
     assert (spec.endpoint.num_replicas, spec.endpoint.options("fashion").deadline_s) == (2, 0.1)
     assert cluster.environments[0]["SHOAL_RUN_ID"] == run_id
     assert "hush" not in cluster.environments[0]["SHOAL_COMMAND"]
     assert job.stopped == 0
+
+
+def test_the_job_reads_the_words_that_its_command_line_does_not_show(cluster: FakeCluster) -> None:
+    shown, variables = apart(["models=fashion", "endpoint.keys=[{name: ada, key: a blank is refused}]"])
+    checked = subprocess.run(
+        [sys.executable, "-m", serve_jobs.MODULE, *shown, "--check"],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert checked.returncode == 1
+    assert "it is printable ASCII without blanks" in checked.stderr
 
 
 def test_a_file_goes_along_by_its_place(cluster: FakeCluster, recorders: list[Any], tmp_path: Path) -> None:

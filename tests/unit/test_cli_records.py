@@ -162,16 +162,22 @@ def test_a_resumed_run_is_not_shown_with_what_its_earlier_life_said(monkeypatch:
     assert session.how_to_resume() == "Go on with: shoal run x --actors 2 resume=one"
 
 
-def test_the_job_is_told_what_the_user_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("file", "shown"), [("job_main(...)", "endpoint.token=***"), ("", "endpoint.token=hush")])
+def test_the_job_is_told_what_the_user_typed(
+    home: Path, file: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
 
-    def submit(cluster: object, entrypoint: object, *, env: dict[str, str]) -> None:
+    def submit(cluster: object, entrypoint: list[str], *, env: dict[str, str]) -> None:
+        assert entrypoint[2:] == ["a=b c", shown]  # what reads its words by itself finds no secrets elsewhere
         told.append(env["SHOAL_COMMAND"])
         raise RunError("enough")
 
     monkeypatch.setattr("shoal.cli.run._check_words", lambda path, words: None)
     monkeypatch.setattr("shoal.cli.run.ray_jobs.submit", submit)
     cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
+    monkeypatch.chdir(home)
+    Path("x.py").write_text(file)
     with ExitStack() as stack, pytest.raises(RunError, match="enough"):
         a_session("a=b c", "endpoint.token=hush").run(cluster, stack)
     assert told == ["shoal run x --actors 2 'a=b c' 'endpoint.token=***'"]

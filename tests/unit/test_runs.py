@@ -236,3 +236,27 @@ def test_a_token_is_not_recorded(word: str, monkeypatch: pytest.MonkeyPatch) -> 
     command = runs.load("one").command
     assert "hush" not in command
     assert shlex.split(command) == ["shoal", "run", "x", f"{word.partition('=')[0]}=***", "num_tokens=7"]
+
+
+def test_words_with_secrets_reach_a_job_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["models=a", "endpoint.keys=[{name: ada, key: S3CRET}]", "endpoint.port=80", "endpoint={token: S3CRET}"]
+    shown, variables = origin.apart(words)
+    assert shown == ["models=a", "endpoint.keys=***", "endpoint.port=80", "endpoint=***"]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert origin.joined(shown) == words
+    assert origin.joined(["other=***"]) == ["other=***"]
+    assert origin.apart(words[:1]) == (words[:1], {})
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("cd /x && exec python a.py b=1", "cd /x && exec python a.py b=1"),
+        ("python a.py 'endpoint.keys=[{key: S3CRET}]' b=1", "python a.py 'endpoint.keys=***' b=1"),
+        ("python a.py b=1 'it", "python a.py b=1 'it"),
+        ("python a.py 'endpoint.keys=[{key: S3CRET}]", "python a.py '***"),
+    ],
+)
+def test_the_command_of_a_job_is_shown_without_secrets(line: str, shown: str) -> None:
+    assert origin.masked_line(line) == shown

@@ -25,6 +25,7 @@ from shoal.cluster.processes import end_cluster
 from shoal.errors import ClusterError, ConnectionLost
 from shoal.runs import Run, Status, list_runs
 from shoal.runs.display import age, duration, size
+from shoal.runs.origin import masked_line
 
 NUM_RUNS_SEARCHED = 200
 NUM_JOBS_SHOWN = 10
@@ -145,7 +146,7 @@ def _as_dict(
         }
     return {
         "cluster": described,
-        "jobs": [asdict(info) for info in jobs],
+        "jobs": [asdict(info) | {"entrypoint": masked_line(info.entrypoint)} for info in jobs],
         "runs": [
             {"id": run.id, "job": run.job, "endpoints": [asdict(endpoint) for endpoint in run.endpoints()]}
             for run in running
@@ -176,7 +177,8 @@ def _show_jobs(console: Console, jobs: list[JobInfo]) -> None:
     for info in jobs[:NUM_JOBS_SHOWN]:
         state = Text(info.status.value.ljust(9), style=_COLOURS.get(info.status.value, "default"))
         since = f"{age(time.time() - info.started_at_s)} ago"
-        console.print(Text(f"  {info.submission_id}  ") + state + Text(f"  {since:>10}  {info.entrypoint}"))
+        command = masked_line(info.entrypoint)
+        console.print(Text(f"  {info.submission_id}  ") + state + Text(f"  {since:>10}  {command}"))
     if len(jobs) > NUM_JOBS_SHOWN:
         console.print(f"  and {len(jobs) - NUM_JOBS_SHOWN} older ones", style="dim")
 

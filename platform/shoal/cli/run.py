@@ -38,10 +38,10 @@ from shoal.errors import ConfigError, RunError
 from shoal.home import access_token
 from shoal.runs import Run
 from shoal.runs.display import duration, number
-from shoal.runs.origin import COMMAND_VARIABLE, as_typed
+from shoal.runs.origin import COMMAND_VARIABLE, apart, as_typed
 
 REFRESH_S = 0.25
-_TAKES_CHECK = re.compile(r"\b(job|train)_main\b")  # in the file of a job whose words can be looked at
+_TAKES_CHECK = re.compile(r"\b(job|train)_main\b")  # in the file of a job whose words we read
 PLAIN_S = 2.0
 TRAINING = "train"  # the job of every recipe that trains
 ACTORS_END_S = 10.0
@@ -142,7 +142,8 @@ class _Session:
         env = job_environment(self.run_id, self._typed.command())
         words = [word for word in self._words if not word.startswith("resume=")]
         words += [f"resume={self.run_id}"] if self._resumed else []
-        self._job = ray_jobs.submit(cluster, [sys.executable, str(self._path), *words], env=env)
+        shown, secrets = _apart(self._path, words)
+        self._job = ray_jobs.submit(cluster, [sys.executable, str(self._path), *shown], env=env | secrets)
         stack.callback(self._job.stop)
         stack.callback(self._end_actors)
         self._follow()
@@ -328,8 +329,10 @@ def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Conso
     folder = Path.cwd().resolve()
     if not path.is_relative_to(folder):
         raise ConfigError("job", str(path), f"lies outside {folder}", "run from the folder that holds the job")
-    entrypoint = ["python", str(path.relative_to(folder)), *typed.words]
-    job = ray_jobs.submit(cluster, entrypoint, env={COMMAND_VARIABLE: typed.command()}, working_dir=folder)
+    shown, secrets = _apart(path, typed.words)
+    entrypoint = ["python", str(path.relative_to(folder)), *shown]
+    env = {COMMAND_VARIABLE: typed.command(), **secrets}
+    job = ray_jobs.submit(cluster, entrypoint, env=env, working_dir=folder)
     console.print(f"job {job.submission_id} on {cluster.dashboard_url}")
     try:
         for line in job.follow(timeout_s=7 * 24 * 3600.0):
@@ -340,6 +343,12 @@ def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Conso
         sys.exit(130)
     if job.status() is not ray_jobs.JobStatus.SUCCEEDED:
         raise RunError(f"job {job.submission_id} ended as {job.status().value}")
+
+
+def _apart(path: Path, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The words without secrets, which travel in the environment; all of them for a job that reads its words itself."""
+    shown, secrets = apart(words)
+    return (shown, secrets) if secrets and _TAKES_CHECK.search(path.read_text()) else (list(words), {})
 
 
 def _check_words(path: Path, words: Sequence[str]) -> None:

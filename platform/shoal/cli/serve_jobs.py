@@ -29,7 +29,7 @@ from shoal.cluster.jobs import Job, list_jobs, submit
 from shoal.errors import ClusterError, ConfigError, RunError
 from shoal.flows.serving_spec import check, spec_from_words
 from shoal.runs import Endpoint
-from shoal.runs.origin import as_typed
+from shoal.runs.origin import apart, as_typed
 
 POLL_S = 0.1
 MODULE = "shoal.flows.serving"
@@ -76,10 +76,11 @@ def deploy(
     _require_no_endpoint(cluster)
     run_id = new_run_id()
     end_as_by_ctrl_c()
+    shown, secrets = apart(fields)
     job = submit(
         cluster,
-        [sys.executable, "-m", MODULE, *fields],
-        env=job_environment(run_id, as_typed(["shoal", *sys.argv[1:]])),
+        [sys.executable, "-m", MODULE, *shown],
+        env=job_environment(run_id, as_typed(["shoal", *sys.argv[1:]])) | secrets,
         submission_id=run_id,
     )
     try:

@@ -17,6 +17,7 @@ import ray
 import shoal.runs
 from shoal.config import Spec
 from shoal.errors import ClusterError, ShoalError
+from shoal.runs.origin import joined
 
 SpecT = TypeVar("SpecT", bound=Spec)
 NAMESPACE = "shoal"
@@ -37,7 +38,7 @@ def job_main(
     Among the words, `--help` prints the fields, and `--check` ends after the words, and what `check` looks at, have
     been found good. With the word `resume=RUN`, what is not said again is as that run's record has it.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = joined(sys.argv[1:]) if arguments is None else list(arguments)
     fields = [word for word in words if word not in (CHECK, *HELP)]
     try:
         base = _as_recorded(spec, fields) if isinstance(spec, Spec) else spec(fields)

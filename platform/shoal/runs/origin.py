@@ -1,10 +1,12 @@
 """Where a run comes from: the git revision of the working folder, and the command that started the process.
 
-Called once when a run is created. Never fails: what cannot be found out is None.
+Called once when a run is created, and by who starts a job: its words are seen by others (`shoal status`, the dashboard,
+`ps`), so those with secrets travel in its environment. Never fails: what cannot be found out is None.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -15,6 +17,7 @@ from pathlib import Path
 
 GIT_TIMEOUT_S = 5.0
 COMMAND_VARIABLE = "SHOAL_COMMAND"  # set for the job by whoever started it for the user
+SECRETS_VARIABLE = "SHOAL_SECRET_WORDS"  # likewise: the words of its command line that are masked there
 
 # endpoint.token=..., endpoint.keys=..., and endpoint={token: ...}
 _SECRET = re.compile(
@@ -49,6 +52,28 @@ def command_line() -> str:
 def as_typed(words: Sequence[str]) -> str:
     """The words of a command as one line for a shell; the value of a token (`endpoint.token=...`) is left out."""
     return shlex.join(_masked(word) for word in words)
+
+
+def masked_line(line: str) -> str:
+    """A command of somebody else's, as one line for a shell; changed only when there is a secret in it."""
+    try:
+        words = shlex.split(line)
+    except ValueError:  # a quotation that does not end
+        secret = _SECRET.search(line)
+        return f"{line[: secret.start()]}***" if secret else line
+    return line if words == [_masked(word) for word in words] else as_typed(words)
+
+
+def apart(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The words of a job as everybody may see them, and the variables of its environment that have what is masked."""
+    secrets = [word for word in words if _SECRET.match(word)]
+    return [_masked(word) for word in words], {SECRETS_VARIABLE: json.dumps(secrets)} if secrets else {}
+
+
+def joined(words: Sequence[str]) -> list[str]:
+    """In the job: what `apart` was given."""
+    secrets: list[str] = json.loads(os.environ.get(SECRETS_VARIABLE, "[]"))
+    return [secrets.pop(0) if secrets and word == _masked(secrets[0]) else word for word in words]
 
 
 def _masked(word: str) -> str:
