@@ -9,15 +9,16 @@ import logging
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet
 import ray
 import ray.data
 
 from shoal.errors import ClusterError, RunError
+from shoal.serve.batch_output import incoming_for, publish, require_all_rows
 from shoal.serve.options import ModelOptions
 from shoal.serve.sources import RegisteredModel
 from shoal.serve.table_predictor import TablePredictor
@@ -63,7 +64,8 @@ def predict_files(job: BatchJob, files: Sequence[Path], output: Path, workers: i
 
     workers: processes with the model; None for one on each free CPU but one, which reads and writes
 
-    Raises RunError with the words of the first worker that failed, ClusterError when the cluster has no CPU to spare.
+    Raises RunError with the words of the first worker that failed, or when the rows are written and `output` has come
+    to be meanwhile, and ClusterError when the cluster has no CPU to spare.
     """
     count, cpus_each = _share(workers)
     context = ray.data.DataContext.get_current()
@@ -72,27 +74,27 @@ def predict_files(job: BatchJob, files: Sequence[Path], output: Path, workers: i
     context.execution_options.preserve_order = True
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what went wrong is raised, and told once
     paths = [str(file) for file in files]
-    incoming = output.with_name(f".incoming-{output.name}")
-    shutil.rmtree(incoming, ignore_errors=True)
-    try:
-        read = ray.data.read_csv if files[0].suffix == ".csv" else ray.data.read_parquet
-        rows = read(paths, num_cpus=FILES_CPUS)
-        answered = rows.map_batches(
-            PredictWorker,
-            fn_constructor_args=(job,),
-            batch_format="pyarrow",
-            batch_size=BLOCK_ROWS,
-            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
-            num_cpus=cpus_each,
-            zero_copy_batch=True,
-        )
-        answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILES_CPUS})
-        num_rows: int = sum(pyarrow.parquet.read_metadata(file).num_rows for file in incoming.glob("*.parquet"))
-        incoming.rename(output)
-    except ray.exceptions.RayError as error:
-        raise _in_words(error) from None
-    finally:
-        shutil.rmtree(incoming, ignore_errors=True)
+    incoming = incoming_for(output)
+    with ExitStack() as on_failure:
+        on_failure.callback(shutil.rmtree, incoming, ignore_errors=True)
+        try:
+            read = ray.data.read_csv if files[0].suffix == ".csv" else ray.data.read_parquet
+            rows = read(paths, num_cpus=FILES_CPUS)
+            answered = rows.map_batches(
+                PredictWorker,
+                fn_constructor_args=(job,),
+                batch_format="pyarrow",
+                batch_size=BLOCK_ROWS,
+                compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
+                num_cpus=cpus_each,
+                zero_copy_batch=True,
+            )
+            answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILES_CPUS})
+        except ray.exceptions.RayError as error:
+            raise _in_words(error) from None
+        num_rows = require_all_rows(incoming, files)
+        on_failure.pop_all()
+    publish(incoming, output)
     return num_rows
 
 

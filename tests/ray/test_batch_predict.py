@@ -1,0 +1,63 @@
+"""Batch prediction through Ray Data: what it asks of Ray, and what is left when it does not end well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from shoal.errors import RunError
+
+Write = Callable[[Path], None]
+
+
+def predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write) -> dict[str, object]:
+    """Predict a file of three rows with a Ray Data that calls `write` with the folder; what the workers were to be."""
+    import ray
+
+    from shoal.serve import ray_batch_predict
+
+    said: dict[str, object] = {}
+
+    def map_batches(worker: object, **options: object) -> SimpleNamespace:
+        said.update(options)
+        return SimpleNamespace(write_parquet=lambda folder, **_: write(Path(folder)))
+
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr(ray.data, "read_parquet", lambda *_, **__: SimpleNamespace(map_batches=map_batches))
+    pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "in.parquet")
+    ray_batch_predict.predict_files(None, [tmp_path / "in.parquet"], tmp_path / "out", 1)  # type: ignore[arg-type]
+    return said
+
+
+def write_rows(folder: Path, rows: int = 3) -> None:
+    folder.mkdir()
+    pyarrow.parquet.write_table(pa.table({"y": [0] * rows}), folder / "0.parquet")
+
+
+def folders(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+
+
+def test_two_into_one_folder_keep_apart_what_they_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(folder: Path) -> None:
+        write_rows(folder)
+        with monkeypatch.context() as patch:
+            predicted(tmp_path, patch, write_rows)  # begins later, ends sooner
+
+    with pytest.raises(RunError, match=r"out cannot be made .*: all rows are in .*/\.incoming-out-\w+, rename"):
+        predicted(tmp_path, monkeypatch, write)
+    kept, out = folders(tmp_path)
+    assert out == "out"
+    for folder in (kept, out):
+        assert pyarrow.parquet.read_table(tmp_path / folder).num_rows == 3
+
+
+def test_what_lacks_rows_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RunError, match="2 rows were written for 3 of the input"):
+        predicted(tmp_path, monkeypatch, lambda folder: write_rows(folder, 2))
+    assert folders(tmp_path) == []

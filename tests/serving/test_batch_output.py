@@ -1,0 +1,49 @@
+"""The folder of a batch prediction: no other prediction touches it, no row is lost, no finished work is thrown away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+
+from shoal.errors import RunError
+from shoal.serve.batch_output import incoming_for, num_rows, publish, require_all_rows
+
+
+def written(folder: Path, rows: int) -> Path:
+    folder.mkdir()
+    for part in range(2):
+        pyarrow.parquet.write_table(pa.table({"y": [part] * rows}), folder / f"{part}.parquet")
+    return folder
+
+
+def test_two_predictions_into_one_folder_write_to_two(tmp_path: Path) -> None:
+    one, other = incoming_for(tmp_path / "out"), incoming_for(tmp_path / "out")
+    assert one != other
+    assert {one.parent, other.parent} == {tmp_path}
+    assert one.name.startswith(".incoming-out-")
+
+
+def test_it_has_a_row_for_each_row_of_the_input(tmp_path: Path) -> None:
+    pyarrow.csv.write_csv(pa.table({"x": [1, 2, 3]}), tmp_path / "a.csv")
+    pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "a.parquet")
+    assert num_rows([tmp_path / "a.csv", tmp_path / "a.csv"]) == num_rows([tmp_path / "a.parquet"] * 2) == 6
+    incoming = written(incoming_for(tmp_path / "out"), 3)
+    assert require_all_rows(incoming, [tmp_path / "a.csv"] * 2) == 6
+    with pytest.raises(RunError, match="6 rows were written for 3 of the input"):
+        require_all_rows(incoming, [tmp_path / "a.csv"])
+
+
+def test_what_cannot_have_its_name_is_kept(tmp_path: Path) -> None:
+    incoming = written(incoming_for(tmp_path / "out"), 3)
+    first = written(tmp_path / "out", 1)
+    with pytest.raises(RunError, match=f"out cannot be made .*: all rows are in {incoming}, rename that folder"):
+        publish(incoming, tmp_path / "out")
+    assert num_rows([*incoming.glob("*.parquet")]) == 6
+    assert num_rows([*first.glob("*.parquet")]) == 2
+    publish(incoming, tmp_path / "other")
+    assert not incoming.exists()
+    assert num_rows([*(tmp_path / "other").glob("*.parquet")]) == 6
