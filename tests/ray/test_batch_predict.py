@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
 from shoal.errors import RunError
+
+if TYPE_CHECKING:
+    from shoal.cluster.embedded import EmbeddedCluster
 
 Write = Callable[[Path], None]
 
@@ -60,4 +65,28 @@ def test_two_into_one_folder_keep_apart_what_they_write(tmp_path: Path, monkeypa
 def test_what_lacks_rows_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RunError, match="2 rows were written for 3 of the input"):
         predicted(tmp_path, monkeypatch, lambda folder: write_rows(folder, 2))
+    assert folders(tmp_path) == []
+
+
+def test_a_worker_is_started_again_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = predicted(tmp_path, monkeypatch, write_rows)
+    assert (said["max_restarts"], said["max_task_retries"]) == (2, 2)
+
+
+def test_a_model_that_ends_its_process_ends_the_prediction(
+    cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shoal.serve import ray_batch_predict
+
+    class Deadly:
+        def __init__(self, job: object) -> None:
+            pass
+
+        def __call__(self, table: pa.Table) -> pa.Table:
+            os._exit(1)
+
+    monkeypatch.setattr(ray_batch_predict, "PredictWorker", Deadly)
+    pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "in.parquet")
+    with pytest.raises(RunError, match=r"a worker with the model died, after 2 others: .* try fewer workers"):
+        ray_batch_predict.predict_files(None, [tmp_path / "in.parquet"], tmp_path / "out", 1)  # type: ignore[arg-type]
     assert folders(tmp_path) == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import ray
 import ray.data
+import ray.util.annotations
 
 from shoal.errors import ClusterError, RunError
 from shoal.serve.batch_output import incoming_for, publish, require_all_rows
@@ -26,6 +28,7 @@ from shoal.serve.table_predictor import TablePredictor
 BLOCK_ROWS = 4096  # that travel to a worker together
 FILES_CPUS = 0.5  # what reading, and what writing, reserves
 LEAST_CPUS = 0.25  # of a worker
+WORKER_RESTARTS = 2  # Ray Data's default is without end, also for rows that kill each worker that they are given to
 _OURS = re.compile(r"^shoal\.errors\.\w+: (.+)$", re.MULTILINE)
 
 
@@ -64,8 +67,8 @@ def predict_files(job: BatchJob, files: Sequence[Path], output: Path, workers: i
 
     workers: processes with the model; None for one on each free CPU but one, which reads and writes
 
-    Raises RunError with the words of the first worker that failed, or when the rows are written and `output` has come
-    to be meanwhile, and ClusterError when the cluster has no CPU to spare.
+    Raises RunError with the words of the first worker that failed, when workers die again and again, or when the rows
+    are written and `output` has come to be meanwhile; ClusterError when the cluster has no CPU to spare.
     """
     count, cpus_each = _share(workers)
     context = ray.data.DataContext.get_current()
@@ -80,15 +83,7 @@ def predict_files(job: BatchJob, files: Sequence[Path], output: Path, workers: i
         try:
             read = ray.data.read_csv if files[0].suffix == ".csv" else ray.data.read_parquet
             rows = read(paths, num_cpus=FILES_CPUS)
-            answered = rows.map_batches(
-                PredictWorker,
-                fn_constructor_args=(job,),
-                batch_format="pyarrow",
-                batch_size=BLOCK_ROWS,
-                compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
-                num_cpus=cpus_each,
-                zero_copy_batch=True,
-            )
+            answered = _map(rows, job, count, cpus_each)
             answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILES_CPUS})
         except ray.exceptions.RayError as error:
             raise _in_words(error) from None
@@ -96,6 +91,23 @@ def predict_files(job: BatchJob, files: Sequence[Path], output: Path, workers: i
         on_failure.pop_all()
     publish(incoming, output)
     return num_rows
+
+
+def _map(rows: ray.data.Dataset, job: BatchJob, count: int, cpus_each: float) -> ray.data.Dataset:
+    with warnings.catch_warnings():
+        # Ray 2.60 takes the limits of restarts no other way than this one, which it means to replace.
+        warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
+        return rows.map_batches(
+            PredictWorker,
+            fn_constructor_args=(job,),
+            batch_format="pyarrow",
+            batch_size=BLOCK_ROWS,
+            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
+            num_cpus=cpus_each,
+            zero_copy_batch=True,
+            max_restarts=WORKER_RESTARTS,
+            max_task_retries=WORKER_RESTARTS,
+        )
 
 
 def _share(workers: int | None) -> tuple[int, float]:
@@ -113,6 +125,10 @@ def _share(workers: int | None) -> tuple[int, float]:
 
 def _in_words(error: Exception) -> RunError:
     """What a worker of ours said, which Ray Data leaves as the text of a traceback; or Ray's own last line."""
+    if isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError)):
+        why = "its process was killed, as when memory runs out, or the model ended it"
+        remedy = "try fewer workers, a smaller options.max_batch_size, or fewer rows"
+        return RunError(f"a worker with the model died, after {WORKER_RESTARTS} others: {why}. {remedy}")
     text = str(error).strip()
     ours = _OURS.findall(text)
     return RunError(ours[-1] if ours else f"batch prediction failed: {(text.splitlines() or [repr(error)])[-1]}")
