@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
+import click
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from shoal.cli import cluster as verbs
+from shoal.cluster import attach, embedded
 from shoal.cluster.dashboard import Resources
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import JobInfo, JobStatus
+from shoal.cluster.processes import MARKER
+from shoal.errors import ClusterError
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +42,93 @@ def test_status_shows_no_secret_of_a_job(words: list[str], monkeypatch: pytest.M
     assert "S3CRET" not in shown
     assert "endpoint.keys=***" in shown
     assert "endpoint.port=80" in shown
+
+
+class Unexpected(Exception):
+    """A signal that nobody handled."""
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """Those of this process come back; none that is left to its default ends it."""
+
+    def unhandled(signum: int, frame: object) -> None:
+        raise Unexpected(signal.Signals(signum).name)
+
+    before = {each: signal.signal(each, unhandled) for each in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+def is_locked(home: Path) -> bool:
+    with (home / "up.lock").open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_between_looking_for_a_cluster_and_the_word_of_it_no_other_begins(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(verbs, "started_by_up", lambda: seen.append(is_locked(home)))
+
+    def start(**options: object) -> SimpleNamespace:
+        seen.append(is_locked(home))
+        assert options["save_as"] == home / "cluster.json"
+        return SimpleNamespace(dashboard_url="http://127.0.0.1:8265")
+
+    monkeypatch.setattr(verbs, "start", start)
+    result = CliRunner().invoke(verbs.up, [], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert seen == [True, True]
+    assert not is_locked(home)
+
+
+@pytest.mark.parametrize("verb", [verbs.up, verbs.down])
+def test_one_waits_for_the_other_but_not_for_ever(verb: click.Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "LOCK_TIMEOUT_S", 0.0)
+    with attach.only_one():
+        error = CliRunner().invoke(verb, []).exception
+    assert isinstance(error, ClusterError)
+    assert "another `shoal up` or `shoal down` is at work" in str(error)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM])
+def test_a_signal_ends_what_up_has_begun(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def start(**options: object) -> None:
+        try:
+            os.kill(os.getpid(), number)
+            signal.pause()
+        except KeyboardInterrupt:
+            ended.append("by the start itself")
+            raise
+
+    monkeypatch.setattr(verbs, "start", start)
+    assert CliRunner().invoke(verbs.up, []).exit_code == 1
+    assert ended == ["by the start itself"]
+
+
+def test_a_cluster_of_which_no_word_can_be_left_is_ended(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads: list[psutil.Process] = []
+
+    def launch(options: object, environment: Mapping[str, str], detached: bool) -> subprocess.Popen[bytes]:
+        assert MARKER in environment
+        program = [sys.executable, "-c", "import time; time.sleep(600)"]
+        head = subprocess.Popen(program, env=environment, stdout=subprocess.PIPE)
+        heads.append(psutil.Process(head.pid))
+        return head
+
+    report = {"address": "127.0.0.1:1", "dashboard_url": "http://127.0.0.1:2"}
+    monkeypatch.setattr(embedded, "_launch", launch)
+    monkeypatch.setattr(embedded, "_wait_until_ready", lambda *_: report)
+    (home / "cluster.json").mkdir()  # a file cannot take its place
+    with pytest.raises(ClusterError, match=r"cluster.json cannot be written .*: make room, or set \$SHOAL_HOME"):
+        embedded.start(detached=True, save_as=home / "cluster.json")
+    assert not heads[0].is_running()
+    assert sorted(path.name for path in home.iterdir()) == ["cluster.json", "ray-token"]

@@ -16,7 +16,8 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from shoal.cluster.attach import find_cluster, started_by_up, state_path
+from shoal.cli.job_words import end_as_by_ctrl_c
+from shoal.cluster.attach import find_cluster, only_one, started_by_up, state_path
 from shoal.cluster.dashboard import Resources, resources
 from shoal.cluster.embedded import start
 from shoal.cluster.handle import ClusterHandle, load
@@ -49,17 +50,20 @@ def up(cpus: int | None, gpus: int | None, object_store_gib: float | None) -> No
 
     It listens on this machine only, asks for a token, and stays until `shoal down`, also when the terminal is closed.
     """
-    path = state_path()
-    if (running := started_by_up()) is not None:
-        raise ClusterError(
-            f"a cluster is running at {running.dashboard_url}: `shoal status` shows it, `shoal down` ends it"
-        )
-    if (dead := load(path)) is not None:
-        _end(dead)
+    end_as_by_ctrl_c()
     store_bytes = None if object_store_gib is None else int(object_store_gib * (1 << 30))
-    begun_s = time.monotonic()
-    cluster = start(num_cpus=cpus, num_gpus=gpus, object_store_memory_bytes=store_bytes, detached=True)
-    cluster.save(path)
+    with only_one():
+        if (running := started_by_up()) is not None:
+            raise ClusterError(
+                f"a cluster is running at {running.dashboard_url}: `shoal status` shows it, `shoal down` ends it"
+            )
+        path = state_path()
+        if (dead := load(path)) is not None:
+            _end(dead)
+        begun_s = time.monotonic()
+        cluster = start(
+            num_cpus=cpus, num_gpus=gpus, object_store_memory_bytes=store_bytes, detached=True, save_as=path
+        )
     click.echo(
         f"Ray {version('ray')} is up after {time.monotonic() - begun_s:.1f} s, its dashboard at {cluster.dashboard_url}"
     )
@@ -79,14 +83,15 @@ def down(now: bool, timeout_s: float) -> None:
 
     Does nothing when there is none. Other clusters, embedded or remote, are left alone.
     """
-    cluster = load(state_path())
-    if cluster is None:
-        click.echo("No cluster is up.")
-        return
-    was_alive = cluster.head_is_alive()
-    if was_alive and not now:
-        _stop_jobs(cluster, timeout_s)
-    _end(cluster)
+    with only_one():
+        cluster = load(state_path())
+        if cluster is None:
+            click.echo("No cluster is up.")
+            return
+        was_alive = cluster.head_is_alive()
+        if was_alive and not now:
+            _stop_jobs(cluster, timeout_s)
+        _end(cluster)
     click.echo("The cluster is down." if was_alive else "The cluster had died; what was left of it is removed.")
 
 

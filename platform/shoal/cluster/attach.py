@@ -1,17 +1,24 @@
 """Find the cluster to use: the one that was asked for, the one of the environment, or the one that `shoal up` started.
 
 Called by the CLI before it starts an embedded cluster. Owns `$SHOAL_HOME/cluster.json`, where `shoal up` leaves word of
-its cluster. It starts and stops nothing.
+its cluster, and the lock that whoever changes it holds. It starts and stops nothing.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.cluster.handle import FOLDER_VARIABLE, ClusterHandle, load
-from shoal.errors import ConfigError
+from shoal.errors import ClusterError, ConfigError
 from shoal.home import home, ray_token_path
+
+LOCK_TIMEOUT_S = 120.0  # a start may take a minute, and so may an end
+_LOCK_POLL_S = 0.05
 
 
 def find_cluster(address: str | None = None) -> ClusterHandle | None:
@@ -39,6 +46,29 @@ def started_by_up() -> ClusterHandle | None:
 def state_path() -> Path:
     """Where `shoal up` leaves word of its cluster."""
     return home() / "cluster.json"
+
+
+@contextmanager
+def only_one() -> Iterator[None]:
+    """Keep every other `shoal up` and `shoal down` waiting; a killed holder lets go by dying.
+
+    Raises ClusterError when another is at work for LOCK_TIMEOUT_S.
+    """
+    deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+    descriptor = os.open(home() / "up.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    remedy = "wait for it, or end it"
+                    raise ClusterError(f"another `shoal up` or `shoal down` is at work: {remedy}") from None
+                time.sleep(_LOCK_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _resolve(field: str, address: str) -> ClusterHandle:

@@ -81,14 +81,17 @@ def start(
     object_store_memory_bytes: int | None = None,
     environment: Mapping[str, str] | None = None,
     detached: bool = False,
+    save_as: Path | None = None,
     timeout_s: float = 60.0,
 ) -> EmbeddedCluster:
     """Start a cluster and return when it takes jobs.
 
     None means what the machine has. `environment` is added to that of every process of the cluster. A `detached`
-    cluster outlives this process and its terminal; otherwise it ends with this process, even when that is killed.
+    cluster outlives this process and its terminal; otherwise it ends with this process, even when that is killed. Its
+    handle is also written to `save_as`.
 
-    Raises ClusterError when Ray does not start within `timeout_s`; nothing is left behind then, nor when interrupted.
+    Raises ClusterError when Ray does not start within `timeout_s`, or the handle cannot be written; nothing is left
+    behind then, nor when interrupted.
     """
     cluster_id = uuid.uuid4().hex
     temp_dir = folder_of(cluster_id)
@@ -111,6 +114,8 @@ def start(
         report = _wait_until_ready(head, temp_dir, timeout_s)
         handle = _handle(report, temp_dir, cluster_id, head.pid, serve)
         handle.save(temp_dir / "cluster.json")
+        if save_as is not None:
+            handle.save(save_as)
         cluster = EmbeddedCluster(handle, head)
         if not detached:
             atexit.register(cluster.stop)

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from shoal.cluster.processes import MARKER, is_alive
+from shoal.errors import ClusterError
 
 FOLDER_VARIABLE = "SHOAL_CLUSTER_DIR"
 
@@ -47,7 +48,7 @@ class ClusterHandle:
             return False
 
     def save(self, path: Path) -> None:
-        """Write everything but the token, for `load`; atomic."""
+        """Write everything but the token, for `load`; atomic. Raises ClusterError when it cannot be written."""
         record = {
             "address": self.address,
             "dashboard_url": self.dashboard_url,
@@ -59,8 +60,12 @@ class ClusterHandle:
             "environment": self.environment,
         }
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(record, indent=2) + "\n")
-        draft.replace(path)
+        try:
+            draft.write_text(json.dumps(record, indent=2) + "\n")
+            draft.replace(path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise ClusterError(f"{path} cannot be written ({error}): make room, or set $SHOAL_HOME") from error
 
 
 def load(path: Path) -> ClusterHandle | None:
