@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -172,6 +173,34 @@ def test_a_damaged_manifest_is_a_registry_error(registry: Registry) -> None:
     path.write_text(path.read_text()[:-20])
     with pytest.raises(RegistryError, match=r"manifest\.json"):
         registry.get("cartpole")
+
+
+@pytest.mark.parametrize("aliases", [("champion",), ()])
+def test_the_number_of_a_removed_version_is_not_given_again(registry: Registry, aliases: tuple[str, ...]) -> None:
+    for value in (1.0, 2.0, 3.0):
+        made = register(registry, value, aliases=aliases)
+    shutil.rmtree(made.folder)
+    assert register(registry, 4.0, aliases=()).version == 4
+    registry.promote("cartpole@1")
+    assert register(registry, 5.0).version == 5
+
+
+def test_what_an_alias_has_meant_counts_where_nothing_else_is_known(registry: Registry) -> None:
+    for value in (1.0, 2.0, 3.0):
+        made = register(registry, value)
+    shutil.rmtree(made.folder)
+    path = registry.root / "cartpole" / "aliases.json"
+    path.write_text(json.dumps({"moves": json.loads(path.read_text())["moves"]}))  # as earlier releases wrote it
+    assert register(registry, 4.0).version == 4
+
+
+def test_an_alias_whose_version_was_removed_is_named(registry: Registry) -> None:
+    for value in (1.0, 2.0):
+        made = register(registry, value)
+    shutil.rmtree(made.folder)
+    assert not registry.has("cartpole@champion")
+    with pytest.raises(RegistryError, match=r"cartpole@champion means version 2, which was removed: `shoal models"):
+        registry.get("cartpole@champion")
 
 
 REGISTER_MANY = """

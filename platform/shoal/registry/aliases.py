@@ -1,4 +1,4 @@
-"""Which version an alias means, and meant before: an append-only list of moves an alias.
+"""Which version an alias means, and meant before: an append-only list of moves an alias. And which numbers are used up.
 
 Pure values: the registry reads and writes them as `aliases.json`. Never touches a file.
 """
@@ -24,9 +24,10 @@ class Move(Spec):
 
 
 class Aliases(Spec):
-    """The moves of every alias of one model."""
+    """The moves of every alias of one model, and `newest`: the highest number that a version was registered under."""
 
     moves: dict[str, list[Move]] = Field(default_factory=dict)
+    newest: int = 0
 
     def promoted(self, alias: str) -> list[int]:
         """The versions that were promoted and not rolled back, oldest first; the last one is what the alias means."""
@@ -51,6 +52,14 @@ class Aliases(Spec):
         """Whether the alias once meant `version` and means another one now."""
         return self.target(alias) != version and any(move.version == version for move in self.moves.get(alias, []))
 
+    def highest(self) -> int:
+        """The highest number that a version has had, though the version may be gone; 0 when there was none."""
+        return max([self.newest, *(move.version for moves in self.moves.values() for move in moves)])
+
+    def registered(self, version: int) -> Aliases:
+        """A copy in which `version` has been registered."""
+        return Aliases(moves=self.moves, newest=max(self.newest, version))
+
     def moved(self, alias: str, move: Move) -> Aliases:
         """A copy with one more move."""
-        return Aliases(moves={**self.moves, alias: [*self.moves.get(alias, []), move]})
+        return Aliases(moves={**self.moves, alias: [*self.moves.get(alias, []), move]}, newest=self.newest)

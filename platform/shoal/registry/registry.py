@@ -90,6 +90,7 @@ class Registry:
     ) -> ModelVersion:
         """Add the next version of `name`, and let `aliases` mean it. The snapshot's payload is of the model's format.
 
+        The number of a version that was removed is not given again: who has seen it would take one for the other.
         Raises ConfigError for a name or alias that does not fit, WeightsError for a damaged snapshot, RegistryError
         when it cannot be written. What is interrupted leaves nothing to see.
         """
@@ -102,9 +103,10 @@ class Registry:
         try:
             folder.mkdir(exist_ok=True)
             with locked(folder):
+                used = _read_aliases(folder)
                 manifest = Manifest(
                     name=name,
-                    version=max(_versions_in(folder), default=0) + 1,
+                    version=max([used.highest(), *_versions_in(folder)]) + 1,
                     created_at=time.time(),
                     run_id=run_id,
                     weights_version=snapshot.version,
@@ -116,6 +118,7 @@ class Registry:
                     data=dict(data or {}),
                 )
                 _write_version(folder, manifest, snapshot.payload)
+                _write_aliases(folder, used.registered(manifest.version))
                 for alias in aliases:
                     self._promote(folder, alias, manifest.version)
         except OSError as error:
@@ -129,8 +132,11 @@ class Registry:
         versions, aliases = _versions_in(folder), _read_aliases(folder)
         version = _meant(word, versions, aliases)
         if version is None:
-            known = [f"versions {versions[0]} to {versions[-1]}", *sorted(aliases.moves)]
-            raise RegistryError(f"{name!r} has no {word!r}: it has {', '.join(known)}")
+            known = ", ".join([f"versions {versions[0]} to {versions[-1]}", *sorted(aliases.moves)])
+            if (gone := aliases.target(word)) is not None:
+                remedy = f"`shoal models promote {name}@N --alias {word}` lets it mean another; it has {known}"
+                raise RegistryError(f"{name}@{word} means version {gone}, which was removed: {remedy}")
+            raise RegistryError(f"{name!r} has no {word!r}: it has {known}")
         return _version(folder, version, aliases)
 
     def has(self, ref: str) -> bool:
