@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,13 +17,16 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+from shoal import runs
 from shoal.cli import cluster as verbs
+from shoal.client.find import find_endpoint
 from shoal.cluster import attach, embedded
 from shoal.cluster.dashboard import Resources
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.cluster.processes import MARKER
-from shoal.errors import ClusterError
+from shoal.errors import ClusterError, RunError
+from shoal.runs.database import connect
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +46,25 @@ def test_status_shows_no_secret_of_a_job(words: list[str], monkeypatch: pytest.M
     assert "S3CRET" not in shown
     assert "endpoint.keys=***" in shown
     assert "endpoint.port=80" in shown
+
+
+MANY_NEWER = """
+WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 300)
+INSERT INTO runs SELECT number + i, id || i, job, 'finished', spec, command, git_revision, git_dirty, created_at + i,
+    created_at + i, host, pid, heartbeat_at, incarnation, error FROM runs, n
+"""
+
+
+def test_an_endpoint_is_found_however_many_runs_are_newer(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verbs, "find_cluster", lambda address: None)
+    with runs.create("serve", "", "one") as run:
+        run.endpoint("shop", "inference", "http://127.0.0.1:8000", "ready")
+        with closing(connect(home)) as connection:
+            connection.execute(MANY_NEWER)
+        assert find_endpoint("shop").run_id == "one"
+        assert "shop  http://127.0.0.1:8000" in CliRunner().invoke(verbs.status, []).output
+    with pytest.raises(RunError, match="no endpoint is up"):
+        find_endpoint("shop")
 
 
 class Unexpected(Exception):

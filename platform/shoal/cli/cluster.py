@@ -24,11 +24,10 @@ from shoal.cluster.handle import ClusterHandle, load
 from shoal.cluster.jobs import Job, JobInfo, list_jobs
 from shoal.cluster.processes import end_cluster
 from shoal.errors import ClusterError, ConnectionLost
-from shoal.runs import Run, Status, list_runs
+from shoal.runs import Run, list_running
 from shoal.runs.display import age, duration, size
 from shoal.runs.origin import masked_line
 
-NUM_RUNS_SEARCHED = 200
 NUM_JOBS_SHOWN = 10
 # What `ray job submit` and `ray status` need to reach the cluster; `--json` has the rest.
 ATTACH_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
@@ -126,7 +125,7 @@ def status(address: str | None, as_json: bool) -> None:
     cluster = find_cluster(address)
     offer = resources(cluster) if cluster is not None else None
     jobs = list_jobs(cluster) if cluster is not None else []
-    running = [run for run in list_runs(NUM_RUNS_SEARCHED) if run.status is Status.RUNNING]
+    running = list_running()
     if as_json:
         click.echo(json.dumps(_as_dict(cluster, offer, jobs, running), indent=2))
         return

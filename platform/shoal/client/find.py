@@ -11,10 +11,9 @@ from urllib.parse import urlsplit
 
 from shoal.errors import ConfigError, RunError
 from shoal.home import existing_token
-from shoal.runs import Status, list_runs
+from shoal.runs import list_running
 
 INFERENCE = "inference"  # the kind of an endpoint in the record, beside gateways
-_NUM_RUNS = 200
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ def list_endpoints() -> list[FoundEndpoint]:
     """Every endpoint that a run of this machine keeps up now, the newest first."""
     return [
         FoundEndpoint(point.name, point.address, run.id)
-        for run in list_runs(_NUM_RUNS)
-        if run.status is Status.RUNNING
+        for run in list_running()
         for point in run.endpoints()
         if point.kind == INFERENCE and point.state == "ready"
     ]

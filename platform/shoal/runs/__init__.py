@@ -2,7 +2,7 @@
 
 from shoal.runs.recorder import RunRecorder, create, reopen
 from shoal.runs.report import write_report
-from shoal.runs.run import Endpoint, Run, list_runs, load
+from shoal.runs.run import Endpoint, Run, list_running, list_runs, load
 from shoal.runs.status import HEARTBEAT_TIMEOUT_S, Status, transition
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "RunRecorder",
     "Status",
     "create",
+    "list_running",
     "list_runs",
     "load",
     "reopen",

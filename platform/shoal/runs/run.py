@@ -73,6 +73,17 @@ def list_runs(limit: int = 50) -> list[Run]:
         return [Run._of(row, folder) for row in rows]
 
 
+def list_running() -> list[Run]:
+    """Every run that goes on, newest first, however many others have been created since."""
+    folder = home()
+    with closing(connect(folder)) as connection:
+        rows = connection.execute(
+            "SELECT * FROM runs WHERE status = ? ORDER BY created_at DESC, number DESC", (Status.RUNNING,)
+        )
+        seen = [Run._of(row, folder) for row in rows]
+    return [run for run in seen if run.status is Status.RUNNING]
+
+
 def find_row(connection: sqlite3.Connection, ref: str) -> sqlite3.Row:
     """The row of `runs` that `ref` means. Raises RunError."""
     ids = [row["id"] for row in connection.execute("SELECT id FROM runs ORDER BY created_at, number")]
