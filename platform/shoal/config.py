@@ -7,6 +7,7 @@ value and what would have fitted. Called by the CLI, jobs and pillars; knows not
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +58,32 @@ class Spec(BaseModel):
             path, separator, text = word.partition("=")
             if not separator or not path:
                 raise ConfigError("override", word, "is not of the form a.b=c", "for example learner.lr=0.001")
-            _set(values, type(self), path, yaml.safe_load(text) if text else "")
+            _set(values, type(self), path, _read(path, text) if text else "")
         return type(self).parse(values)
+
+
+def word_of(path: str, value: str | list[str]) -> str:
+    """The word that sets the field at `path` to this value, whatever YAML would take it for."""
+    try:
+        is_plain = yaml.safe_load(value) == value if isinstance(value, str) else False
+    except yaml.YAMLError:
+        is_plain = False
+    return f"{path}={value if is_plain else json.dumps(value, ensure_ascii=False)}"
+
+
+def last_value(words: Iterable[str], path: str) -> str:
+    """The text that the last word for `path` sets it to; empty when there is none. Raises ConfigError."""
+    written = [text for name, _, text in (word.partition("=") for word in words) if name == path]
+    value = _read(path, written[-1]) if written else ""
+    return value if isinstance(value, str) else written[-1]
+
+
+def _read(path: str, text: str) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or "a character that has no place in it"
+        raise ConfigError(path, "...", f"is not YAML: {problem}", "put it in quotes") from None  # it may be a secret
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from click.testing import CliRunner
 
 from shoal.errors import RunError
 
@@ -46,6 +47,22 @@ def write_rows(folder: Path, rows: int = 3) -> None:
 
 def folders(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+
+
+def test_paths_and_columns_are_taken_as_they_were_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.cli import batch_predict as verb
+
+    handed: list[str] = []
+    monkeypatch.setattr(verb, "check", lambda spec: None)
+    monkeypatch.setattr(verb, "end_as_by_ctrl_c", lambda: None)
+    monkeypatch.setattr(verb, "_run", lambda fields, *_: handed.extend(fields))
+    source, output = tmp_path / "a: b #1.csv", tmp_path / "{on}"
+    words = ["1e3", str(source), str(output), "--columns", "x=it's, 1", "--keep", "on, 2,no]", "--workers", "2"]
+    result = CliRunner().invoke(verb.batch_predict, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    spec = verb.BatchPredictSpec().override(handed)
+    assert (spec.model, spec.input, spec.output, spec.workers) == ("1e3", str(source), str(output), 2)
+    assert (spec.columns, spec.keep) == (["x=it's, 1"], ["on", "2", "no]"])
 
 
 def test_two_into_one_folder_keep_apart_what_they_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,18 @@ def test_a_file_goes_along_by_its_place(cluster: FakeCluster, recorders: list[An
     assert spec.file == str(tmp_path / "shop.yaml")
 
 
+def test_names_and_places_are_taken_as_they_were_typed(
+    cluster: FakeCluster, recorders: list[Any], tmp_path: Path
+) -> None:
+    cluster.begin = becomes_ready(recorders, "007")
+    file = tmp_path / "a: b #1.yaml"
+    file.write_text("models: [fashion]\n")
+    assert shoal_program("deploy", str(file), "--name", "007").exit_code == 0
+    words = cluster.entrypoints[0][3:]
+    spec = spec_from_words(words).override(words)
+    assert (spec.endpoint.name, spec.models, spec.file) == ("007", ["fashion"], str(file))
+
+
 def test_a_job_that_fails_says_why(cluster: FakeCluster) -> None:
     def begin(job: FakeJob) -> None:
         job.state, job.said = JobStatus.FAILED, "something\nerror: fashion cannot be served: weights are damaged\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import Field
 
-from shoal.config import Spec
+from shoal.config import Spec, last_value, word_of
 from shoal.errors import ConfigError
 
 
@@ -50,3 +50,33 @@ def test_what_fits_nothing_is_named(word: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Cart().override([word])
     assert message in str(refused.value)
+
+
+AWKWARD = ["plain", "a b", "on", "1", "1e3", "null", "a: b #1", "it's", '"', " x ", "[x", "@x", "\N{GRINNING FACE}", ""]
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_a_word_that_is_built_says_exactly_its_value(text: str) -> None:
+    built = word_of("front.colour", text)
+    assert Cart().override([built]).front.colour == text
+    assert last_value(["front.colour=other", built], "front.colour") == text
+
+
+def test_a_list_is_built_of_texts() -> None:
+    class Columns(Spec):
+        columns: list[str] = Field(default_factory=list)
+
+    assert Columns().override([word_of("columns", AWKWARD)]).columns == AWKWARD
+    assert word_of("columns", "a/b.c") == "columns=a/b.c"
+
+
+def test_the_last_word_counts_and_what_is_no_text_is_as_it_was_written() -> None:
+    assert last_value(["a=1", "b=x", "a=0x10"], "a") == "0x10"
+    assert last_value(["b=x"], "a") == ""
+
+
+def test_a_word_that_is_no_yaml_is_refused_without_being_shown() -> None:
+    for text in ("[{key: S3CRET", "a: b: S3CRET", "S3CRET\x7f"):
+        with pytest.raises(ConfigError, match=r"front.colour = '...': is not YAML: .*put it in quotes") as caught:
+            Cart().override([f"front.colour={text}"])
+        assert "S3CRET" not in str(caught.value)

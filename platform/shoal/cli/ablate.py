@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli.find import write_files
+from shoal.config import word_of
 from shoal.runs.display import duration, number, size
 from shoal.train.ablation import (
     COSTS,
@@ -70,7 +71,7 @@ def ablate(
       shoal ablate lenet --part normalisation --seeds 5 stop.steps=500
       shoal ablate lenet --change sgd=optimizer.name=sgd --change sgd=optimizer.learning_rate=0.1
     """
-    spec = spec_from_words([f"task={task}", *words]).model_copy(update={"workers": 1})
+    spec = spec_from_words([word_of("task", task), *words]).model_copy(update={"workers": 1})
     variants = variants_of(spec, parts, changes)
     judged = main_metric(check(spec).measured, spec, metric)
     num_runs = len(variants) * seeds

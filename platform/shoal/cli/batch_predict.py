@@ -24,6 +24,7 @@ from shoal.cli.job_words import (
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.embedded import start
 from shoal.cluster.jobs import Job, JobStatus, submit
+from shoal.config import word_of
 from shoal.errors import ConfigError, RunError
 from shoal.flows.batch_predict import BatchPredictSpec, check
 from shoal.runs.origin import as_typed
@@ -64,9 +65,10 @@ def batch_predict(
       shoal batch-predict fashion images/ predicted --keep id --workers 4
       shoal batch-predict fashion@3 images.parquet predicted options.precision=bf16 --skip-errors
     """
-    fields = [f"model={model}", f"input={Path(source).resolve()}", f"output={Path(output).resolve()}", *words]
-    fields += [f"columns=[{', '.join(repr(each) for each in columns)}]"] if columns else []
-    fields += [f"keep=[{keep}]"] if keep else []
+    paths = {"input": str(Path(source).resolve()), "output": str(Path(output).resolve())}
+    fields = [word_of(path, value) for path, value in {"model": model, **paths}.items()] + list(words)
+    fields += [word_of("columns", list(columns))] if columns else []
+    fields += [word_of("keep", [each.strip() for each in keep.split(",")])] if keep else []
     fields += [f"workers={workers}"] if workers else []
     fields += ["skip_errors=true"] if skip_errors else []
     check(BatchPredictSpec().override(fields))  # before a cluster is started for it

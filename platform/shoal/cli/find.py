@@ -17,6 +17,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from shoal.config import word_of
 from shoal.errors import ConfigError
 from shoal.home import home
 from shoal.runs.display import number, size
@@ -136,7 +137,7 @@ def write_files(out: Path | None, stem: str, files: dict[str, bytes]) -> list[Pa
 
 
 def _spec(task: str, words: tuple[str, ...]) -> TrainSpec:
-    return spec_from_words([f"task={task}", *words])
+    return spec_from_words([word_of("task", task), *words])
 
 
 def _write(out: Path | None, what: str, task: str, picture: bytes, found: dict[str, Any]) -> list[Path]:

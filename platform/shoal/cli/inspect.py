@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shoal.config import word_of
 from shoal.errors import RunError
 from shoal.runs import Run, load
 
@@ -70,7 +71,7 @@ def _show_task(console: Console, word: str, words: tuple[str, ...], as_json: boo
     from shoal.train.task import make_task
 
     with redirect_stdout(sys.stderr):  # what a Task prints is no part of the answer
-        spec = spec_from_words([f"task={word}", *words])
+        spec = spec_from_words([word_of("task", word), *words])
         task = make_task(word, spec.args)
         table = predict(task, spec, make_optimizer)
     if as_json:

@@ -34,6 +34,7 @@ from shoal.cluster import jobs as ray_jobs
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.embedded import start
 from shoal.cluster.handle import ClusterHandle
+from shoal.config import last_value, word_of
 from shoal.errors import ConfigError, RunError
 from shoal.home import access_token
 from shoal.runs import Run
@@ -117,8 +118,8 @@ class _Session:
     def __init__(self, typed: Typed, path: Path, console: Console, plain: bool) -> None:
         self._typed, self._path, self._words, self._num_actors = typed, path, typed.words, typed.num_actors
         self._console, self._plain = console, plain
-        resumed = [word.partition("=")[2] for word in self._words if word.startswith("resume=")]
-        before = shoal.runs.load(resumed[-1]) if resumed and resumed[-1] else None
+        resumed = last_value(self._words, "resume")
+        before = shoal.runs.load(resumed) if resumed else None
         self.run_id = before.id if before else new_run_id()
         self._incarnation_before = before.incarnation if before else 0
         self._resumed = before is not None
@@ -140,8 +141,8 @@ class _Session:
             stack.callback(embedded.stop)
             cluster = embedded
         env = job_environment(self.run_id, self._typed.command())
-        words = [word for word in self._words if not word.startswith("resume=")]
-        words += [f"resume={self.run_id}"] if self._resumed else []
+        words = [each for each in self._words if not each.startswith("resume=")]
+        words += [word_of("resume", self.run_id)] if self._resumed else []
         shown, secrets = _apart(self._path, words)
         self._job = ray_jobs.submit(cluster, [sys.executable, str(self._path), *shown], env=env | secrets)
         stack.callback(self._job.stop)

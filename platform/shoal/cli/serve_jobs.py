@@ -26,6 +26,7 @@ from shoal.client.find import INFERENCE, FoundEndpoint, find_endpoint, list_endp
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import Job, list_jobs, submit
+from shoal.config import word_of
 from shoal.errors import ClusterError, ConfigError, RunError
 from shoal.flows.serving_spec import check, spec_from_words
 from shoal.runs import Endpoint
@@ -69,8 +70,9 @@ def deploy(
     if into is not None:
         _deploy_into(into, words)
         return
-    options = {"endpoint.name": name, "endpoint.port": port, "endpoint.num_replicas": replicas}
-    fields = _fields(words) + [f"{field}={value}" for field, value in options.items() if value is not None]
+    fields = _fields(words) + ([] if name is None else [word_of("endpoint.name", name)])
+    options = {"endpoint.port": port, "endpoint.num_replicas": replicas}
+    fields += [f"{field}={value}" for field, value in options.items() if value is not None]
     check(spec_from_words(fields).override(fields))  # here, where its words can still be mended
     cluster = _cluster(address)
     _require_no_endpoint(cluster)
@@ -136,7 +138,7 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
 
 def _deploy_into(endpoint: str, words: Sequence[str]) -> None:
     """Every word a model, which the endpoint then serves at once; of one that it serves already, this version."""
-    if not words or any("=" in word for word in words):
+    if not words or any("=" in each for each in words):
         remedy = "name models; fields are those of an endpoint that is deployed anew"
         raise ConfigError("into", endpoint, "takes models and nothing else", remedy)
     found = find_endpoint(endpoint)
@@ -157,14 +159,14 @@ def _require_no_endpoint(cluster: ClusterHandle) -> None:
 
 def _fields(words: Sequence[str]) -> list[str]:
     """`A.B=C` words as they are, a YAML file as `file=...`, models as the list of them."""
-    models = [word for word in words if "=" not in word and not word.endswith((".yaml", ".yml"))]
-    files = [word for word in words if "=" not in word and word.endswith((".yaml", ".yml"))]
+    models = [each for each in words if "=" not in each and not each.endswith((".yaml", ".yml"))]
+    files = [each for each in words if "=" not in each and each.endswith((".yaml", ".yml"))]
     if len(files) > 1:
         raise ConfigError("file", files[1], "is a second file", "an endpoint has one")
-    fields = [f"file={Path(file).resolve()}" for file in files]
+    fields = [word_of("file", str(Path(file).resolve())) for file in files]
     if models:
-        fields.append(f"models={','.join(models)}")
-    return fields + [word for word in words if "=" in word]
+        fields.append(word_of("models", ",".join(models)))
+    return fields + [each for each in words if "=" in each]
 
 
 def _cluster(address: str | None) -> ClusterHandle:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import ray
 
 import shoal.runs
-from shoal.config import Spec
+from shoal.config import Spec, last_value
 from shoal.errors import ClusterError, ShoalError
 from shoal.runs.origin import joined
 
@@ -66,10 +66,8 @@ def job_main(
 
 def _as_recorded(spec: SpecT, words: Sequence[str]) -> SpecT:
     """The spec of the run that is resumed; `spec` when none is."""
-    resumed = [word.removeprefix("resume=") for word in words if word.startswith("resume=")]
-    if not resumed or not resumed[-1]:
-        return spec
-    return type(spec).from_yaml(shoal.runs.load(resumed[-1]).spec)
+    resumed = last_value(words, "resume")
+    return type(spec).from_yaml(shoal.runs.load(resumed).spec) if resumed else spec
 
 
 def expected_run_id() -> str | None:

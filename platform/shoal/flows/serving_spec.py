@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from pydantic import Field, field_validator, model_validator
 
-from shoal.config import Spec
+from shoal.config import Spec, last_value
 from shoal.errors import ConfigError
 from shoal.registry import Registry, split_ref
 from shoal.serve.endpoint import EndpointSpec
@@ -55,8 +55,8 @@ class ServingSpec(Spec):
 
 def spec_from_words(words: Sequence[str]) -> ServingSpec:
     """What the words are to be applied to: the file among them, or the defaults. Raises ConfigError."""
-    files = [word.removeprefix("file=") for word in words if word.startswith("file=")]
-    return from_file(Path(files[-1])) if files and files[-1] else ServingSpec()
+    file = last_value(words, "file")
+    return from_file(Path(file)) if file else ServingSpec()
 
 
 def from_file(path: Path) -> ServingSpec:

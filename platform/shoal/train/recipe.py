@@ -6,6 +6,7 @@ Called by every program that takes `a.b=c` words for a training run.
 from __future__ import annotations
 
 import shoal.runs
+from shoal.config import last_value
 from shoal.errors import ConfigError
 from shoal.train.spec import TrainSpec
 from shoal.train.task import load_file, source_file
@@ -13,7 +14,7 @@ from shoal.train.task import load_file, source_file
 
 def spec_from_words(words: list[str]) -> TrainSpec:
     """The spec of `resume=RUN`, or the recipe's of `task=NAME`, or the defaults; then the words. Raises ConfigError."""
-    resumed, task = _last(words, "resume"), _last(words, "task")
+    resumed, task = last_value(words, "resume"), last_value(words, "task")
     if resumed:
         return TrainSpec.from_yaml(shoal.runs.load(resumed).spec).override(words)
     return (recipe_of(task) if task else TrainSpec()).override(words)
@@ -31,9 +32,3 @@ def recipe_of(task: str) -> TrainSpec:
     if not isinstance(found, TrainSpec):
         raise ConfigError("task", task, f"{path.name}'s spec() gave a {type(found).__name__}", "return a TrainSpec")
     return found.model_copy(update={"task": task})
-
-
-def _last(words: list[str], name: str) -> str:
-    """The value of the last word `name=value`; empty when there is none."""
-    found = [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
-    return found[-1] if found else ""
