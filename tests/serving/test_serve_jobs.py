@@ -45,6 +45,10 @@ class FakeJob:
     def logs(self) -> str:
         return self.said
 
+    def end(self, timeout_s: float = 30.0) -> None:
+        if self.is_known:
+            self.stop(timeout_s)
+
     def stop(self, timeout_s: float = 30.0) -> JobStatus:
         if not self.is_known:
             raise RunError(f"no job {self.submission_id}")
@@ -206,6 +210,17 @@ def test_ctrl_c_stops_the_job(cluster: FakeCluster) -> None:
 
     def begin(job: FakeJob) -> None:
         job.on_look = interrupted
+
+    cluster.begin = begin
+    result = shoal_program("deploy", "fashion")
+    assert result.exit_code == 130
+    assert "stopped: nothing is served" in result.output
+    assert [job.stopped for job in cluster.jobs.values()] == [1]
+
+
+def test_ctrl_c_while_it_is_submitted_stops_the_job_that_may_have_begun(cluster: FakeCluster) -> None:
+    def begin(job: FakeJob) -> None:
+        raise KeyboardInterrupt
 
     cluster.begin = begin
     result = shoal_program("deploy", "fashion")

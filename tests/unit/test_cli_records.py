@@ -21,6 +21,7 @@ from shoal.cli.run import _Session as Session
 from shoal.cli.runs import report
 from shoal.cli.runs import runs as runs_command
 from shoal.cluster.handle import ClusterHandle
+from shoal.cluster.jobs import Job
 from shoal.errors import RegistryError, RunError
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
@@ -168,19 +169,41 @@ def test_the_job_is_told_what_the_user_typed(
 ) -> None:
     told: list[str] = []
 
-    def submit(cluster: object, entrypoint: list[str], *, env: dict[str, str]) -> None:
+    def submit(cluster: object, entrypoint: list[str], *, env: dict[str, str], submission_id: str) -> None:
         assert entrypoint[2:] == ["a=b c", shown]  # what reads its words by itself finds no secrets elsewhere
         told.append(env["SHOAL_COMMAND"])
         raise RunError("enough")
 
     monkeypatch.setattr("shoal.cli.run._check_words", lambda path, words: None)
     monkeypatch.setattr("shoal.cli.run.ray_jobs.submit", submit)
+    monkeypatch.setattr(Job, "end", lambda job: None)
     cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
     monkeypatch.chdir(home)
     Path("x.py").write_text(file)
     with ExitStack() as stack, pytest.raises(RunError, match="enough"):
         a_session("a=b c", "endpoint.token=hush").run(cluster, stack)
     assert told == ["shoal run x --actors 2 'a=b c' 'endpoint.token=***'"]
+
+
+def test_an_interruption_while_a_job_is_submitted_ends_the_job(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    asked: list[tuple[str, str]] = []
+
+    def submit(*_: object, submission_id: str, **__: object) -> None:
+        begun.append(submission_id)
+        raise KeyboardInterrupt
+
+    def ask(client: object, method: str, path: str) -> None:
+        asked.append((method, path))
+        raise RunError("Ray knows no such job")  # the request was interrupted before it was there
+
+    monkeypatch.setattr("shoal.cli.run._check_words", lambda path, words: None)
+    monkeypatch.setattr("shoal.cli.run.ray_jobs.submit", submit)
+    monkeypatch.setattr("shoal.cluster.jobs.ask", ask)
+    cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
+    with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
+        a_session().run(cluster, stack)
+    assert asked == [("POST", f"/api/jobs/{begun[0]}/stop")]
 
 
 def test_an_unknown_run_is_a_run_error() -> None:

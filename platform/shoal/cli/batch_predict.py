@@ -23,7 +23,7 @@ from shoal.cli.job_words import (
 )
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.embedded import start
-from shoal.cluster.jobs import Job, JobStatus, submit
+from shoal.cluster.jobs import Job, JobStatus, new_submission_id, submit
 from shoal.config import word_of
 from shoal.errors import ConfigError, RunError
 from shoal.flows.batch_predict import BatchPredictSpec, check
@@ -95,8 +95,10 @@ def _run(fields: list[str], address: str | None, console: Console, stack: ExitSt
         stack.callback(embedded.stop)
         cluster = embedded
     environment = job_environment(new_run_id(), as_typed(["shoal", *sys.argv[1:]]))
-    job = submit(cluster, [sys.executable, "-m", MODULE, *fields], env=environment)
-    stack.callback(job.stop)
+    job = Job(cluster, new_submission_id())
+    stack.callback(job.end)  # before it begins: an interruption may come at any moment
+    entrypoint = [sys.executable, "-m", MODULE, *fields]
+    submit(cluster, entrypoint, env=environment, submission_id=job.submission_id)
     _follow(job, console)
     if job.status() is not JobStatus.SUCCEEDED:
         raise RunError(failure(job, "batch prediction"))

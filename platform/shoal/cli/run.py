@@ -144,9 +144,11 @@ class _Session:
         words = [each for each in self._words if not each.startswith("resume=")]
         words += [word_of("resume", self.run_id)] if self._resumed else []
         shown, secrets = _apart(self._path, words)
-        self._job = ray_jobs.submit(cluster, [sys.executable, str(self._path), *shown], env=env | secrets)
-        stack.callback(self._job.stop)
+        self._job = ray_jobs.Job(cluster, ray_jobs.new_submission_id())
+        stack.callback(self._job.end)  # before it begins: an interruption may come at any moment
         stack.callback(self._end_actors)
+        entrypoint = [sys.executable, str(self._path), *shown]
+        ray_jobs.submit(cluster, entrypoint, env=env | secrets, submission_id=self._job.submission_id)
         self._follow()
         self._finish_actors()
         if self._job.status() is not ray_jobs.JobStatus.SUCCEEDED:
@@ -333,13 +335,15 @@ def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Conso
     shown, secrets = _apart(path, typed.words)
     entrypoint = ["python", str(path.relative_to(folder)), *shown]
     env = {COMMAND_VARIABLE: typed.command(), **secrets}
-    job = ray_jobs.submit(cluster, entrypoint, env=env, working_dir=folder)
-    console.print(f"job {job.submission_id} on {cluster.dashboard_url}")
+    job = ray_jobs.Job(cluster, ray_jobs.new_submission_id())
     try:
+        ray_jobs.submit(cluster, entrypoint, env=env, working_dir=folder, submission_id=job.submission_id)
+        console.print(f"job {job.submission_id} on {cluster.dashboard_url}")
         for line in job.follow(timeout_s=7 * 24 * 3600.0):
             console.print(line, markup=False)
     except KeyboardInterrupt:
-        job.stop()
+        ignore_further_interrupts()
+        job.end()
         console.print("stopped")
         sys.exit(130)
     if job.status() is not ray_jobs.JobStatus.SUCCEEDED:

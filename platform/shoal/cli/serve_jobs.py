@@ -79,21 +79,17 @@ def deploy(
     run_id = new_run_id()
     end_as_by_ctrl_c()
     shown, secrets = apart(fields)
-    job = submit(
-        cluster,
-        [sys.executable, "-m", MODULE, *shown],
-        env=job_environment(run_id, as_typed(["shoal", *sys.argv[1:]])) | secrets,
-        submission_id=run_id,
-    )
+    env = job_environment(run_id, as_typed(["shoal", *sys.argv[1:]])) | secrets
     try:
+        job = submit(cluster, [sys.executable, "-m", MODULE, *shown], env=env, submission_id=run_id)
         found = _wait_until_ready(job, run_id, timeout_s)
     except KeyboardInterrupt:
         ignore_further_interrupts()
-        job.stop()
+        Job(cluster, run_id).end()
         click.echo("stopped: nothing is served", err=True)
         sys.exit(130)
     except ClusterError:
-        job.stop()
+        Job(cluster, run_id).end()
         raise
     click.echo(f"endpoint {found.name} is ready at {found.url}")
     click.echo("what next:")

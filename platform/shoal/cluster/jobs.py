@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shlex
 import sys
 import time
@@ -56,6 +57,11 @@ class JobInfo:
     entrypoint: str
     message: str
     started_at_s: float  # Unix time; 0 if not known
+
+
+def new_submission_id() -> str:
+    """For who must be able to end a job whatever becomes of its submission: choose the name, then submit."""
+    return f"shoal-{secrets.token_hex(8)}"
 
 
 def submit(
@@ -219,6 +225,11 @@ class Job:
         for _ in self.follow(timeout_s):
             pass
         return self.status()
+
+    def end(self, timeout_s: float = 30.0) -> None:
+        """Like `stop`, to clean up with: also after a submission that was interrupted, which Ray may never have got."""
+        with contextlib.suppress(RunError):  # Ray knows no such job
+            self.stop(timeout_s)
 
     @property
     def _log_path(self) -> Path | None:
