@@ -65,6 +65,25 @@ def test_what_is_wrong_is_said_in_one_line(
     assert error.count("\n") == 1
 
 
+def test_an_actor_ends_with_the_program_that_holds_its_lifeline() -> None:
+    with serving() as parts:
+        words = ["--connect", parts.address, "--env", "CartPole-v1", "--timeout-s", "600", "--lifeline"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shoal.actor", *words],
+            env={**os.environ, "SHOAL_TOKEN": TOKEN},
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        try:
+            wait_for(lambda: any(actor["steps"] for actor in parts.gateway.stats()["actors"]), 30)
+            process.stdin.close()  # as the kernel does for a program that is killed
+            assert process.wait(15) == 0
+        finally:
+            process.kill()
+            process.wait()
+
+
 def test_a_signal_ends_an_actor_whose_gateway_is_gone() -> None:
     with serving() as parts:
         words = ["--connect", parts.address, "--env", "CartPole-v1", "--timeout-s", "600"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import subprocess
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,7 +132,9 @@ def a_session(*words: str) -> Session:
 def test_a_resumed_run_is_not_shown_with_what_its_earlier_life_said(monkeypatch: pytest.MonkeyPatch) -> None:
     connected: list[str] = []
 
-    def start(words: list[str], **_: object) -> SimpleNamespace:
+    def start(words: list[str], *, stdin: int, **_: object) -> SimpleNamespace:
+        assert "--lifeline" in words
+        assert stdin == subprocess.PIPE
         connected.append(words[words.index("--connect") + 1])
         return SimpleNamespace(poll=lambda: None)
 

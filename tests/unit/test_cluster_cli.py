@@ -19,6 +19,7 @@ from click.testing import CliRunner
 
 from shoal import runs
 from shoal.cli import cluster as verbs
+from shoal.cli.job_words import end_as_by_ctrl_c, ignore_further_interrupts
 from shoal.client.find import find_endpoint
 from shoal.cluster import attach, embedded
 from shoal.cluster.dashboard import Resources
@@ -120,7 +121,7 @@ def test_one_waits_for_the_other_but_not_for_ever(verb: click.Command, monkeypat
     assert "another `shoal up` or `shoal down` is at work" in str(error)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_what_up_has_begun(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
 
@@ -155,3 +156,28 @@ def test_a_cluster_of_which_no_word_can_be_left_is_ended(home: Path, monkeypatch
         embedded.start(detached=True, save_as=home / "cluster.json")
     assert not heads[0].is_running()
     assert sorted(path.name for path in home.iterdir()) == ["cluster.json", "ray-token"]
+
+
+def test_a_program_under_nohup_outlives_its_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    end_as_by_ctrl_c()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_a_terminal_that_closes_interrupts_once() -> None:
+    end_as_by_ctrl_c()
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGHUP)  # from the shell, after that of the kernel
+
+
+def test_what_cleans_up_is_not_interrupted() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    end_as_by_ctrl_c()
+    try:
+        ignore_further_interrupts()
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), each)
+    finally:
+        signal.signal(signal.SIGINT, before)

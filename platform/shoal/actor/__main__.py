@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 from shoal.actor.client import ActorClient
@@ -33,8 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--max-steps", type=int, default=None, help="stop after so many environment steps")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="give up when no gateway answers for so long")
+    parser.add_argument(
+        "--lifeline", action="store_true", help="end when standard input closes: for a program that starts actors"
+    )
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if options.lifeline:
+        threading.Thread(target=_end_with_standard_input, name="lifeline", daemon=True).start()
     try:
         return _run(options)
     except KeyboardInterrupt:
@@ -42,6 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShoalError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _end_with_standard_input() -> None:
+    while os.read(0, 1024):  # not sys.stdin, whose lock this thread would hold while Python shuts down
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _run(options: argparse.Namespace) -> int:

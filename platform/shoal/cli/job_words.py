@@ -54,15 +54,19 @@ def failure(job: Job, what: str) -> str:
 
 
 def end_as_by_ctrl_c() -> None:
-    """Let SIGTERM end this program as Ctrl-C does."""
+    """Let SIGTERM end this program as Ctrl-C does, and so let a terminal that is closed, except under `nohup`."""
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _interrupt)
 
 
 def ignore_further_interrupts() -> None:
     """While this program cleans up, which takes seconds and leaves nothing behind."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
 
 
 def _interrupt(signum: int, frame: object) -> None:
+    if signum == signal.SIGHUP:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell and the kernel both say so
     raise KeyboardInterrupt

@@ -235,7 +235,8 @@ class _Session:
 
     def _start_actors(self, record: Run) -> None:
         details = record.last_events(since_resumed=True)["gateway_ready"]
-        words = [sys.executable, "-m", "shoal.actor", "--connect", details["address"], "--env", details["env"]]
+        words = [sys.executable, "-m", "shoal.actor", "--lifeline"]
+        words += ["--connect", details["address"], "--env", details["env"]]
         if details["server_key"]:
             words += ["--server-key", details["server_key"]]
         environment = {**os.environ, "SHOAL_TOKEN": access_token(), "OMP_NUM_THREADS": "1"}
@@ -245,7 +246,7 @@ class _Session:
                     subprocess.Popen(
                         [*words, "--actor-id", f"actor-{index}", "--seed", str(index)],
                         env=environment,
-                        stdin=subprocess.DEVNULL,
+                        stdin=subprocess.PIPE,  # which closes with this program, however that ends
                         stdout=log,
                         stderr=log,
                         start_new_session=True,  # Ctrl-C reaches this program, which then ends them in order
@@ -282,6 +283,8 @@ class _Session:
             except subprocess.TimeoutExpired:
                 actor.kill()
                 actor.wait()
+            if actor.stdin is not None:
+                actor.stdin.close()
 
     # -- the end --------------------------------------------------------------------------------------------------
 
