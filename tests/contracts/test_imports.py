@@ -27,7 +27,8 @@ LEVELS = [
     {"open_inference"},
     {"wire"},
     {"config"},
-    {"home", "errors"},
+    {"home"},
+    {"errors"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import ray
 import ray.data
-from ray.util.annotations import RayDeprecationWarning
+import ray.util.annotations
 
 from shoal.errors import ClusterError, RunError
 from shoal.serve.batch_output import incoming_for, publish, require_all_rows
@@ -83,20 +83,7 @@ def predict_files(job: BatchJob, files: Sequence[Path], output: Path, workers: i
         try:
             read = ray.data.read_csv if files[0].suffix == ".csv" else ray.data.read_parquet
             rows = read(paths, num_cpus=FILES_CPUS)
-            with warnings.catch_warnings():
-                # The named parameters that are to replace these two do not have them yet (Ray 2.60).
-                warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated", RayDeprecationWarning)
-                answered = rows.map_batches(
-                    PredictWorker,
-                    fn_constructor_args=(job,),
-                    batch_format="pyarrow",
-                    batch_size=BLOCK_ROWS,
-                    compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
-                    num_cpus=cpus_each,
-                    zero_copy_batch=True,
-                    max_restarts=WORKER_RESTARTS,
-                    max_task_retries=WORKER_RESTARTS,
-                )
+            answered = _map(rows, job, count, cpus_each)
             answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILES_CPUS})
         except ray.exceptions.RayError as error:
             raise _in_words(error) from None
@@ -104,6 +91,23 @@ def predict_files(job: BatchJob, files: Sequence[Path], output: Path, workers: i
         on_failure.pop_all()
     publish(incoming, output)
     return num_rows
+
+
+def _map(rows: ray.data.Dataset, job: BatchJob, count: int, cpus_each: float) -> ray.data.Dataset:
+    with warnings.catch_warnings():
+        # Ray 2.60 takes the limits of restarts no other way than this one, which it means to replace.
+        warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
+        return rows.map_batches(
+            PredictWorker,
+            fn_constructor_args=(job,),
+            batch_format="pyarrow",
+            batch_size=BLOCK_ROWS,
+            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
+            num_cpus=cpus_each,
+            zero_copy_batch=True,
+            max_restarts=WORKER_RESTARTS,
+            max_task_retries=WORKER_RESTARTS,
+        )
 
 
 def _share(workers: int | None) -> tuple[int, float]:
