@@ -35,10 +35,10 @@ def members(cluster_id: str, temp_dir: Path) -> list[psutil.Process]:
     children: dict[int, list[psutil.Process]] = defaultdict(list)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.status() == psutil.STATUS_ZOMBIE:
+            if _is_over(process):
                 continue
             children[process.ppid()].append(process)
-            if process.environ().get(MARKER) == cluster_id or _is_ray_process_in(process, temp_dir):
+            if _environment(process).get(MARKER) == cluster_id or _is_ray_process_in(process, temp_dir):
                 own.append(process)
     found: dict[int, psutil.Process] = {}
     while own:
@@ -58,9 +58,22 @@ def _is_ray_process_in(process: psutil.Process, temp_dir: Path) -> bool:
 def is_alive(process: psutil.Process) -> bool:
     """Whether it still runs: a zombie, which waits only for its parent, does not."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and not _is_over(process)
     except psutil.Error:
         return False
+
+
+def _is_over(process: psutil.Process) -> bool:
+    """A process is called a zombie when its first thread has ended; its sockets are open until the last one has."""
+    return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    if process.status() != psutil.STATUS_ZOMBIE:
+        return process.environ()
+    for thread in process.threads()[1:]:  # the first has given up its memory
+        return psutil.Process(thread.id).environ()
+    return {}
 
 
 def end_processes(cluster_id: str, temp_dir: Path, *, grace_s: float = 2.0, timeout_s: float = 5.0) -> None:
