@@ -201,7 +201,7 @@ def test_deleted_it_leaves_nothing_behind(run_id: str) -> None:
     wait_for(lambda: not job.is_running() or job.status() == psutil.STATUS_ZOMBIE, END_S, "end of the job")
     assert shoal.runs.load(run_id).status is Status.STOPPED
     assert [point.state for point in shoal.runs.load(run_id).endpoints()] == ["closed"]
-    with Client(found.url, timeout_s=0.2) as client, pytest.raises(ConnectionLost):
+    with Client(found.url, timeout_s=5.0) as client, pytest.raises(ConnectionLost):
         client.metadata(MODEL)
     listening = {entry.laddr.port for entry in psutil.net_connections("tcp") if entry.status == psutil.CONN_LISTEN}
     assert port not in listening

@@ -130,6 +130,17 @@ def test_the_time_of_the_caller_may_have_begun_before() -> None:
     assert late.sent == []
 
 
+def test_a_wait_that_takes_longer_than_the_time_tells_what_was_found_before_it() -> None:
+    """On a busy machine; that nobody listens says more than that there was no answer."""
+    talk = Talk(Patience(0.2))
+    asked = next(talk._talk)
+    assert isinstance(asked, Send)
+    assert isinstance(talk._talk.send(NotSent("refused")), Wait)
+    talk.now_s += 1.0
+    with pytest.raises(ConnectionLost, match="cannot be reached: refused"):
+        talk._talk.send(None)
+
+
 def test_no_answer_in_time_is_what_the_endpoint_would_say_too() -> None:
     with pytest.raises(InferenceError, match=r"no answer within 0.5 s") as late:
         Talk(Patience(0.5)).answer(TooLong())

@@ -117,11 +117,12 @@ def converse(
 ) -> Conversation:
     """The conversation about one request; returns a reply of status 2xx. Raises InferenceError, ConnectionLost."""
     end_s = clock() + patience.timeout_s if patience.end_s is None else patience.end_s
+    failure: Exception = _late(patience)
     for attempt in range(patience.num_retries + 1):
         is_last = attempt == patience.num_retries
         remaining_s = end_s - clock()
         if remaining_s <= 0:
-            raise _late(patience)
+            raise failure  # a wait may take longer than it was to: what was found before it says more than the time
         outcome = yield Send(_told(request, remaining_s) if patience.tells else request, remaining_s)
         wait_s = min(LAST_WAIT_S, FIRST_WAIT_S * 2**attempt)
         match outcome:
@@ -132,7 +133,7 @@ def converse(
                 if error.retry_after_s is None or patience.is_change or is_last:
                     raise error
                 wait_s = error.retry_after_s
-                failure: Exception = error
+                failure = error
             case NotSent(reason):
                 failure = ConnectionLost(f"the endpoint cannot be reached: {reason}")
             case Broken(reason):
