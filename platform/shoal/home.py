@@ -10,13 +10,18 @@ Standard library only: the actor process uses it too.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoal.errors import ConfigError
+
+_LOCK_POLL_S = 0.01
 
 
 def home() -> Path:
@@ -47,6 +52,28 @@ def ray_token_path() -> Path:
     """The file with the token of the embedded Ray; made when absent. Raises ConfigError when it is empty."""
     _token_file("ray-token")
     return home() / "ray-token"
+
+
+@contextmanager
+def exclusive(path: Path, timeout_s: float) -> Iterator[None]:
+    """Hold the lock that is the file at `path`; a killed holder lets go by dying.
+
+    Raises TimeoutError when another process, or another holder in this one, does not let go of it within `timeout_s`.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"{path} is held by another") from None
+                time.sleep(_LOCK_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _folder() -> Path:

@@ -6,19 +6,16 @@ its cluster, and the lock that whoever changes it holds. It starts and stops not
 
 from __future__ import annotations
 
-import fcntl
 import os
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from shoal.cluster.handle import FOLDER_VARIABLE, ClusterHandle, load
 from shoal.errors import ClusterError, ConfigError
-from shoal.home import home, ray_token_path
+from shoal.home import exclusive, home, ray_token_path
 
 LOCK_TIMEOUT_S = 120.0  # a start may take a minute, and so may an end
-_LOCK_POLL_S = 0.05
 
 
 def find_cluster(address: str | None = None) -> ClusterHandle | None:
@@ -54,21 +51,12 @@ def only_one() -> Iterator[None]:
 
     Raises ClusterError when another is at work for LOCK_TIMEOUT_S.
     """
-    deadline_s = time.monotonic() + LOCK_TIMEOUT_S
-    descriptor = os.open(home() / "up.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    remedy = "wait for it, or end it"
-                    raise ClusterError(f"another `shoal up` or `shoal down` is at work: {remedy}") from None
-                time.sleep(_LOCK_POLL_S)
+    with ExitStack() as held:
+        try:
+            held.enter_context(exclusive(home() / "up.lock", LOCK_TIMEOUT_S))
+        except TimeoutError:
+            raise ClusterError("another `shoal up` or `shoal down` is at work: wait for it, or end it") from None
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _resolve(field: str, address: str) -> ClusterHandle:

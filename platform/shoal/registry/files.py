@@ -5,17 +5,15 @@ Called by the registry alone; knows nothing of models.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from shoal.errors import RegistryError
+from shoal.home import exclusive
 
 LOCK_TIMEOUT_S = 60.0
-_LOCK_POLL_S = 0.01
 
 
 @contextmanager
@@ -24,20 +22,12 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises RegistryError when it stays locked for LOCK_TIMEOUT_S.
     """
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise RegistryError(f"{folder} is being written by another process; try again") from None
-                time.sleep(_LOCK_POLL_S)
+    with ExitStack() as held:
+        try:
+            held.enter_context(exclusive(folder / ".lock", LOCK_TIMEOUT_S))
+        except TimeoutError:
+            raise RegistryError(f"{folder} is being written by another process; try again") from None
         yield
-    finally:
-        os.close(descriptor)
 
 
 def write_synced(path: Path, payload: bytes) -> None:
