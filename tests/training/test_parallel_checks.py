@@ -8,35 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from learnable import Learnable, mlp
 from shoal.errors import PlanError
 from shoal.parallel import ParallelSpec, World, check_plan, parallelize
 from shoal.parallel.batches import micro_batches
-
-
-class Learnable:
-    """First element in, mean out."""
-
-    def __init__(self, plan: dict[str, str] | None = None) -> None:
-        self.plan = plan
-
-    def inputs(self, batch: Any) -> tuple[Any, ...]:
-        return (batch,)
-
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
-        return outputs.float().mean()
-
-    def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
-        return {}
-
-    def tensor_plan(self) -> dict[str, str] | None:
-        return self.plan
-
-    def pipeline_cuts(self) -> list[str] | None:
-        return None
-
-
-def _mlp(hidden: int = 12) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Dropout(0.5), nn.Linear(hidden, 4))
 
 
 class NormAndActivation(nn.BatchNorm1d):
@@ -54,13 +29,13 @@ def _check(model: nn.Module, plan: dict[str, Any] | str, workers: int, device: s
 @pytest.mark.parametrize(
     ("model", "plan", "workers", "message"),
     [
-        (_mlp(), {"precision": "fp16"}, 1, "is for CUDA, not for cpu. use bf16"),
+        (mlp(), {"precision": "fp16"}, 1, "is for CUDA, not for cpu. use bf16"),
         (nn.LazyLinear(3), {}, 1, "shape is not known yet"),
         (nn.ReLU(), {}, 1, "has no parameter to train"),
-        (_mlp(10), {"data": 1, "tensor": 4, "pipeline": 2}, 8, r"0: has 10 outputs, which 4 ranks cannot share"),
-        (_mlp(), {"data": 2, "shard": True, "pipeline": 2, "schedule": "zbv"}, 4, "splits the backward pass"),
-        (nn.Sequential(_mlp(), nn.Linear(4, 1).double()), "fsdp", 2, "use one dtype, or ddp"),
-        (_mlp(10), "tensor", 4, r"0: has 10 outputs, which 4 ranks cannot share"),
+        (mlp(10), {"data": 1, "tensor": 4, "pipeline": 2}, 8, r"0: has 10 outputs, which 4 ranks cannot share"),
+        (mlp(), {"data": 2, "shard": True, "pipeline": 2, "schedule": "zbv"}, 4, "splits the backward pass"),
+        (nn.Sequential(mlp(), nn.Linear(4, 1).double()), "fsdp", 2, "use one dtype, or ddp"),
+        (mlp(10), "tensor", 4, r"0: has 10 outputs, which 4 ranks cannot share"),
         (nn.LSTM(6, 8), "tensor", 2, "recurrent layers are not split"),
         (nn.Linear(6, 3), "tensor", 2, "no layer can be split"),
         (
@@ -78,7 +53,7 @@ def test_refusals(model: nn.Module, plan: Any, workers: int, message: str) -> No
 
 
 def test_a_parameter_without_a_dimension() -> None:
-    model = _mlp()
+    model = mlp()
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
     with pytest.raises(PlanError, match=r"'scale': is a parameter without a dimension"):
         _check(model, "fsdp", 2)
@@ -97,13 +72,13 @@ def test_a_parameter_without_a_dimension() -> None:
 )
 def test_a_users_tensor_plan_is_refused(styles: dict[str, str], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        _check(_mlp(), "tensor", 2, styles=styles)
+        _check(mlp(), "tensor", 2, styles=styles)
 
 
 def test_a_users_tensor_plan_must_divide_even_without_an_example() -> None:
     spec = ParallelSpec.model_validate("tensor")
     with pytest.raises(PlanError, match="3 has 10 inputs, which 4 ranks cannot share"):
-        check_plan(_mlp(10), Learnable({"3": "row"}), spec, spec.degrees(4))
+        check_plan(mlp(10), Learnable({"3": "row"}), spec, spec.degrees(4))
 
 
 def test_a_batch_that_cannot_be_divided() -> None:
@@ -119,7 +94,7 @@ def test_a_loss_that_is_no_scalar() -> None:
     learnable = Learnable()
     learnable.loss = lambda outputs, batch: outputs  # type: ignore[method-assign]
     spec = ParallelSpec()
-    parallel = parallelize(_mlp(), learnable, spec, spec.degrees(1), World.alone("cpu"), torch.randn(4, 6))
+    parallel = parallelize(mlp(), learnable, spec, spec.degrees(1), World.alone("cpu"), torch.randn(4, 6))
     with pytest.raises(ValueError, match="is not a scalar"):
         parallel.train_step(torch.randn(4, 6), 0)
 
@@ -127,4 +102,4 @@ def test_a_loss_that_is_no_scalar() -> None:
 def test_more_workers_than_the_plan_has() -> None:
     spec = ParallelSpec()
     with pytest.raises(PlanError, match="start 2 processes"):
-        parallelize(_mlp(), Learnable(), spec, spec.degrees(2), World.alone("cpu"), torch.randn(4, 6))
+        parallelize(mlp(), Learnable(), spec, spec.degrees(2), World.alone("cpu"), torch.randn(4, 6))

@@ -9,35 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from learnable import Learnable, mlp
 from shoal.errors import PlanError
 from shoal.parallel.batches import tensors_of
 from shoal.parallel.tensor_plan import TensorPlan, tensor_plan
-
-
-class Learnable:
-    """First element in, mean out."""
-
-    def __init__(self, plan: dict[str, str] | None = None) -> None:
-        self.plan = plan
-
-    def inputs(self, batch: Any) -> tuple[Any, ...]:
-        return (batch,)
-
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
-        return outputs.float().mean()
-
-    def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
-        return {}
-
-    def tensor_plan(self) -> dict[str, str] | None:
-        return self.plan
-
-    def pipeline_cuts(self) -> list[str] | None:
-        return None
-
-
-def _mlp(hidden: int = 12) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Dropout(0.5), nn.Linear(hidden, 4))
 
 
 class Mixing(nn.Module):
@@ -92,7 +67,7 @@ class Peeking(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.mlp = nn.Embedding(40, 6), _mlp()
+        self.embedding, self.mlp = nn.Embedding(40, 6), mlp()
 
     def forward(self, values: Tensor) -> Tensor:
         embedded = self.embedding(values.abs().long())
@@ -195,7 +170,7 @@ def _found(model: nn.Module, example: Tensor, size: int = 2) -> TensorPlan:
 
 
 def test_what_is_found() -> None:
-    plan = _found(_mlp(), torch.randn(4, 6))
+    plan = _found(mlp(), torch.randn(4, 6))
     assert (plan.styles, plan.dropouts) == ({"0": "column", "3": "row"}, {"2": 1})
     plan = _found(Mixing(), torch.randn(4, 6))
     assert plan.styles == {"down": "column", "head": "row"}
@@ -238,7 +213,7 @@ def test_layers_that_are_called_without_gradients_are_split_only_if_they_are_fro
     class Tower(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.tower, self.head = _mlp(), nn.Linear(4, 1)
+            self.tower, self.head = mlp(), nn.Linear(4, 1)
 
         def forward(self, values: Tensor) -> Tensor:
             with torch.no_grad():
@@ -256,7 +231,7 @@ def test_layers_that_are_called_without_gradients_are_split_only_if_they_are_fro
 def test_looking_for_a_plan_leaves_a_model_as_it_was() -> None:
     class Counting(nn.Sequential):
         def __init__(self) -> None:
-            super().__init__(*_mlp())
+            super().__init__(*mlp())
             self.register_buffer("mean", torch.zeros(()))
             self.register_buffer("number", torch.zeros(()))
             self.last = torch.zeros(())

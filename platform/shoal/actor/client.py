@@ -192,9 +192,8 @@ class ActorClient:
     def send(self, segment: Segment, timeout_s: float = 600.0) -> int:
         """Send a segment and return its sequence number; waits while the gateway gives no credit.
 
-        Raises ConnectionLost when no credit came within `timeout_s` or no gateway within the client's, InvalidSegment
-        when it is too large for the gateway or has a dtype that cannot travel (nothing is sent then), Refused when the
-        gateway refuses this actor, RunChanged as `newer_weights` does.
+        Raises ConnectionLost when no credit came within `timeout_s` or no gateway within the client's, InvalidSegment,
+        sending nothing, when it is too large or of a dtype that cannot travel, Refused, RunChanged as `newer_weights`.
         """
         if self._closing.is_set():
             raise Closed("the client is closed")
