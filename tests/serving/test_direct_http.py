@@ -68,7 +68,9 @@ class Running:
     def __init__(self) -> None:
         self.echo = Echo()
         direct_http.install(self.echo)
-        self.server = uvicorn.Server(uvicorn.Config(served, port=0, lifespan="off", log_level="critical"))
+        self.server = uvicorn.Server(
+            uvicorn.Config(served, port=0, lifespan="off", log_level="critical", timeout_keep_alive=60)
+        )
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
         wait_for(lambda: self.server.started)
@@ -186,6 +188,9 @@ def test_a_connection_that_was_reset_leaves_nothing_behind(running: Running) -> 
         assert line.recv(4096)
         (protocol,) = map(weakref.ref, running.server.server_state.connections)
         line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    wait_for(lambda: not running.server.server_state.connections)
-    gc.collect()
-    assert protocol() is None
+
+    def nothing_is_left() -> bool:  # the server's own thread may still be in the call that lets go of it
+        gc.collect()
+        return protocol() is None
+
+    wait_for(nothing_is_left)
