@@ -3,93 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from serving.faulty_models import ASKED, NAN, RAISE, SHAPE, SIGNATURE, SLOW, moody
-from serving.replica_set import Asked, ReplicaSet, ask, until
+from serving.faulty_models import NAN, RAISE, SHAPE, SLOW, moody
+from serving.live_set import LiveSet, everywhere, infer, live
+from serving.replica_set import ask, until
 from shoal.cli.serve_display import plain_lines, shares
 from shoal.client.status import EndpointStatus
 from shoal.errors import InferenceError
-from shoal.registry import ModelFactory
 from shoal.serve import live_control
 from shoal.serve.batcher import BatchReport
 from shoal.serve.options import GuardOptions
-from shoal.serve.replica import START_POLL_S, EndpointReplica
+from shoal.serve.replica import START_POLL_S
 from shoal.serve.report import MAX_LEFT
-from shoal.serve.sources import LiveModel, ServedModel
-from shoal.weights import WeightSnapshot, WeightStore
-
-MOODY = ModelFactory(factory="serving.faulty_models:Moody")
-
-
-class LiveSet(ReplicaSet):
-    """`store` is the run's."""
-
-    def __init__(self, store: WeightStore, **spec: Any) -> None:
-        super().__init__(ServedModel("moody", LiveModel(MOODY, SIGNATURE, store)), **spec)
-        self.store = store
-
-    async def publish(self, snapshot: WeightSnapshot) -> None:
-        """And wait until every replica answers with it."""
-        self.store.publish(snapshot)
-        await until(lambda: set(self.versions("moody")) == {snapshot.version})
-
-    @property
-    def seen(self) -> dict[str, Any]:
-        """What the status says of the model."""
-        return self.status.model("moody")
-
-    def entries(self) -> list[tuple[str, int | None, int | None, str]]:
-        return [(each.kind, each.version, each.previous, each.by) for each in self.controller.state.events]
-
-
-def live(replicas: int = 1, **options: Any) -> Callable[[Callable[[LiveSet], Awaitable[None]]], Callable[[], None]]:
-    """A test body that gets a running endpoint, whose run has published version 1, which has answered."""
-
-    def decorate(body: Callable[[LiveSet], Awaitable[None]]) -> Callable[[], None]:
-        def test() -> None:
-            async def run() -> None:
-                store = WeightStore()
-                store.publish(moody(1))
-                async with LiveSet(store, model=options) as endpoint:
-                    await endpoint.start(replicas)
-                    assert await everywhere(endpoint) == {1}
-                    await body(endpoint)
-                    store.close()
-
-            asyncio.run(run())
-
-        test.__name__, test.__doc__ = body.__name__, body.__doc__
-        return test
-
-    return decorate
-
-
-async def infer(replica: EndpointReplica, *, poison: bool = False, version: int | None = None, rows: int = 1) -> Asked:
-    """Ask; an answer must be all of the version that it names."""
-    data = [ASKED, RAISE if poison else 0.0] * rows
-    tensor = {"name": "x", "shape": [rows, 2], "datatype": "FP32", "data": data}
-    path = "/v2/models/moody" + (f"/versions/{version}" if version is not None else "") + "/infer"
-    answer = await ask(replica, "POST", path, {"inputs": [tensor]})
-    if answer.status == 200:
-        assert answer.body["outputs"][0]["data"] == [float(answer.version)] * rows
-    return answer
-
-
-async def everywhere(endpoint: LiveSet, num: int = 8) -> set[int]:
-    """The versions that answer `num` requests at once to each replica; not one may fail."""
-    found: Counter[int] = Counter()
-    for replica in endpoint.replicas.values():
-        for answer in await asyncio.gather(*[infer(replica) for _ in range(num)]):
-            assert answer.status == 200, answer.body
-            found[answer.version] += 1
-    return set(found)
+from shoal.weights import WeightSnapshot
 
 
 @pytest.mark.parametrize(("mood", "word"), [(RAISE, "on purpose"), (SHAPE, "expected FP32"), (NAN, "is not finite")])
@@ -385,7 +316,10 @@ def json_of(document: dict[str, Any]) -> bytes:
         ("version champion of 'moody' is not held", {"action": "rollback", "version": "champion"}),
         ("follows the weights of its run already", {"action": "promote"}),
         ("no version by its number: promote moody", {"action": "promote", "version": 1}),
-        ("which decides what is next", {"action": "canary", "version": 1, "percent": 10}),
+        (
+            "these that get a share, and no version by its number. Say moody",
+            {"action": "canary", "version": 1, "percent": 10},
+        ),
         ("which decides what is next", {"action": "deploy", "version": 1}),
     ],
 )

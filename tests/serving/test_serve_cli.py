@@ -163,6 +163,7 @@ def test_an_endpoint_that_says_little_is_shown_too() -> None:
     ("words", "change"),
     [
         (["canary", "fashion@4"], {"action": "canary", "version": "4", "percent": 10.0}),
+        (["canary", "fashion", "--percent", "20"], {"action": "canary", "percent": 20.0}),
         (
             ["canary", "fashion@candidate", "--percent", "0"],
             {"action": "canary", "version": "candidate", "percent": 0.0},
@@ -193,6 +194,8 @@ def test_changes_are_sent_as_they_were_asked_for(
     [
         (ModelStatus("fashion", stable=3), {"from_version": 3}),
         (ModelStatus("fashion", pinned=41), {"from_version": 41}),
+        (ModelStatus("fashion", pinned=41, newest_percent=10.0), {}),  # the newest has not come yet
+        (ModelStatus("fashion", pinned=41, newest_percent=10.0, candidate=57), {"from_version": 57}),
         (ModelStatus("fashion", versions=[VersionStatus(41, "stable", 1.0)]), {}),  # it follows a run
         (ModelStatus("another", stable=3), {}),
     ],
@@ -213,7 +216,6 @@ def test_a_model_is_added_to_an_endpoint_that_is_up(recorded: str, host: Host) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["canary", "fashion"], "does not say which version. for example fashion@2"),
         (["rollback", "fashion@3"], "names a version, where the whole model is meant. write fashion"),
         (["canary", "nobody@3"], "there is no model 'nobody'"),
         (["canary", "Fashion@3"], "is not a name"),

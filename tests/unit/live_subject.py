@@ -9,8 +9,10 @@ import numpy as np
 
 from shoal.errors import WeightsError
 from shoal.serve.forwards import ForwardTimes
-from shoal.serve.live_versions import LiveVersions, Trial
+from shoal.serve.live_trial import Answering, Trial
+from shoal.serve.live_versions import LiveVersions
 from shoal.serve.options import GuardOptions
+from shoal.serve.rollout import Shares
 from shoal.weights import WeightSnapshot
 
 FINE, BROKEN, UNFIT = "fine", "broken", "unfit"
@@ -48,6 +50,7 @@ class Subject:
         self.seconds: dict[int, float] = {}
         self.clock, self.forwards = Clock(), ForwardTimes()
         self.flips: list[tuple[int, int]] = []
+        self.shares: Shares | None = None
         self.num_told = 0
         options = GuardOptions.parse({"min_requests": 10, **guard})
         load: Any = self._load
@@ -60,8 +63,9 @@ class Subject:
             raise WeightsError("does not fit")
         return FakeLoaded(snapshot.version, kind, self.clock, self.seconds.get(snapshot.version, 0.001))
 
-    def _flip(self, now: Any, before: Any) -> None:
-        self.flips.append((now.version, before.version if before else 0))
+    def _flip(self, answering: Answering) -> None:
+        self.flips.append((answering.stable.version, answering.other.version if answering.other else 0))
+        self.shares = answering.shares
 
     def _told(self) -> None:
         self.num_told += 1
@@ -70,10 +74,10 @@ class Subject:
         self.kinds[version], self.seconds[version] = kind, seconds
         return self.live.take(weights(version))
 
-    def ask(self, num: int = 1) -> int:
+    def ask(self, num: int = 1, for_candidate: bool = False) -> int:
         """The version that answers a batch, whose time is kept as the batcher's would be."""
         started_s = self.clock()
-        answered = self.live.predict([0.0] * num)  # type: ignore[list-item]
+        answered = self.live.predict([0.0] * num, for_candidate)  # type: ignore[list-item]
         if answered.is_alone:
             self.forwards.add(answered.version, num, self.clock() - started_s)
         assert {int(outputs["y"][0]) for outputs in answered.outputs} == {answered.version}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shoal.errors import InferenceError, WeightsError
 from shoal.serve.guard import NUM_COMPARED
 from shoal.serve.report import MAX_LEFT
-from shoal.serve.rollout import LivePlan
+from shoal.serve.rollout import LivePlan, Shares
 from unit.live_subject import BROKEN, FINE, POISON, UNFIT, Subject, slower, weights
 
 
@@ -38,9 +39,12 @@ class Life(RuleBasedStateMachine):
         except WeightsError:
             assert kind == UNFIT
             is_taken = False
-        held_still = self.plan.frozen or (self.plan.pinned and before == self.plan.pinned)
+        is_beside = self.plan.newest is not None
+        held_still = self.plan.frozen or (self.plan.pinned and not is_beside)
         assert is_taken == (kind != UNFIT and not held_still and self.newest not in left)
-        assert self.live.version == (self.newest if is_taken else before)
+        assert self.live.version == (self.newest if is_taken and not is_beside else before)
+        if is_taken and is_beside:
+            assert (self.live.report().candidate, self.subject.shares) == (self.newest, self.plan.newest)
 
     @rule(kind=st.sampled_from([FINE, FINE, BROKEN, UNFIT]))
     def publish(self, kind: str) -> None:
@@ -48,32 +52,40 @@ class Life(RuleBasedStateMachine):
 
     @rule(num=st.integers(1, 8))
     def ask(self, num: int) -> None:
+        held = (self.plan.pinned,) if self.plan.newest else self.live.report().held  # what is pinned answers for itself
+        self._ask(num, held, self.live.version)
+
+    @rule(num=st.integers(1, 8))
+    def ask_for_the_candidate(self, num: int) -> None:
         report = self.live.report()
-        can = [version for version in report.held if self.subject.kinds[version] == FINE]
-        before = self.live.version
+        self._ask(num, report.held, report.candidate or self.live.version, for_candidate=True)
+
+    def _ask(self, num: int, held: tuple[int, ...], before: int, for_candidate: bool = False) -> None:
+        can = [version for version in held if self.subject.kinds[version] == FINE]
         try:
-            version = self.subject.ask(num)
+            version = self.subject.ask(num, for_candidate)
         except RuntimeError:
             assert not can
             return
         assert version in can
         if version != before:  # the newer one failed: with this guard it has to go
-            assert self.live.version == version
+            assert (self.live.version, self.live.report().candidate) == (version, 0)
             self.banned.add(before)
 
     @rule()
     def ask_what_nobody_can_answer(self) -> None:
-        before = self.live.version
-        with pytest.raises(RuntimeError, match=f"{before} on purpose"):
-            self.live.predict([0.0, POISON])  # type: ignore[list-item]
-        assert self.live.version == before
+        before, report = self.live.version, self.live.report()
+        for version, for_candidate in ((before, False), (report.candidate or before, True)):
+            with pytest.raises(RuntimeError, match=f"{version} on purpose"):
+                self.live.predict([0.0, POISON], for_candidate)  # type: ignore[list-item]
+        assert (self.live.version, self.live.report()) == (before, report)
 
     @rule(back=st.integers(0, 3))
     def others_have_left_it(self, back: int) -> None:
         left = (*self.plan.left, max(1, self.newest - back))[-MAX_LEFT:]
         *_, before = self.live.report().held
         could = [version for version in self.live.report().held if version not in left]
-        self._hear(LivePlan(self.plan.era, self.plan.frozen, self.plan.pinned, left, self.plan.kept, self.plan.is_kept))
+        self._hear(replace(self.plan, left=left))
         if not self.plan.pinned:
             assert self.live.version == max(could, default=before)
 
@@ -100,8 +112,16 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: not self.plan.pinned)
     @rule(frozen=st.booleans())
     def freeze(self, frozen: bool) -> None:
-        plan = self.plan
-        self._hear(LivePlan(plan.era, frozen, plan.pinned, plan.left, plan.kept, plan.is_kept))
+        self._hear(replace(self.plan, frozen=frozen))
+
+    @precondition(lambda self: self.plan.pinned)
+    @rule(shares=st.sampled_from([None, Shares(10.0), Shares(0.0, 50.0)]))
+    def share(self, shares: Shares | None) -> None:
+        before = self.live.report()
+        self._hear(replace(self.plan, newest=shares))
+        assert self.live.version == self.plan.pinned
+        assert self.live.report().candidate == (before.candidate if shares else 0)
+        assert self.subject.shares == (shares if before.candidate else None)
 
     @rule()
     def follow_again(self) -> None:

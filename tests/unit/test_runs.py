@@ -7,7 +7,7 @@ import math
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from shoal import runs
 from shoal.errors import ConfigError, RunError
 from shoal.runs import RunRecorder, Status, origin
+from waiting import wait_for
 
 DEADLINE_S = 15.0
 SPEC = "environment: CartPole-v1\nlearner:\n  lr: 0.001\n"
@@ -31,13 +32,6 @@ def run(home: Path) -> Iterator[RunRecorder]:
     made = runs.create("cartpole", SPEC, "one")
     yield made
     made.close()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the state did not come"
-        time.sleep(0.005)
 
 
 # --- what is told comes back ---
@@ -112,7 +106,7 @@ def test_the_best_value_outlives_the_flush_that_saw_it(run: RunRecorder) -> None
 def test_metrics_reach_readers_without_a_flush(run: RunRecorder) -> None:
     run.log(1, {"x": 1.0})
     assert runs.load("one").latest() == {}  # buffered
-    wait_for(lambda: runs.load("one").latest() == {"x": 1.0})
+    wait_for(lambda: runs.load("one").latest() == {"x": 1.0}, DEADLINE_S)
 
 
 @pytest.mark.parametrize("name", ["step", "time"])

@@ -17,6 +17,7 @@ import pytest
 from shoal import runs
 from shoal.errors import RunError
 from shoal.runs import RunRecorder, Status, recorder
+from waiting import wait_for
 
 DEADLINE_S = 15.0
 
@@ -32,13 +33,6 @@ def run(home: Path) -> Iterator[RunRecorder]:
     made = runs.create("cartpole", "", "one")
     yield made
     made.close()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the state did not come"
-        time.sleep(0.005)
 
 
 def test_what_cannot_be_written_is_kept_and_written_later(
@@ -193,7 +187,7 @@ def test_readers_see_whole_flushes_while_other_processes_write(
                 lengths[seen.id].append(len(metrics))
         return all(len(set(seen)) >= 5 for seen in lengths.values())
 
-    wait_for(both_grew_while_read)
+    wait_for(both_grew_while_read, DEADLINE_S)
     (home / "stop").touch()
     for name, writer in writers.items():
         output, _ = writer.communicate(timeout=DEADLINE_S)

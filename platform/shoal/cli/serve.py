@@ -128,7 +128,7 @@ def _watch(
 
 
 @serve.command()
-@click.argument("model", metavar="NAME@VERSION")
+@click.argument("model", metavar="NAME[@VERSION]")
 @click.option("--percent", type=click.FloatRange(0, 100), default=10.0, show_default=True, help="Of its requests.")
 @_endpoint_option
 def canary(model: str, percent: float, endpoint: str | None) -> None:
@@ -137,13 +137,18 @@ def canary(model: str, percent: float, endpoint: str | None) -> None:
     It is loaded in every replica before it gets its first request, and rolled back by itself when it fails more often,
     or is slower, than the model's guard allows. Clients that ask for a track or show a key stay on their side.
 
+    A model that follows the weights of a run stays with the version that answers, and its candidate is whichever is
+    the run's newest, until it is promoted or rolled back.
+
     \b
     Examples:
       shoal serve canary fashion@4
       shoal serve canary fashion@candidate --percent 50
       shoal serve canary fashion@4 --percent 0        only for clients that ask for track "candidate"
+      shoal serve canary fashion --percent 20         another share for the candidate that is open
+      shoal serve canary cartpole                     the run's newest weights
     """
-    name, version = _split(model)
+    name, version = _candidate(model)
     with asking(endpoint) as (_, client):
         _say(client.rollout("canary", name, version=version, percent=percent))
 
@@ -155,7 +160,7 @@ def promote(model: str, endpoint: str | None) -> None:
     """Let the candidate, or this version, answer all requests of a model.
 
     No request fails and none is answered by a mixture: every replica has it before the first answers with it. A model
-    that follows the weights of a run, and was rolled back, follows them again.
+    that follows the weights of a run, and was rolled back or has a canary, follows them again.
 
     \b
     Examples:
@@ -163,7 +168,7 @@ def promote(model: str, endpoint: str | None) -> None:
       shoal serve promote fashion@4
       shoal serve promote cartpole                    the run's newest weights, and all that come
     """
-    name, version = _split(model) if "@" in model else (_name(model), None)
+    name, version = _candidate(model)
     with asking(endpoint) as (_, client):
         _say(client.rollout("promote", name, version=version))
 
@@ -184,7 +189,7 @@ def rollback(model: str, to: int | None, left: int | None, reason: str, endpoint
     """End a canary or a shadow; without one, go back to the version before the last promotion.
 
     A model that follows the weights of a run goes back to the version before the one that answers, or to the one that
-    --to names (`status` shows which are held), and stays with it until it is promoted.
+    --to names (`status` shows which are held), and stays with it until it is promoted. Its canary ends like any other.
 
     Nothing is done when the version that it would leave is another than the one that was meant.
 
@@ -202,7 +207,7 @@ def rollback(model: str, to: int | None, left: int | None, reason: str, endpoint
 
 
 @serve.command()
-@click.argument("model", metavar="NAME@VERSION")
+@click.argument("model", metavar="NAME[@VERSION]")
 @click.option("--percent", type=click.FloatRange(0, 100), default=100.0, show_default=True, help="Of its requests.")
 @_endpoint_option
 def shadow(model: str, percent: float, endpoint: str | None) -> None:
@@ -213,8 +218,9 @@ def shadow(model: str, percent: float, endpoint: str | None) -> None:
       shoal serve shadow fashion@4
       shoal serve shadow fashion@4 --percent 20
       shoal serve shadow fashion@4 --percent 0        ends it
+      shoal serve shadow cartpole                     the run's newest weights, beside those that answer now
     """
-    name, version = _split(model)
+    name, version = _candidate(model)
     with asking(endpoint) as (_, client):
         _say(client.rollout("shadow", name, version=version, percent=percent))
 
@@ -222,15 +228,13 @@ def shadow(model: str, percent: float, endpoint: str | None) -> None:
 def _answering(status: EndpointStatus, name: str) -> int | None:
     """The version that a rollback would leave; None of a model that takes another by itself, or that is not there."""
     found = {model.name: model for model in status.models}.get(name, ModelStatus(name))
-    return found.candidate or found.stable or found.pinned or None
+    return found.candidate or found.stable or (found.pinned if found.newest_percent is None else 0) or None
 
 
-def _split(ref: str) -> tuple[str, str]:
-    """Name, and number or alias, of a version; the endpoint knows what the alias means."""
+def _candidate(ref: str) -> tuple[str, str | None]:
+    """Name, and number or alias, of a version; the endpoint knows what the alias, or none at all, means."""
     name, word = split_ref(ref)
-    if not word:
-        raise ConfigError("model", ref, "does not say which version", f"for example {name}@2 or {name}@candidate")
-    return name, word
+    return name, word or None
 
 
 def _name(ref: str) -> str:

@@ -119,7 +119,8 @@ def _about(model: ModelStatus) -> RenderableType:
 
 def _followed(model: ModelStatus) -> list[str]:
     if model.pinned:
-        return [f"pinned at version {model.pinned} of {model.source}"]
+        beside = "" if model.newest_percent is None else ", beside its newest"
+        return [f"pinned at version {model.pinned} of {model.source}{beside}"]
     return [f"follows {model.source}"] if model.source else []
 
 

@@ -42,8 +42,9 @@ class ModelStatus(msgspec.Struct, frozen=True):
     phase:      of its rollout: vacant, steady, staging, canary, flipping; "live" when it follows a run
     source:     what it follows: `name@champion` of the registry, or `a run` when live
     pinned:     the version that a live model stays with, until it is told to follow its run again; 0 while it follows
-    stable, candidate: the versions of its rollout, the candidate also while it is being loaded; 0 for none, and of a
-                model that follows a run
+    newest_percent: of the requests, what the run's newest version answers beside the pinned one; None: it has no share
+    stable, candidate: the versions of its rollout, the candidate also while it is being loaded; 0 for none. A model
+                that follows a run has no stable one here, and the candidate is the newest, while that has a share
     queued_rows, max_queued_rows: over all replicas
     batch_rows: mean rows of a batch over the last `EndpointStatus.window_s`; None where there was none
     refused:    requests that were answered with 429 or 504 since the start, over all replicas
@@ -56,6 +57,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     phase: str = ""
     source: str = ""
     pinned: int = 0
+    newest_percent: float | None = None
     stable: int = 0
     candidate: int = 0
     versions: list[VersionStatus] = []

@@ -15,10 +15,10 @@ from typing import Any
 from shoal.errors import InferenceError, RegistryError
 from shoal.serve.changes import Change, parse_change, parse_options
 from shoal.serve.controller import EndpointController
-from shoal.serve.controller_state import Deployment, ModelState
+from shoal.serve.controller_state import Deployment, LiveState, ModelState
 from shoal.serve.guard import Evidence, judge
 from shoal.serve.options import ModelOptions
-from shoal.serve.rollout import Goal, Phase, Rollout
+from shoal.serve.rollout import Goal, Phase, Rollout, Shares
 
 LOAD_TIMEOUT_S = 300.0
 _LIVE = (
@@ -105,12 +105,15 @@ class Administration:
 
     async def _open(self, change: Change, by: str) -> None:
         """A canary, or a shadow: stage the version, or give the one that is open other shares."""
+        if self._model(change.model).deployment.is_live:
+            await self._share(change, by)
+            return
         name, percent = change.model, change.percent or 0.0
         model = self._registered(name)
         rollout = model.rollout
         version = self._meant(model.deployment, change.word) if change.word else rollout.candidate
         if not version:
-            raise InferenceError(400, f"{change.action} needs a version of {name!r}")
+            raise InferenceError(400, f"{change.action} needs a version of {name!r}: say {name}@2 or {name}@candidate")
         is_canary = change.action == "canary"
         if rollout.phase is Phase.CANARY and rollout.candidate == version:
             adjusted = replace(
@@ -179,7 +182,10 @@ class Administration:
         name, model = change.model, self._model(change.model)
         rollout, reason = model.rollout, change.reason or "asked for"
         if model.deployment.is_live:
-            await self._pin(change, by, reason)
+            if model.live.newest is not None and not change.word:
+                self._unshare(change, model.live, by, reason)
+            else:
+                await self._pin(change, by, reason)
             return
         if change.word:
             problem = (
@@ -205,8 +211,33 @@ class Administration:
         self._controller.begin(name, version, Goal.FLIP, kind="rollback", by=by, why=reason)
         await self._settled(change, version)
 
-    async def _pin(self, change: Change, by: str, reason: str) -> None:
-        """Let a live model answer with the version before, or with one that is named, and stay with it."""
+    async def _share(self, change: Change, by: str) -> None:
+        """Give the newest of the run a share beside the version that is pinned, or that answers now."""
+        name, state = change.model, self._model(change.model).live
+        if change.word:
+            problem = f"model {name!r} follows the newest weights of its run: it is these that get a share"
+            raise InferenceError(409, f"{problem}, and no version by its number. Say {name} alone")
+        if not state.pinned:
+            await self._pin(change, by, change.reason, stay=True)
+            state = self._model(name).live
+            if not state.pinned:
+                raise InferenceError(409, f"model {name!r} was told to follow its run meanwhile")
+        old, percent = state.newest or Shares(), change.percent or 0.0
+        is_canary = change.action == "canary"
+        newest = replace(old, percent=percent) if is_canary else replace(old, shadow_percent=percent)
+        self._controller.live.share(name, newest, change.action, by, _shares(newest, change.reason))
+
+    def _unshare(self, change: Change, live: LiveState, by: str, reason: str) -> None:
+        if change.from_version == live.pinned:
+            what = f"leave the newest weights of its run, not version {live.pinned}, which is pinned"
+            raise InferenceError(409, f"a rollback of {change.model!r} would {what}: see its status")
+        self._controller.live.unshare(change.model, by, reason)
+
+    async def _pin(self, change: Change, by: str, reason: str, stay: bool = False) -> None:
+        """Let a live model answer with the version before, or with one that is named, and stay with it.
+
+        stay: with the version that answers
+        """
         name, live, models = change.model, self._controller.live, self._controller.state.models
         with live.freeze(name):
             if not await self._controller.wait_until(self._controller.is_followed, change.timeout_s):
@@ -214,7 +245,9 @@ class Administration:
             if name not in models:
                 raise InferenceError(409, f"model {name!r} was deleted meanwhile")
             _require_left(change, max(live.answering(name), default=0))
-            version = self._to_pin(name, change.word)
+            version = max(live.answering(name), default=0) if stay else self._to_pin(name, change.word)
+            if not version:
+                raise InferenceError(409, f"model {name!r} has no weights yet")
             live.pin(name, version, by, reason)
 
         def everywhere() -> bool:
@@ -277,13 +310,15 @@ class Administration:
         self._controller.tick()
 
     def _take_live_metric(self, change: Change) -> None:
-        """Of the version that answers, or of one before it, which is then not gone back to."""
+        """Of the version that answers, or of one before it, which is then not gone back to; or of the newest."""
         name, live, model = change.model, self._controller.live, self._controller.state.models[change.model]
         assert change.value is not None
         guard = ModelOptions.parse(model.deployment.options).guard
-        version = int(change.word) if change.word.isdigit() else max(live.answering(name), default=0)
+        beside = live.candidates(name) if model.live.newest is not None else []
+        version = int(change.word) if change.word.isdigit() else max(beside or live.answering(name), default=0)
         reason = judge(guard, Evidence(metrics={change.metric: change.value}))
-        if reason and version in live.held(name) and not model.live.pinned:
+        is_stuck = model.live.pinned and (model.live.newest is None or version == model.live.pinned)
+        if reason and version in live.held(name) and not is_stuck:
             if version in live.answering(name) and not live.before(name, version):
                 raise InferenceError(409, f"{reason}; but no version of {name!r} before {version} is held")
             live.leave(name, version, reason)
@@ -346,6 +381,6 @@ def _require_left(change: Change, version: int) -> None:
         raise InferenceError(409, problem)
 
 
-def _shares(rollout: Rollout, reason: str) -> str:
-    shares = f"{rollout.percent:g} percent of the requests, {rollout.shadow_percent:g} percent shadowed"
+def _shares(candidate: Rollout | Shares, reason: str) -> str:
+    shares = f"{candidate.percent:g} percent of the requests, {candidate.shadow_percent:g} percent shadowed"
     return f"{reason} ({shares})" if reason else shares

@@ -7,6 +7,7 @@
     {"action": "rollback", "model": "lenet", "reason": "..."}               the candidate goes; or the last one is back
     {"action": "rollback", "model": "lenet", "from_version": 3}             409 when it would leave another than 3
     {"action": "rollback", "model": "policy", "version": 41}                a live model stays with 41, or with the last
+    {"action": "canary",   "model": "policy", "percent": 5}                 a live model's newest, beside what answers
     {"action": "promote",  "model": "policy"}                               a live model follows its run again
     {"action": "delete",   "model": "lenet"}
     {"action": "metric",   "model": "lenet", "metric": "accuracy", "value": 0.91}       of the candidate, for the guard

@@ -170,6 +170,7 @@ class EndpointController:
                     model.rollout = replace(model.rollout, lost_replicas=model.rollout.lost_replicas + 1)
             self.record("replica_lost", reason=f"{replica} was not heard of for {self._lease_s:g} s")
             self.leave(replica)
+            self.live.lost_replica()
         for name in self.state.models:
             self._follow_alias(name)
         self.live.tick()

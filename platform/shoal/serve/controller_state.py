@@ -17,7 +17,7 @@ import msgspec
 
 from shoal.errors import WeightsError
 from shoal.serve.report import Left
-from shoal.serve.rollout import Rollout
+from shoal.serve.rollout import Rollout, Shares
 from shoal.weights import WeightSnapshot
 
 MAX_EVENTS = 500
@@ -71,9 +71,10 @@ class Event:
 class LiveState:
     """What is wanted of a model that follows the weights of a run.
 
-    era, pinned, left, kept: as in `LivePlan`
+    era, pinned, left, kept, newest: as in `LivePlan`
     last:        the version that was left last, and why
     unrecorded:  how many were left since the last entry in the events, which was made at `recorded_at`
+    lost_replicas: that died since the newest got its share
     """
 
     era: int = 0
@@ -83,6 +84,8 @@ class LiveState:
     last: Left | None = None
     unrecorded: int = 0
     recorded_at: float = 0.0
+    newest: Shares | None = None
+    lost_replicas: int = 0
 
 
 @dataclass

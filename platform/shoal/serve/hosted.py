@@ -20,10 +20,11 @@ from shoal.registry.manifest import Signature
 from shoal.serve.batcher import Batcher, BatcherCounts, BatchReport
 from shoal.serve.call import Arrays, InferCall, Prediction, size_bytes
 from shoal.serve.forwards import ForwardTimes
+from shoal.serve.live_trial import Answering
 from shoal.serve.live_versions import LiveVersions
 from shoal.serve.metrics import ModelStatistics
 from shoal.serve.options import ModelOptions
-from shoal.serve.predictor import LoadedModel, Predictor
+from shoal.serve.predictor import Predictor
 from shoal.serve.report import ModelReport
 from shoal.serve.shadow import Shadow
 from shoal.serve.tracing import TracedArrays
@@ -166,11 +167,13 @@ class Hosted:
         self.shadow.close()
         self._queue.close()
 
-    def _flip(self, loaded: LoadedModel, before: LoadedModel | None) -> None:
+    def _flip(self, answering: Answering) -> None:
         if not self.version:
             self._queue.expect(self.predictor.measured)
-        self.table.follow(loaded, before)
-        self.counts.serving(loaded.version)
+        table, shares = self.table, answering.shares
+        table.follow(answering.stable, answering.other, shares.percent if shares else None)
+        self.shadow.set(table.candidate, shares.shadow_percent if shares else 0.0)
+        self.counts.serving(table.version, table.candidate_version, table.percent)
 
     def _count_failure(self, track: Track | None, status: int, arrived_s: float) -> None:
         """A 5xx of the model's making counts against the version; what was refused before a forward counts for none."""
@@ -186,8 +189,9 @@ class Hosted:
         self._ran.version, self._ran.is_alone = loaded.version, True
         if self._tracer is not None:
             self._ran.requests = requests
-        if self.live is not None and self.table.is_stable(track):
-            answered, version, self._ran.is_alone = self.live.predict(requests)
+        for_candidate = self.table.is_candidate(track)
+        if self.live is not None and (for_candidate or self.table.is_stable(track)):
+            answered, version, self._ran.is_alone = self.live.predict(requests, for_candidate)
             self._ran.version = version
         else:
             answered, version = loaded.predict_batch(requests), loaded.version

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from shoal.serve.controller_state import LiveState, ModelState, StateFile
+from shoal.serve.guard import Evidence, judge
+from shoal.serve.options import GuardOptions
 from shoal.serve.report import MAX_LEFT, Left, ReplicaReport
-from shoal.serve.rollout import LivePlan
+from shoal.serve.rollout import LivePlan, Shares
 from shoal.weights import WeightSnapshot
 
 RECORD_S = 10.0
@@ -41,7 +43,7 @@ class LiveControl:
     def plan(self, name: str, live: LiveState) -> LivePlan:
         """What the replicas are to do about a model."""
         is_kept = self._has(name, live.kept)
-        return LivePlan(live.era, name in self._frozen, live.pinned, tuple(live.left), live.kept, is_kept)
+        return LivePlan(live.era, name in self._frozen, live.pinned, tuple(live.left), live.kept, is_kept, live.newest)
 
     def heard(self, report: ReplicaReport) -> None:
         """A replica has reported: what it has left, nobody is to answer with."""
@@ -83,6 +85,11 @@ class LiveControl:
         models = [report.models[name] for report in self._reports.values() if name in report.models]
         return [model.version for model in models if model.version]
 
+    def candidates(self, name: str) -> list[int]:
+        """The version that has a share in each replica, of those in which one has."""
+        reports = [report.models[name].live for report in self._reports.values() if name in report.models]
+        return [report.candidate for report in reports if report is not None and report.candidate]
+
     def held(self, name: str) -> list[int]:
         """The versions that could answer at once in some replica, and in all of them soon after; ascending."""
         live = self._models()[name].live
@@ -110,7 +117,7 @@ class LiveControl:
         """Let every replica answer with a version that is held, until told to follow the run again."""
         live = self._models()[name].live
         previous = max(self.answering(name), default=0)
-        live.pinned = live.kept = version
+        live.pinned, live.kept, live.newest = version, version, None
         self._record("pin", name, version, previous or None, by, reason)
         self._commit()
 
@@ -119,13 +126,40 @@ class LiveControl:
         live = self._models()[name].live
         self._record("follow", name, None, live.pinned or None, by, reason)
         live.era, live.pinned, live.left, live.last, live.unrecorded = live.era + 1, 0, [], None, 0
+        live.newest = None
         self._commit()
+
+    def share(self, name: str, newest: Shares, kind: str, by: str, reason: str) -> None:
+        """Let the newest of the run have a share beside what is pinned."""
+        live = self._models()[name].live
+        if live.newest is None:
+            live.lost_replicas = 0
+        live.newest = newest
+        self._record(kind, name, None, live.pinned, by, reason)
+        self._commit()
+
+    def unshare(self, name: str, by: str, reason: str) -> None:
+        """Let what is pinned answer everything again."""
+        live = self._models()[name].live
+        candidate = max(self.candidates(name), default=0)
+        live.newest = None
+        self._record("rollback", name, live.pinned, candidate or None, by, reason)
+        self._commit()
+
+    def lost_replica(self) -> None:
+        """One has died: whatever has a share beside something else may be why."""
+        for name, model in self._models().items():
+            live = model.live
+            if live.newest is not None:
+                live.lost_replicas += 1
+                if reason := judge(GuardOptions(), Evidence(lost_replicas=live.lost_replicas)):
+                    self.unshare(name, "guard", reason)
 
     def leave(self, name: str, version: int, reason: str) -> None:
         """Let no replica answer with a version, for what a user has measured."""
         answering = self.answering(name)
-        has_answered = version in answering
-        instead = self.before(name, version) if has_answered else max(answering, default=0)
+        has_answered = version in (*answering, *self.candidates(name))
+        instead = self.before(name, version) if version in answering else max(answering, default=0)
         self._leave(name, self._models()[name].live, Left(version, reason, instead, has_answered))
         self._commit()
 

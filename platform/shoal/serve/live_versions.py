@@ -7,6 +7,9 @@ answers. Knows neither where weights come from nor who decides.
 The version before is held beside the one that answers, for as long as that does: a batch at which the newer one fails
 is answered by the older one, and then it is known whom to blame, the version or what was asked. What is left is not
 taken again. A few older versions are held too, for hands to go back to: as the bytes that came.
+
+While the newest of the run has a share beside a pinned version, it is the newest that is on trial, and the pinned one
+that stands before it, whichever newer ones come.
 """
 
 from __future__ import annotations
@@ -16,15 +19,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import numpy as np
 
 from shoal.errors import InferenceError, WeightsError
 from shoal.serve.call import Arrays
 from shoal.serve.forwards import ForwardTimes
 from shoal.serve.guard import NUM_COMPARED, Tried, judge_live, latency_ratio
+from shoal.serve.live_trial import Answered, Answering, Held, Trial
 from shoal.serve.options import GuardOptions
 from shoal.serve.predictor import LoadedModel
 from shoal.serve.report import MAX_LEFT, Left, LiveReport
@@ -35,57 +35,11 @@ OLDER_EVERY_S = 30.0  # between the publications of older versions that are held
 logger = logging.getLogger(__name__)
 
 
-class Answered(NamedTuple):
-    """The outputs of each request of a batch, and the version that made them all.
-
-    is_alone: no other version has computed the batch, so that its time says how long this one takes
-    """
-
-    outputs: list[dict[str, np.ndarray]]
-    version: int
-    is_alone: bool
-
-
-@dataclass(frozen=True)
-class Held:
-    """A version that could answer at once, and its weights as they came."""
-
-    loaded: LoadedModel
-    snapshot: WeightSnapshot
-
-    @property
-    def version(self) -> int:
-        return self.loaded.version
-
-
-@dataclass
-class Trial:
-    """The version that answers, the one before it, and what has been counted since they changed.
-
-    next_look:  the number of requests at which its speed is looked at again
-    is_suspect: it looks slow; the next batches are computed by both
-    """
-
-    now: Held
-    before: Held | None
-    next_look: int
-    requests: int = 0
-    errors: int = 0
-    is_suspect: bool = False
-    num_compared: int = 0
-    ratios: list[float] = field(default_factory=list)
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether it has answered something; with nothing before it, it was there from the start or is back."""
-        return self.before is None or self.requests > self.errors
-
-
 class LiveVersions:
     """Of one model in one replica.
 
     load:      makes a version ready; raises WeightsError for one that does not fit, or cannot answer an example
-    flip:      told of every change of who answers, and of the version before
+    flip:      told of every change of who answers
     forwards:  how long versions have taken
     num_older: how many versions are held beside these two
     changed:   called, in any thread, when there is something to report
@@ -95,7 +49,7 @@ class LiveVersions:
         self,
         guard: GuardOptions,
         load: Callable[[WeightSnapshot], LoadedModel],
-        flip: Callable[[LoadedModel, LoadedModel | None], None],
+        flip: Callable[[Answering], None],
         forwards: ForwardTimes,
         num_older: int,
         clock: Callable[[], float] = time.perf_counter,
@@ -104,6 +58,7 @@ class LiveVersions:
         self.changed: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._trial: Trial | None = None
+        self._stable: Held | None = None  # what is pinned, while the newest has a share beside it
         self._older: deque[WeightSnapshot] = deque(maxlen=num_older)
         self._plan = LivePlan()
         self._left: dict[int, Left] = {}  # by itself, in this era
@@ -111,14 +66,17 @@ class LiveVersions:
 
     @property
     def version(self) -> int:
-        """The version that answers; 0 before the first."""
-        return self._trial.now.version if self._trial else 0
+        """The version that answers who asks for nothing else; 0 before the first."""
+        stable, trial = self._stable, self._trial
+        if stable is not None:
+            return stable.version
+        return trial.now.version if trial else 0
 
     def report(self) -> LiveReport:
         """What the controller is told."""
         with self._lock:
             held = {held.version for held in self._all_held()} | {older.version for older in self._older}
-            return LiveReport(self._plan.era, tuple(sorted(held)), tuple(self._left.values()))
+            return LiveReport(self._plan.era, tuple(sorted(held)), tuple(self._left.values()), self._candidate())
 
     # -- what is there to answer with -------------------------------------------------------------------------------
 
@@ -152,7 +110,11 @@ class LiveVersions:
         held = self._loaded(snapshot)
         with self._lock:
             if held.version != self.version and held.version in (self._plan.pinned, self._missing()):
+                newest = self._trial.now if self._trial else None
                 self._answer_with(held, None)
+                self._set_beside()
+                if self._stable is held and newest is not None and not self._is_left(newest.version):
+                    self._answer_with(newest, held)
         self.changed()
 
     def _loaded(self, snapshot: WeightSnapshot) -> Held:
@@ -176,13 +138,14 @@ class LiveVersions:
                 self._left = {}
             self._plan = plan
             self._forget_older(plan.left)
+            self._set_beside()
             trial = self._trial
-            if plan.pinned and trial is not None:
+            if trial is not None and plan.pinned and self._stable is None:
                 self._answer_with_held(plan.pinned)
+                self._set_beside()
             elif trial is not None:
-                if trial.before is not None and trial.before.version in plan.left:
-                    trial = self._trial = Trial(trial.now, None, self._guard.min_requests)
-                    self._flip(trial.now.loaded, None)
+                if trial.before is not None and trial.before is not self._stable and trial.before.version in plan.left:
+                    trial = self._answer_with(trial.now, None)
                 if trial.now.version in plan.left and trial.before is not None:
                     self._answer_with(trial.before, None)
 
@@ -195,10 +158,11 @@ class LiveVersions:
     @property
     def is_resting(self) -> bool:
         """Whether nothing new would be taken. What is pinned may be on its way: until then, what answers stays."""
-        return self._plan.frozen or (self._plan.pinned > 0 and self.version > 0)
+        plan = self._plan
+        return plan.frozen or (plan.pinned > 0 and self.version > 0 and self._stable is None)
 
     def _is_wanted(self, version: int) -> bool:
-        if version == self.version or self._is_left(version):
+        if version in (self.version, self._candidate()) or self._is_left(version):
             return False
         return not self.is_resting or (version == self._plan.pinned and not self._plan.frozen)
 
@@ -223,8 +187,8 @@ class LiveVersions:
     def _to_go_back_to(self) -> Held | None:
         """The newest version that has answered something, when another comes; or else the first."""
         trial = self._trial
-        if trial is None:
-            return None
+        if trial is None or self._stable is not None:
+            return self._stable
         return trial.now if trial.is_proven and not self._is_left(trial.now.version) else trial.before
 
     def _all_held(self) -> list[Held]:
@@ -252,9 +216,41 @@ class LiveVersions:
             if held.version == version:
                 self._answer_with(held, None)
 
-    def _answer_with(self, now: Held, before: Held | None) -> None:
-        self._trial = Trial(now, before, self._guard.min_requests)
-        self._flip(now.loaded, before.loaded if before else None)
+    def _answer_with(self, now: Held, before: Held | None) -> Trial:
+        trial = self._trial = Trial(now, before, self._guard.min_requests)
+        self._tell_who_answers(trial)
+        return trial
+
+    def _tell_who_answers(self, trial: Trial) -> None:
+        now, before, stable = trial.now, trial.before, self._stable
+        if stable is None:
+            self._flip(Answering(now.loaded, before.loaded if before else None))
+        elif now is stable:
+            self._flip(Answering(stable.loaded))
+        else:
+            self._flip(Answering(stable.loaded, now.loaded, self._plan.newest))
+
+    def _candidate(self) -> int:
+        """The version of the run that has a share; 0 for none."""
+        stable, trial = self._stable, self._trial
+        return trial.now.version if trial and stable is not None and trial.now is not stable else 0
+
+    def _set_beside(self) -> None:
+        """The plan is another, or what is pinned has come: give the newest its share, or take it away."""
+        trial, stable, plan = self._trial, self._stable, self._plan
+        if trial is None:
+            return
+        if plan.newest is None or (stable is not None and stable.version != plan.pinned):
+            if stable is not None:
+                if plan.pinned:  # forwards look at both without the lock: never at a candidate that is alone
+                    trial = self._answer_with(stable, None)
+                self._stable = None
+                self._tell_who_answers(trial)
+        elif stable is not None:
+            self._tell_who_answers(trial)  # with other shares
+        elif trial.now.version == plan.pinned:
+            self._stable = trial.now
+            self._answer_with(trial.now, None)
 
     def _leave(self, version: int, reason: str) -> None:
         trial = self._trial
@@ -267,12 +263,14 @@ class LiveVersions:
 
     # -- answers, in a forward's thread -------------------------------------------------------------------------------
 
-    def predict(self, requests: Sequence[Arrays]) -> Answered:
+    def predict(self, requests: Sequence[Arrays], for_candidate: bool = False) -> Answered:
         """Compute a batch with the version that answers, or with the one before where that fails.
 
         Raises what the version that answers has raised when no other can do better.
         """
-        trial = self._trial
+        stable, trial = self._stable, self._trial
+        if stable is not None and not for_candidate:
+            return Answered(stable.loaded.predict_batch(requests), stable.version, True)
         assert trial is not None  # calls are admitted when there is a version, and one never goes without another
         if trial.before is None:
             return Answered(trial.now.loaded.predict_batch(requests), trial.now.version, True)

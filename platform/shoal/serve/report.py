@@ -47,11 +47,13 @@ class LiveReport:
     era:  of the plan that it follows, see `LivePlan`
     held: versions that it could answer with at once, ascending
     left: the newest of those that it left by itself in this era, oldest first
+    candidate: the version of the run that has a share beside the one that is pinned; 0 for none
     """
 
     era: int = 0
     held: tuple[int, ...] = ()
     left: tuple[Left, ...] = ()
+    candidate: int = 0
 
 
 @dataclass(frozen=True)

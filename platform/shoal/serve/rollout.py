@@ -180,6 +180,17 @@ def _without_candidate(rollout: Rollout, reason: str) -> Rollout:
 
 
 @dataclass(frozen=True)
+class Shares:
+    """What a candidate gets, in percent: of the requests that ask for nothing else, and of the stable version's.
+
+    shadow_percent: of these, those that it computes too, for comparison
+    """
+
+    percent: float = 0.0
+    shadow_percent: float = 0.0
+
+
+@dataclass(frozen=True)
 class LivePlan:
     """What a replica is to do about the weights of a run.
 
@@ -189,6 +200,7 @@ class LivePlan:
     left:    versions not to answer with
     kept:    the version that replicas go back to who have no other; 0 for none
     is_kept: whether the controller has its weights; else who holds it gives them to the controller
+    newest:  what the newest of the run gets beside `pinned`; None: nothing, it is not even loaded
     """
 
     era: int = 0
@@ -197,6 +209,7 @@ class LivePlan:
     left: tuple[int, ...] = ()
     kept: int = 0
     is_kept: bool = False
+    newest: Shares | None = None
 
 
 FOLLOWING = LivePlan()  # also what a registered model has

@@ -18,7 +18,7 @@ from shoal.serve.controller import EndpointController
 from shoal.serve.controller_state import Event, LiveState, ModelState
 from shoal.serve.options import ModelOptions
 from shoal.serve.report import ModelReport
-from shoal.serve.rollout import Phase, Rollout
+from shoal.serve.rollout import Phase, Rollout, Shares
 from shoal.serve.snapshots import HistogramSnapshot, ModelSnapshot, VersionSnapshot, merge, quantile, since
 
 WINDOW_S = 10.0
@@ -106,10 +106,11 @@ class StatusBook:
             phase=phase,
             source=f"{name}@{deployment.version}" if deployment.version else ("a run" if deployment.is_live else name),
             pinned=model.live.pinned,
+            newest_percent=model.live.newest.percent if model.live.newest else None,
             stable=rollout.stable,
-            candidate=rollout.candidate,
+            candidate=rollout.candidate or max(controller.live.candidates(name), default=0),
             versions=[
-                _version(version, *_place(version, rollout, reports), counts, before, before_s)
+                _version(version, *_place(version, model, reports), counts, before, before_s)
                 for version in sorted({version for report in reports for version in _had(report)})
                 if deployment.is_live or version in (rollout.stable, rollout.candidate)  # others are on their way out
             ],
@@ -152,19 +153,35 @@ def _left(live: LiveState) -> str:
     return f"version {live.last.version} was left,{instead} {live.last.reason}"
 
 
-def _place(version: int, rollout: Rollout, reports: Sequence[ModelReport]) -> tuple[str, float]:
-    """The track and the share of a version. A live model's answers in some replicas, and not yet in others."""
+def _place(version: int, model: ModelState, reports: Sequence[ModelReport]) -> tuple[str, float]:
+    """The track and the share of a version."""
+    rollout = model.rollout
     if not rollout.stable:
-        answering = [report.version for report in reports if report.version]
-        share = answering.count(version) / len(answering) if answering else 0.0
-        return ("stable" if share else ""), share
+        return _live_place(version, model.live, reports)
     is_open = rollout.phase is Phase.CANARY
     if version == rollout.stable:
         return "stable", 1.0 - (rollout.percent / 100.0 if is_open else 0.0)
     if is_open and version == rollout.candidate:
-        is_shadow = rollout.shadow_percent > 0.0 and rollout.percent == 0.0
-        return "shadow" if is_shadow else "candidate", rollout.percent / 100.0
+        return _beside(rollout), rollout.percent / 100.0
     return "", 0.0
+
+
+def _live_place(version: int, live: LiveState, reports: Sequence[ModelReport]) -> tuple[str, float]:
+    """A live model's version answers in some replicas, and not yet in others."""
+    answering = [report for report in reports if report.version]
+    given, track = 0.0, ""
+    for report in answering:
+        candidate = report.live.candidate if report.live is not None and live.newest is not None else 0
+        part = live.newest.percent / 100.0 if live.newest is not None and candidate else 0.0
+        if version == report.version:
+            given, track = given + 1.0 - part, "stable"
+        elif version == candidate and live.newest is not None:
+            given, track = given + part, track or _beside(live.newest)
+    return track, given / len(answering) if answering else 0.0
+
+
+def _beside(candidate: Rollout | Shares) -> str:
+    return "shadow" if candidate.shadow_percent > 0.0 and candidate.percent == 0.0 else "candidate"
 
 
 def _version(

@@ -92,6 +92,10 @@ class VersionTable:
         """Whether this is the track of whoever asks for nothing in particular."""
         return track is self._stable
 
+    def is_candidate(self, track: Track) -> bool:
+        """Whether this is the track of the candidate, if only of one that is not open any more."""
+        return track is self._candidate
+
     def _is_drawn(self, sticky: str) -> bool:
         if sticky:
             return place(self._model, sticky) < self._percent
@@ -116,17 +120,24 @@ class VersionTable:
     def open(self, version: int, percent: float) -> None:
         """Let a loaded version answer its share, and who asks for the candidate."""
         self._candidate.loaded = self._tracks[version].loaded
-        self._is_open, self._percent = True, percent
+        self._percent, self._is_open = percent, True
 
     def shut(self) -> None:
         """No candidate any more: what was admitted for it is answered by the stable version."""
         self._is_open, self._percent = False, 0.0
         self._candidate.loaded = self._stable.loaded
 
-    def follow(self, loaded: LoadedModel, before: LoadedModel | None) -> None:
-        """The version of a live model that answers from the next batch on, and the one before. From any thread."""
-        self._stable.loaded = loaded
-        self._tracks = {each.version: Track(each) for each in (loaded, before) if each is not None}
+    def follow(self, stable: LoadedModel, other: LoadedModel | None, percent: float | None = None) -> None:
+        """The version of a live model that answers from the next batch on, and another. From any thread.
+
+        percent: the other is the candidate, and this its share; None: it answers only who asks for its number
+        """
+        self._stable.loaded = stable
+        self._tracks = {each.version: Track(each) for each in (stable, other) if each is not None}
+        if other is not None and percent is not None:
+            self.open(other.version, percent)
+        else:
+            self.shut()
 
 
 def place(model: str, sticky: str) -> float:
