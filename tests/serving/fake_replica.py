@@ -25,7 +25,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/-/healthz":
+            time.sleep(self.server.check_s)  # type: ignore[attr-defined]
             self._answer(200, "text/plain", b"success")
+            self.server.num_checks += 1  # type: ignore[attr-defined]
             return
         self.server.paths.append(self.path)  # type: ignore[attr-defined]
         match unquote(self.path.rpartition("?/")[2]).lstrip("/").split("/", 1):
@@ -77,7 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 200
-    num_connections = 0
+    num_connections = num_checks = 0
+    check_s = 0.0
 
     def get_request(self) -> tuple[socket.socket, object]:
         accepted = super().get_request()
@@ -89,10 +92,14 @@ class _Server(ThreadingHTTPServer):
 
 
 class FakeReplica:
-    """Listens on `port` until close(). `paths`: what was asked, in order; `num_connections`: accepted so far."""
+    """Listens on `port` until close(). `paths`: what was asked, in order; `num_connections`: accepted so far.
 
-    def __init__(self) -> None:
+    check_s: how long it takes to answer a health check; `num_checks` have been answered
+    """
+
+    def __init__(self, check_s: float = 0.0) -> None:
         self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.check_s = check_s
         self.paths: list[str] = []
         self._server.paths = self.paths  # type: ignore[attr-defined]
         self.port: int = self._server.server_address[1]
@@ -102,6 +109,10 @@ class FakeReplica:
     @property
     def num_connections(self) -> int:
         return self._server.num_connections
+
+    @property
+    def num_checks(self) -> int:
+        return self._server.num_checks
 
     def close(self) -> None:
         self._server.shutdown()

@@ -10,7 +10,7 @@ from serve_template import serves_config
 from shoal.cluster.serve_environment import free_port, serve_environment
 from waiting import wait_for
 
-UNCHECKED = r"s/ check\b.*//; /check/d"  # edits: without Serve nobody answers HAProxy's health checks
+UNCHECKED = r"/timeout check/d; s/ check\b.*//; /check/d"  # edits: without Serve nobody answers HAProxy's health checks
 
 
 class HaproxyProcess:

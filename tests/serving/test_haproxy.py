@@ -9,8 +9,9 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 
 import grpc
@@ -366,6 +367,20 @@ def test_over_grpc_an_application_that_serve_has_not_is_one_that_may_come(
             server.stop(0).wait(ANSWER_S)
     assert caught.value.code() == code
     assert (caught.value.details() == details) == (code == grpc.StatusCode.NOT_FOUND)
+
+
+def test_a_replica_that_is_busy_is_not_taken_for_dead() -> None:
+    """Its health checks wait behind what it is asked: for longer than HAProxy waits between two of them."""
+    with ExitStack() as stack:
+        busy = FakeReplica(check_s=0.5)
+        stack.callback(busy.close)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="x.")))
+        started = HaproxyProcess(folder, busy.port, 0, "s/ inter 1s/ inter 50ms/; s/ fall 2/ fall 1/")
+        stack.callback(started.close)
+        wait_for(lambda: busy.num_checks >= 3, ANSWER_S, "health checks")
+        with closing(HTTPConnection("127.0.0.1", started.port, timeout=ANSWER_S)) as client:
+            client.request("GET", "/echo")
+            assert client.getresponse().status == 200
 
 
 def test_connections_to_a_replica_are_kept_however_many_clients_there_are(replica: FakeReplica) -> None:

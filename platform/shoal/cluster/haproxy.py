@@ -9,6 +9,7 @@ library only. What it changes, Serve has no setting for:
 - What HAProxy, or Serve, says by itself has the protocol's body: `{"error": ...}`, or a status in gRPC's trailers. That
   it has no application is 503: there will be one, or the endpoint is going.
 - Connections to replicas are kept however many clients there are.
+- A replica that is slow to answer a health check, because of all that it is asked, stays.
 - A change of the endpoint is asked of one replica only, which may have made it before it died, and has its own time.
 - Heads with many headers are passed on, as far as they fit into a buffer: the endpoint says that they are too large
   (431). Of one that does not fit HAProxy 2.8 can only say 400, as of any that it cannot read (3.1 knows 414 and 431).
@@ -28,6 +29,9 @@ from pathlib import Path
 
 REQUEST_TIMEOUT_S = 10
 CHANGE_TIMEOUT_S = 3800  # more than a change may ask for: the endpoint says that it takes too long
+# Health checks wait in a replica behind requests. One that has all the load of another, which died, takes a second and
+# more: taken for dead too, it would leave everything to Serve's own proxy, which is far slower, and needs it as well.
+CHECK_TIMEOUT_S = 10
 STREAM_TIMEOUT_S = 600  # a stream of gRPC may be silent for so long; an answer has Serve's time all the same
 MAX_HEADERS = 4096  # no more fit into a buffer
 # Connections to replicas are kept as long as HAProxy has descriptors at all, which is room for as many as clients have.
@@ -241,8 +245,8 @@ def _unary_first(lines: list[str]) -> list[str]:
 
 def _defaults(lines: list[str]) -> list[str]:
     kept = [line for line in lines if not line.strip().startswith(("errorfile ", "timeout http-request "))]
-    added = ["    option dontlog-normal", f"    timeout http-request {REQUEST_TIMEOUT_S}s", "    errorfiles shoal"]
-    return [*kept, *added]
+    timeouts = [f"    timeout http-request {REQUEST_TIMEOUT_S}s", f"    timeout check {CHECK_TIMEOUT_S}s"]
+    return [*kept, "    option dontlog-normal", *timeouts, "    errorfiles shoal"]
 
 
 def _answers() -> list[str]:
