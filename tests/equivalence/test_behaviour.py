@@ -63,6 +63,23 @@ def test_shards_of_which_ranks_use_other_parts_are_refused_before_their_gradient
         assert "use ddp" in blocks
 
 
+def _in_turn(world: World, spec: ParallelSpec) -> dict[str, Tensor | None]:
+    """Gradients of a step of two micro-steps, the first of which uses one layer and the second the other."""
+    parallel = build(partial(Routed, True), spec, world)
+    tokens, targets = global_batch(0)
+    tokens[:, 0] = torch.tensor([2, 3] * 8)
+    parallel.train_step(share((tokens, targets), world.rank, world.size), 0)
+    return whole_gradients(parallel.named_parameters())
+
+
+def test_a_shard_that_only_an_early_micro_step_uses_keeps_its_gradient() -> None:
+    plan = ParallelSpec(accumulate=2)
+    expected = _in_turn(World.alone("cpu"), plan)
+    assert all(gradient is not None for gradient in expected.values())
+    for found in run_ranks(_in_turn, 2, plan.model_copy(update={"shard": True})):
+        torch.testing.assert_close(found, expected)
+
+
 def _half_odd() -> tuple[Tensor, Tensor]:
     """A global batch of which the second share alone has odd first tokens."""
     tokens, targets = global_batch(0)
