@@ -17,7 +17,7 @@ import numpy as np
 import uvicorn
 
 from serving.fake_host import FakeHost, FakeModel, tensors
-from serving.haproxy_process import HaproxyProcess
+from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import DATATYPES
 from shoal.serve import direct_http
@@ -33,7 +33,6 @@ from shoal.serve.rest import RestApp
 HOST = "127.0.0.1"
 TOKEN = "the-token"
 MAX_BODY_BYTES = 1 << 20
-UNCHECKED = r"s/ check\b.*//; /check/d"  # for HAProxy: without Serve nobody answers its health checks
 
 
 def host() -> FakeHost:
