@@ -385,12 +385,12 @@ def test_a_replica_that_is_busy_is_not_taken_for_dead() -> None:
 
 def test_connections_to_a_replica_are_kept_however_many_clients_there_are(replica: FakeReplica) -> None:
     """HAProxy closes them when a quarter of its descriptors is in use: a connection for each request under overload."""
-    with tempfile.TemporaryDirectory(prefix="x.") as folder, ExitStack() as closing:
+    with tempfile.TemporaryDirectory(prefix="x.") as folder, ExitStack() as stack:
         edits = f"{UNCHECKED}; s/maxconn .*/maxconn 100/"
         small = HaproxyProcess(Path(folder), replica.port, grpc_replica_port=0, edits=edits)
-        closing.callback(small.close)
+        stack.callback(small.close)
         clients = [
-            closing.enter_context(socket.create_connection(("127.0.0.1", small.port), ANSWER_S)) for _ in range(90)
+            stack.enter_context(socket.create_connection(("127.0.0.1", small.port), ANSWER_S)) for _ in range(90)
         ]
         before = replica.num_connections
         for client in clients * 3:
