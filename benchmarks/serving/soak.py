@@ -163,6 +163,13 @@ def measure(folder: Path, minutes: float) -> tuple[Outcome, Trouble, float]:
     return outcome, trouble, rate
 
 
+def by_minute(outcome: Outcome) -> list[str]:
+    ok = outcome.kinds == OK
+    times_s, values = p99_of_windows(outcome.due_s[ok], 1e3 * (outcome.done_s - outcome.due_s)[ok])
+    minutes = ((times_s - times_s.min()) // 60.0).astype(int)
+    return [f"{np.median(values[minutes == minute]):.0f}" for minute in range(minutes.max() + 1)]
+
+
 def rows_of(outcome: Outcome, trouble: Trouble, rate: float, minutes: float) -> list[Row]:
     """Flatness and losses."""
     ok = outcome.kinds == OK
@@ -197,6 +204,7 @@ def main() -> None:
     with scratch() as folder:
         outcome, trouble, rate = measure(folder, minutes)
     print(outcome.line(), flush=True)
+    print("p99 of the median window, by minute, in ms:", *by_minute(outcome), flush=True)
     for kind, example in outcome.examples.items():
         print(f"{kind}: {example}", flush=True)
     write("serving_soak", rows_of(outcome, trouble, rate, minutes), chosen.results)
