@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from serving.faulty_models import ASKED, RAISE, SIGNATURE, moody
-from serving.replica_set import Asked, ReplicaSet, ask, until
+from serving.replica_set import Asked, ReplicaSet, ask, tally, until
 from shoal.registry import ModelFactory
 from shoal.serve.replica import EndpointReplica
 from shoal.serve.sources import LiveModel, ServedModel
@@ -76,9 +75,4 @@ async def infer(
 
 async def everywhere(endpoint: LiveSet, num: int = 8) -> set[int]:
     """The versions that answer `num` requests at once to each replica; not one may fail."""
-    found: Counter[int] = Counter()
-    for replica in endpoint.replicas.values():
-        for answer in await asyncio.gather(*[infer(replica) for _ in range(num)]):
-            assert answer.status == 200, answer.body
-            found[answer.version] += 1
-    return set(found)
+    return set(await tally(endpoint, infer, num))

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +235,15 @@ class LocalController:
     async def status(self) -> dict[str, Any]:
         self._controller()
         return self._set.status.endpoint()
+
+
+async def tally(
+    endpoint: ReplicaSet, one: Callable[[EndpointReplica], Coroutine[Any, Any, Asked]], num: int
+) -> Counter[int]:
+    """Who answers `num` requests at once to each replica, each asked by `one`; not one may fail."""
+    found: Counter[int] = Counter()
+    for replica in endpoint.replicas.values():
+        for answer in await asyncio.gather(*[one(replica) for _ in range(num)]):
+            assert answer.status == 200, answer.body
+            found[answer.version] += 1
+    return found

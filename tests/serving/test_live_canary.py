@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from serving.faulty_models import RAISE, moody
 from serving.live_set import LiveSet, everywhere, infer, live
-from serving.replica_set import ask, until
+from serving.replica_set import ask, tally, until
 from shoal.cli.serve_display import plain_lines, shares
 from shoal.client.status import EndpointStatus, ModelStatus
 from shoal.errors import InferenceError
@@ -35,12 +34,7 @@ async def beside(endpoint: LiveSet, version: int, mood: float = 0.0) -> None:
 
 async def answered(endpoint: LiveSet, num: int = 100, **headers: str) -> Counter[int]:
     """Who answers `num` requests to each replica; not one may fail."""
-    found: Counter[int] = Counter()
-    for replica in endpoint.replicas.values():
-        for answer in await asyncio.gather(*[infer(replica, **headers) for _ in range(num)]):
-            assert answer.status == 200, answer.body
-            found[answer.version] += 1
-    return found
+    return await tally(endpoint, lambda replica: infer(replica, **headers), num)
 
 
 @live(replicas=2)

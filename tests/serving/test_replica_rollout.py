@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from serving.replica_set import LINEAR, SIGNATURE, Asked, ReplicaSet, ask, constant, infer, register, until
+from serving.replica_set import LINEAR, SIGNATURE, Asked, ReplicaSet, ask, constant, infer, register, tally, until
 from shoal.errors import InferenceError, ShoalError
 from shoal.registry import Registry, Signature, TensorSignature
 from shoal.serve.options import GuardOptions, ModelOptions
@@ -45,12 +45,7 @@ def rollout(*versions: int, ref: str = "linear@1", replicas: int = 3, **options:
 
 async def everywhere(endpoint: ReplicaSet, num: int = 40, **headers: str) -> Counter[int]:
     """Versions that answer `num` requests of each replica."""
-    found: Counter[int] = Counter()
-    for replica in endpoint.replicas.values():
-        for answer in await asyncio.gather(*[infer(replica, **headers) for _ in range(num)]):
-            assert answer.status == 200, answer.body
-            found[answer.version] += 1
-    return found
+    return await tally(endpoint, lambda replica: infer(replica, **headers), num)
 
 
 def spoil(version: int) -> Path:
