@@ -169,14 +169,14 @@ def _place(version: int, model: ModelState, reports: Sequence[ModelReport]) -> t
 def _live_place(version: int, live: LiveState, reports: Sequence[ModelReport]) -> tuple[str, float]:
     """A live model's version answers in some replicas, and not yet in others."""
     answering = [report for report in reports if report.version]
-    given, track = 0.0, ""
+    newest, given, track = live.newest or Shares(), 0.0, ""
     for report in answering:
         candidate = report.live.candidate if report.live is not None and live.newest is not None else 0
-        part = live.newest.percent / 100.0 if live.newest is not None and candidate else 0.0
+        part = newest.percent / 100.0 if candidate else 0.0
         if version == report.version:
             given, track = given + 1.0 - part, "stable"
-        elif version == candidate and live.newest is not None:
-            given, track = given + part, track or _beside(live.newest)
+        elif version == candidate:
+            given, track = given + part, track or _beside(newest)
     return track, given / len(answering) if answering else 0.0
 
 
