@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from shoal.algorithms.impala import ImpalaConfig
+from shoal.algorithms.impala_config import ImpalaConfig
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.learner import Learner, model_arrays
 from shoal.rl.ledger import Ledger

@@ -10,7 +10,8 @@ registered as `cartpole@champion`.
 """
 
 from shoal.cluster.driver import job_main
-from shoal.flows.actor_learner import ActorLearnerSpec, run_actor_learner
+from shoal.flows.actor_learner import run_actor_learner
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policy import look_at_environment
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.options import ModelOptions

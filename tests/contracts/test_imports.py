@@ -101,6 +101,33 @@ def test_the_loop_loads_nothing_of_training(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    "module",
+    ["shoal.rl.ray_rl", "shoal.weights.ray_weights", "shoal.runs.ray_mailbox", "shoal.serve.ray_serve"],
+)
+def test_workers_that_compute_nothing_and_the_drivers_load_no_torch(module: str) -> None:
+    """Gateway, weight store, mailbox, endpoint controller: two seconds of a core and 200 MB each, for nothing."""
+    program = f"import sys, {module}; print([name for name in ['torch', 'shoal.flows'] if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("program", "heavy"),
+    [
+        ("jobs/actor_learner.py", ["torch", "ray.serve"]),
+        ("serve_apps/live_policy.py", ["torch", "ray.serve"]),
+        ("serve_apps/registered_model.py", ["torch", "ray.serve"]),
+        ("jobs/train.py", ["ray.train", "ray.serve"]),
+    ],
+)
+def test_words_are_checked_before_what_only_a_run_needs_is_loaded(program: str, heavy: list[str]) -> None:
+    """Whoever mistypes a word waits for this, and so does every run that starts its own cluster."""
+    code = f"import runpy, sys; runpy.run_path({program!r}); print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_every_module_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.algorithms.impala import ImpalaConfig, NonFiniteLoss, batch_of, update
+from shoal.algorithms.impala import NonFiniteLoss, batch_of, update
+from shoal.algorithms.impala_config import ImpalaConfig
 from shoal.models.actor_critic import ActorCritic
 
 

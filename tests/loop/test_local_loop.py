@@ -14,9 +14,8 @@ from rl_setting import EXPERIENCE as OTHER_MODEL
 from rl_setting import TOKEN
 from shoal.actor import ActorClient, play
 from shoal.errors import RunError
-from shoal.models.actor_critic import policy_spec
 from shoal.rl.local import LocalLoop
-from shoal.rl.spec import RLSpec
+from shoal.rl.spec import RLSpec, policy_spec
 from waiting import wait_for
 
 SPEC = RLSpec(hidden=(16,)).override(

@@ -211,10 +211,10 @@ def test_an_endpoint_is_closed_also_when_its_record_cannot_be_written(monkeypatc
     endpoint = SimpleNamespace(
         url="http://127.0.0.1:1", close=lambda: done.append("close"), status=lambda: {"models": []}
     )
-    for name in ("check", "require_room"):
+    for name in ("check", "require_cpus"):
         monkeypatch.setattr(serving, name, lambda asked: None)
     monkeypatch.setattr(serving, "registered", lambda ref: MODEL)
-    monkeypatch.setattr(serving, "deploy", lambda spec, models: endpoint)
+    monkeypatch.setattr("shoal.serve.ray_serve.deploy", lambda spec, models: endpoint)
     monkeypatch.setattr("shoal.runs.create", create)
     with pytest.raises(RunError, match="the record is locked"):
         serving.serve_models(ServingSpec(models=["m@1"]), "serve")

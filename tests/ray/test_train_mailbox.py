@@ -26,7 +26,7 @@ class Handle:
     """
 
     def __init__(self) -> None:
-        from shoal.train.ray_mailbox import Mailbox
+        from shoal.runs.ray_mailbox import Mailbox
 
         self.mailbox = Mailbox()
         self.troubles: list[str] = []
@@ -65,7 +65,7 @@ class FakeTrainer:
 def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
     import ray
 
-    from shoal.train import ray_mailbox
+    from shoal.runs import ray_mailbox
 
     monkeypatch.setattr(ray, "get", lambda call, timeout: call())
     monkeypatch.setattr(ray_mailbox, "DELIVERY_S", 0.001)
@@ -101,7 +101,7 @@ def heard(fit: Any) -> list[Any]:
 
 
 def test_a_mailbox_that_does_not_answer_stops_nobody_and_loses_nothing(handle: Handle) -> None:
-    from shoal.train.ray_mailbox import Posted
+    from shoal.runs.ray_mailbox import Posted
 
     handle.troubles = ["late", "unheard", "late"]
     posted = Posted(handle)
@@ -116,7 +116,7 @@ def test_a_mailbox_that_does_not_answer_stops_nobody_and_loses_nothing(handle: H
 
 
 def test_rank_0_hears_that_it_is_asked_to_stop(handle: Handle) -> None:
-    from shoal.train.ray_mailbox import Posted
+    from shoal.runs.ray_mailbox import Posted
 
     posted = Posted(handle)
     handle.mailbox.stop()
@@ -125,7 +125,7 @@ def test_rank_0_hears_that_it_is_asked_to_stop(handle: Handle) -> None:
 
 
 def test_the_death_of_the_mailbox_lets_rank_0_save_and_end(handle: Handle) -> None:
-    from shoal.train.ray_mailbox import Posted
+    from shoal.runs.ray_mailbox import Posted
 
     handle.troubles = ["late", "dead"]
     posted = Posted(handle)
@@ -185,7 +185,7 @@ def test_the_mailbox_is_on_the_drivers_node(monkeypatch: pytest.MonkeyPatch) -> 
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from shoal.train.ray_mailbox import start_mailbox
+    from shoal.runs.ray_mailbox import start_mailbox
 
     asked: dict[str, Any] = {}
     here = "0a" * 28  # as many digits as Ray's have

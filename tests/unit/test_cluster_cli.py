@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from shoal import runs
 from shoal.cli import cluster as verbs
 from shoal.cli.job_words import end_as_by_ctrl_c, ignore_further_interrupts
 from shoal.client.find import find_endpoint
-from shoal.cluster import attach, embedded
+from shoal.cluster import attach, dashboard, embedded
 from shoal.cluster.dashboard import Resources
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import JobInfo, JobStatus
@@ -181,3 +182,17 @@ def test_what_cleans_up_is_not_interrupted() -> None:
             os.kill(os.getpid(), each)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("scheme", "num_read"), [("http", 0), ("https", 1)])
+def test_asking_a_dashboard_again_and_again_reads_the_trusted_certificates_once_at_most(
+    scheme: str, num_read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    original = ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", lambda *a, **k: read.append(a) or original(*a, **k))
+    dashboard._certificates.cache_clear()
+    handle = ClusterHandle("127.0.0.1:6379", f"{scheme}://127.0.0.1:8265", "token", {})
+    for _ in range(3):
+        dashboard.connect(handle).close()
+    assert len(read) == num_read

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.algorithms.impala import Batch, ImpalaConfig, batch_of, impala_loss
+from shoal.algorithms.impala import Batch, batch_of, impala_loss
+from shoal.algorithms.impala_config import ImpalaConfig
 from shoal.algorithms.vtrace import vtrace
 from shoal.models.actor_critic import ActorCritic
 

@@ -12,7 +12,8 @@ import torch
 
 from shoal.actor import MlpPolicy
 from shoal.errors import ConfigError, WeightsError
-from shoal.models.actor_critic import ActorCritic, policy_spec
+from shoal.models.actor_critic import ActorCritic
+from shoal.rl.spec import policy_spec
 from shoal.wire import PolicySpec
 
 ONE_LAYER = PolicySpec("mlp_categorical", "tanh", (("weight", "bias"),))

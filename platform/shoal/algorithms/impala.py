@@ -1,7 +1,8 @@
 """IMPALA: one learner, many actors that lag behind it (Espeholt et al., arXiv:1802.01561).
 
-Read top to bottom: the config, the loss as a pure function, one update. Called by the learner; knows no clock, device,
-run or Ray. Legend: N steps, S segments laid end to end, B = S segments padded to T = the longest one.
+Read top to bottom: the loss as a pure function, one update; the config is in `impala_config`. Called by the learner;
+knows no clock, device, run or Ray.
+Legend: N steps, S segments laid end to end, B = S segments padded to T = the longest one.
 """
 
 from __future__ import annotations
@@ -10,26 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
+from shoal.algorithms.impala_config import ImpalaConfig
 from shoal.algorithms.vtrace import vtrace
-from shoal.config import Spec
 from shoal.errors import ShoalError
-
-
-class ImpalaConfig(Spec):
-    """Names and defaults as in table D.1 of the paper, but for the optimiser: Adam, with rates for small networks."""
-
-    discount: float = Field(default=0.99, ge=0, le=1)
-    learning_rate: float = Field(default=1e-3, gt=0)
-    value_cost: float = Field(default=0.5, ge=0)
-    entropy_cost: float = Field(default=0.01, ge=0)
-    rho_bar: float = Field(default=1.0, gt=0)
-    c_bar: float = Field(default=1.0, gt=0)
-    lambda_: float = Field(default=1.0, ge=0, le=1)
-    max_grad_norm: float = Field(default=40.0, gt=0)
-    normalize_advantages: bool = False
 
 
 class Batch(NamedTuple):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import click
@@ -208,7 +209,7 @@ class _Session:
             self._view = train_display.view_of(record, before, notes)
             return
         known = self._view if isinstance(self._view, display.RunView) else None
-        target = (yaml.safe_load(record.spec) or {}).get("target_return")
+        target = _target_of(record.spec)
         self._view = display.view_of(record, self._phase(record, addresses), target, known, notes)
 
     def _phase(self, record: Run, addresses: dict[str, str]) -> str:
@@ -317,6 +318,13 @@ class _Session:
         say(f"  tensorboard --logdir {record.folder / 'tensorboard'}")
         for model in models:
             say(f"  shoal models show {model['name']}@{model['version']}")
+
+
+@lru_cache(maxsize=1)  # asked four times a second
+def _target_of(spec: str) -> float | None:
+    """The mean return at which a run of the loop ends, by its recorded spec."""
+    target: float | None = (yaml.safe_load(spec) or {}).get("target_return")
+    return target
 
 
 def _picture(view: display.RunView | train_display.TrainView) -> RenderableType:

@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import ray
-
 import shoal.runs
 from shoal.config import Spec, last_value
 from shoal.errors import ClusterError, ShoalError
@@ -55,7 +53,7 @@ def job_main(
         try:
             run(chosen, job)
         finally:
-            ray.shutdown()
+            disconnect()
     except ShoalError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
@@ -77,6 +75,8 @@ def expected_run_id() -> str | None:
 
 def connect() -> None:
     """Connect this process to the cluster of $RAY_ADDRESS. Raises ClusterError."""
+    import ray  # a third of a second, which words that are wrong need not wait for
+
     if not os.environ.get("RAY_ADDRESS"):
         remedy = "start it with `shoal run`, or with `ray job submit` on a cluster that is up"
         raise ClusterError(f"a job runs on a cluster, and $RAY_ADDRESS is not set: {remedy}")
@@ -86,6 +86,13 @@ def connect() -> None:
         )
     except (ConnectionError, RuntimeError) as error:
         raise ClusterError(f"no Ray answers at {os.environ['RAY_ADDRESS']}: {error}") from error
+
+
+def disconnect() -> None:
+    """End the connection of this process. Idempotent."""
+    import ray
+
+    ray.shutdown()
 
 
 def _interrupt(signum: int, frame: object) -> None:

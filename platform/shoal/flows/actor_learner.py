@@ -13,65 +13,39 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
-from pydantic import Field, SecretStr, model_validator
+from pydantic import SecretStr
 
 import shoal.runs
 from shoal.cluster.driver import expected_run_id
+from shoal.cluster.room import require_cpus
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RunError
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
 from shoal.flows.policy import look_at_environment, served_model
 from shoal.flows.serving import record_changes
 from shoal.home import access_token
 from shoal.registry import ModelVersion, Registry
-from shoal.rl.ray_rl import ActorLearnerWorkers, RunSetting, require_room
-from shoal.rl.spec import RLSpec
+from shoal.rl.ray_rl import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
-from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.ray_serve import Endpoint, deploy
 from shoal.serve.sources import LiveModel, ServedModel
 from shoal.weights import WeightSnapshot
 
+if TYPE_CHECKING:
+    from shoal.serve.ray_serve import Endpoint
+
 POLL_S = 0.5
-NAMED_BY_ENV = "named-by-env"
 FINISH_S = 5.0  # for the learner to save what it has, when the run is stopped
 PRINT_S = 2.0
 UPDATES_BETWEEN_TRIALS = 50
 TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial chooses; the evaluation must not know its episodes
 MAX_LAG_METRICS = 16  # actors whose lag is recorded one by one
-
-
-class ActorLearnerSpec(RLSpec):
-    """One run of the loop. `resume` names an earlier run to go on with."""
-
-    target_return: float | None = Field(default=475.0, description="mean of 100 episodes at which to stop")
-    max_wall_s: float = Field(default=600.0, gt=0, description="from the first segment; then the run has failed")
-    eval_episodes: int = Field(default=20, ge=1)
-    eval_timeout_s: float = Field(default=300.0, gt=0, description="for the episodes of one trial or evaluation")
-    endpoint: EndpointSpec = EndpointSpec(name=NAMED_BY_ENV, num_cpus=0.5)
-    aliases: tuple[str, ...] = ("champion",)
-    resume: str = ""
-
-    @model_validator(mode="after")
-    def _token_comes_from_the_environment(self) -> ActorLearnerSpec:
-        if self.endpoint.token is not None:
-            raise ValueError("endpoint.token is the access token: set $SHOAL_TOKEN, which is not recorded")
-        return self
-
-    @property
-    def model_name(self) -> str:
-        """The endpoint's name, and the model's in the registry: "cartpole" for CartPole-v1 unless it is given."""
-        if self.endpoint.name != NAMED_BY_ENV:
-            return self.endpoint.name.lower()
-        name = re.sub(r"-v\d+$", "", self.env.rpartition(":")[2].rpartition("/")[2]).lower()
-        return re.sub(r"[^a-z0-9._-]+", "-", name).strip("-._") or "policy"
 
 
 def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
@@ -127,11 +101,13 @@ class _Flow:
         spec, recorder = self.spec, self.recorder
         keys = curve_keys(recorder.folder) if spec.gateway.curve else None
         setting = RunSetting(recorder.id, recorder.folder, self.token, spec.target_return, keys)
-        require_room(spec.learner.num_cpus + spec.endpoint.num_replicas * spec.endpoint.num_cpus)
+        require_cpus(spec.learner.num_cpus + spec.endpoint.num_replicas * spec.endpoint.num_cpus)
         self._workers = ActorLearnerWorkers(spec, self.experience, setting)
         closing.callback(self._workers.close)
         endpoint_spec = spec.endpoint.model_copy(update={"name": spec.model_name, "token": SecretStr(self.token)})
         policy = LiveModel(*served_model(spec, self.experience), self._workers.weight_source())
+        from shoal.serve.ray_serve import deploy  # Serve takes a second to load: not for `--check`
+
         self._endpoint = deploy(endpoint_spec, [ServedModel(spec.model_name, policy)])
         closing.callback(self._endpoint.close)
         self._announce(spec.model_name, "inference", self._endpoint.url)

@@ -10,19 +10,22 @@ changes, is the controller's affair.
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
 import shoal.runs
 from shoal.cluster.driver import expected_run_id, job_main
+from shoal.cluster.room import require_cpus
 from shoal.errors import ClusterError
 from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, spec_from_words
 from shoal.home import access_token
 from shoal.registry import Registry
-from shoal.rl.ray_rl import require_room
 from shoal.runs import RunRecorder
-from shoal.serve.ray_serve import Endpoint, deploy
 from shoal.serve.sources import registered
+
+if TYPE_CHECKING:
+    from shoal.serve.ray_serve import Endpoint
 
 JOB = "serve"
 INFERENCE = "inference"  # the kind of an endpoint in the record, beside gateways
@@ -31,11 +34,13 @@ WATCH_S = 1.0
 
 def serve_models(spec: ServingSpec, job: str) -> None:
     """Serve until interrupted. Raises ClusterError, ConfigError, RegistryError, RunError."""
+    from shoal.serve.ray_serve import deploy  # Serve takes a second to load: not for `--check`
+
     check(spec)
     served = [registered(model) for model in spec.models]
     name = served[0].name if spec.endpoint.name == NAMED_BY_MODEL else spec.endpoint.name
     endpoint_spec = spec.endpoint.model_copy(update={"name": name, "token": SecretStr(access_token())})
-    require_room(endpoint_spec.num_replicas * endpoint_spec.num_cpus)
+    require_cpus(endpoint_spec.num_replicas * endpoint_spec.num_cpus)
     with shoal.runs.create(job, spec.to_yaml(), expected_run_id()) as recorder:
         endpoint = deploy(endpoint_spec, served)
         try:

@@ -14,22 +14,24 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import shoal.runs
 from shoal.cluster.driver import expected_run_id, job_main
 from shoal.cost import PREDICTED
 from shoal.errors import RankLost
 from shoal.runs import RunRecorder
+from shoal.runs.ray_mailbox import Message
 from shoal.train.checks import Checked, check
 from shoal.train.ending import end_run
 from shoal.train.interrupts import interrupts
 from shoal.train.outcome import Outcome
-from shoal.train.ray_mailbox import Message
 from shoal.train.ray_room import placed, require_room
-from shoal.train.ray_train import Fit, Setting
 from shoal.train.recipe import spec_from_words
 from shoal.train.spec import TrainSpec
+
+if TYPE_CHECKING:
+    from shoal.train.ray_train import Fit
 
 JOB = "train"
 POLL_S = 0.25
@@ -104,12 +106,9 @@ class _Flow:
         print(f"run {self.recorder.id}: {outcome.detail}; {_in_words(outcome.metrics)}", flush=True)
 
     def _attempt(self) -> Outcome:
-        setting = Setting(
-            self.spec,
-            self.recorder.id,
-            self.recorder.folder,
-            Path.cwd(),
-        )
+        from shoal.train.ray_train import Fit, Setting  # Ray Train takes a second to load: not for `--check`
+
+        setting = Setting(self.spec, self.recorder.id, self.recorder.folder, Path.cwd())
         with interrupts() as asked, closing(Fit(setting)) as fit:
             deadline = math.inf
             while not self._listen(fit, POLL_S):

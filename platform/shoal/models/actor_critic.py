@@ -1,7 +1,7 @@
 """An actor-critic of two multilayer perceptrons, one for the policy and one for the value.
 
-Called by the learner, which trains it, and by the endpoint, which serves `predict`. `policy_spec` tells an external
-actor which of its tensors make up the policy.
+Called by the learner, which trains it, and by the endpoint, which serves `predict`. What an external actor is told of
+its tensors is `policy_spec` of `rl.spec`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from shoal.wire.spec import PolicySpec
 
 NARROW = 8  # layers of fewer units gain nothing from another library
 ROWS = 128  # oneDNN compiles its code once for a number of rows, in half a millisecond: few numbers should occur
@@ -108,12 +106,6 @@ class ActorCritic(nn.Module):
         """What an endpoint answers: the most probable action int64 [B], logits [B, num_actions], value [B]."""
         logits, value = self(observation)
         return {"action": logits.argmax(-1), "logits": logits, "value": value}
-
-
-def policy_spec(hidden: Sequence[int]) -> PolicySpec:
-    """How an actor runs the policy of an ActorCritic with these hidden layers."""
-    layers = tuple((f"policy.{2 * i}.weight", f"policy.{2 * i}.bias") for i in range(len(hidden) + 1))
-    return PolicySpec("mlp_categorical", "tanh", layers)
 
 
 def _perceptron(size: int, hidden: Sequence[int], output_size: int, output_gain: float) -> _Perceptron:

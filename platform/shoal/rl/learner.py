@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from shoal.errors import Closed, SpecMismatch
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.queue import BatchRequest, ExperienceBatch, ExperienceSource
 from shoal.rl.spec import RLSpec
-from shoal.weights import WeightSnapshot
+from shoal.weights import Published, WeightSnapshot
 from shoal.wire import DropReason, ExperienceSpec
 
 VERSIONS_RESERVED = 50  # at a time, on disk
@@ -33,15 +33,6 @@ class WeightSink(Protocol):
     """Where a learner publishes. Fulfilled by WeightStore and by WeightPublisher; never waits for a consumer."""
 
     def publish(self, snapshot: WeightSnapshot) -> object: ...
-
-
-class Published(NamedTuple):
-    """One published version: for the run record."""
-
-    version: int
-    step: int
-    sha256: str
-    published_at: float
 
 
 class Learner:

@@ -18,13 +18,12 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shoal.errors import ClusterError, ConfigError, ConnectionLost
+from shoal.errors import ClusterError, ConnectionLost
 from shoal.rl.gateway import Gateway
-from shoal.rl.learner import Learner, Published
 from shoal.rl.ledger import Ledger
 from shoal.rl.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.spec import RLSpec
-from shoal.weights import WeightSnapshot
+from shoal.weights import Published, WeightSnapshot
 from shoal.weights.ray_weights import (
     CALL_TIMEOUT_S,
     NAMESPACE,
@@ -131,6 +130,8 @@ class LearnerWorker:
     """A Learner in a process of its own; it starts to learn at once, from its newest checkpoint if there is one."""
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
+        from shoal.rl.learner import Learner  # where it runs: the driver would load a second of torch for nothing
+
         store = start_weight_store(setting.run_id)
         self._publisher = RayWeightPublisher(store)
         source = RayExperienceSource(ray.get_actor(_gateway_name(setting.run_id), NAMESPACE))
@@ -168,14 +169,6 @@ class LearnerWorker:
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
-
-
-def require_room(num_cpus: float) -> None:
-    """Raise ConfigError when the cluster as a whole has fewer CPUs than `num_cpus`: Ray would wait for ever."""
-    total = float(ray.cluster_resources().get("CPU", 0.0))
-    if num_cpus > total:
-        remedy = "lower learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas, or use a larger cluster"
-        raise ConfigError("num_cpus", num_cpus, f"is more than the {total:g} of the cluster", remedy)
 
 
 class ActorLearnerWorkers:

@@ -6,16 +6,16 @@ Called by jobs, by `local.py` and by the Ray shells. Knows the environment only 
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from shoal.algorithms.impala import ImpalaConfig
+from shoal.algorithms.impala_config import ImpalaConfig
 from shoal.config import Spec
 from shoal.errors import ConfigError
-from shoal.models.actor_critic import policy_spec
-from shoal.wire.spec import ExperienceSpec, TensorSpec
+from shoal.wire.spec import ExperienceSpec, PolicySpec, TensorSpec
 
 
 def is_loopback(host: str) -> bool:
@@ -102,3 +102,9 @@ def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec) -> 
     )
     action = TensorSpec("int64", (), 0, int(action_space.n) - 1)
     return ExperienceSpec(observation, action, spec.segment_length, policy_spec(spec.hidden))
+
+
+def policy_spec(hidden: Sequence[int]) -> PolicySpec:
+    """How an actor runs the policy of an ActorCritic with these hidden layers."""
+    layers = tuple((f"policy.{2 * i}.weight", f"policy.{2 * i}.bias") for i in range(len(hidden) + 1))
+    return PolicySpec("mlp_categorical", "tanh", layers)

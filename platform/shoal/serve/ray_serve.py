@@ -32,7 +32,6 @@ from shoal.serve.ray_grpc import GrpcMethods, answer_directly, grpc_options, lim
 from shoal.serve.ray_listen import listen_on_loopback
 from shoal.serve.ray_metrics import RayMetrics
 from shoal.serve.ray_owner import remove_abandoned, this_driver
-from shoal.serve.replica import EndpointReplica
 from shoal.serve.sources import LiveModel, ServedModel
 
 GRACE_S = 1.0  # beyond a time limit that Serve is to keep
@@ -44,6 +43,8 @@ class ReplicaWorker(GrpcMethods):
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController
     ) -> None:
+        from shoal.serve.replica import EndpointReplica  # where it runs: who deploys would load torch for nothing
+
         listen_on_loopback()
         if spec.grpc_port is not None:
             limit_messages(spec.max_body_bytes)

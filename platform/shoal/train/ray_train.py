@@ -25,9 +25,9 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from shoal.errors import RankLost, ShoalError, TrainError
 from shoal.parallel import World
 from shoal.parallel.world import TIMEOUT_S
+from shoal.runs.ray_mailbox import CALL_TIMEOUT_S, NO_ANSWER_YET, Message, Posted, start_mailbox
 from shoal.train.journal import Journal, Silent
 from shoal.train.outcome import Outcome
-from shoal.train.ray_mailbox import CALL_TIMEOUT_S, NO_ANSWER_YET, Message, Posted, start_mailbox
 from shoal.train.spec import TrainSpec
 from shoal.train.task import JOBS, make_task
 

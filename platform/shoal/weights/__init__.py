@@ -1,5 +1,12 @@
 """Weights that flow: a `WeightStore` that keeps only the latest version, and the `WeightSource` that consumers read."""
 
-from shoal.weights.store import WeightSnapshot, WeightSource, WeightStore, decode_tensors, encode_tensors
+from shoal.weights.store import (
+    Published,
+    WeightSnapshot,
+    WeightSource,
+    WeightStore,
+    decode_tensors,
+    encode_tensors,
+)
 
-__all__ = ["WeightSnapshot", "WeightSource", "WeightStore", "decode_tensors", "encode_tensors"]
+__all__ = ["Published", "WeightSnapshot", "WeightSource", "WeightStore", "decode_tensors", "encode_tensors"]

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import safetensors
@@ -65,6 +65,15 @@ class WeightSnapshot:
         if hashlib.sha256(self.payload).hexdigest() != self.sha256:
             raise WeightsError(f"weights version {self.version}: the checksum does not match the payload")
         return decode_tensors(self.payload)
+
+
+class Published(NamedTuple):
+    """One published version: for the run record."""
+
+    version: int
+    step: int
+    sha256: str
+    published_at: float
 
 
 class WeightSource(Protocol):

@@ -1,7 +1,7 @@
 """What rank 0 says, on its way to the driver: kept in a mailbox, a worker of Ray's on the driver's node.
 
 Messages are numbered from 0, by rank 0. Whoever has had no answer asks again, and nothing is lost or said twice.
-Called by `ray_train`; knows nothing of training.
+Called by `train.ray_train`; knows nothing of training, and loads no torch: the mailbox is a process of its own.
 """
 
 from __future__ import annotations

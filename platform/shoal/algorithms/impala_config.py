@@ -1,0 +1,24 @@
+"""What IMPALA is told. No torch: whoever starts a run, and the gateway, read it and compute nothing.
+
+Called by specs of runs; `impala` goes by it.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from shoal.config import Spec
+
+
+class ImpalaConfig(Spec):
+    """Names and defaults as in table D.1 of the paper, but for the optimiser: Adam, with rates for small networks."""
+
+    discount: float = Field(default=0.99, ge=0, le=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    value_cost: float = Field(default=0.5, ge=0)
+    entropy_cost: float = Field(default=0.01, ge=0)
+    rho_bar: float = Field(default=1.0, gt=0)
+    c_bar: float = Field(default=1.0, gt=0)
+    lambda_: float = Field(default=1.0, ge=0, le=1)
+    max_grad_norm: float = Field(default=40.0, gt=0)
+    normalize_advantages: bool = False
