@@ -62,10 +62,8 @@ class FakeFit:
 def fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeFit]:
     import ray
 
-    from shoal.flows import training
-
     made = type("Fit", (FakeFit,), {"script": [], "made": [], "on_poll": staticmethod(lambda: None)})
-    monkeypatch.setattr(training, "Fit", made)
+    monkeypatch.setattr("shoal.train.ray_train.Fit", made)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 4.0})
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
