@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from programs import run_ranks
 from shoal.cost.alone import first_batch
+from shoal.cost.memory import growth
+from shoal.cost.meter import metered
 from shoal.cost.prediction import predict
 from shoal.cost.probe import CostProbe
 from shoal.data import Data
@@ -94,6 +98,21 @@ def _measured(world: World, spec: TrainSpec) -> dict[str, float]:
     found = probe.measured().values
     model.close()
     return found
+
+
+def peak_of_collectives(world: World, num: int, size: int) -> int:
+    """The most bytes at once while one result after the other is received and dropped."""
+    values = torch.ones(size)
+    with growth(world.device) as grown, metered():
+        for _ in range(num):
+            functional.all_reduce(values, "sum", dist.group.WORLD).sum()
+    return grown.peak_bytes
+
+
+def test_what_gloo_holds_a_moment_longer_is_not_counted_for_ever() -> None:
+    num, size = 60, 2**18
+    for peak in run_ranks(peak_of_collectives, 2, num, size):
+        assert peak < 3 * 4 * size
 
 
 @pytest.mark.parametrize(("plans", "size"), [(PLANS, 2), (OF_FOUR, 4)], ids=["two", "four"])

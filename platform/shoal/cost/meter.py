@@ -7,6 +7,7 @@ metered does not know of it. Never changes what is computed, and keeps no tensor
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.cost import flops, traffic
 from shoal.cost.memory import local
+
+# Gloo's thread holds what it has carried for a moment longer than who waits for it. Were it the last to let go, nobody
+# would hear that the memory is free: up to 15% of a tensor parallel transformer's.
+LETTING_GO_S = 0.002
 
 
 @dataclass
@@ -90,6 +95,8 @@ class Meter(TorchDispatchMode):
             self._in_backward = True
             self.reading.saved_bytes = self._allocated_bytes
         out = func(*args, **kwargs)
+        if not self._is_pretended and traffic.is_waited_for(func) and out.is_cpu:
+            time.sleep(LETTING_GO_S)
         if self._is_pretended and not isinstance(func, HigherOrderOperator):
             traffic.scratch(func, args, out)
         for each in _tensors(out):

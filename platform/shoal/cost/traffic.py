@@ -87,6 +87,11 @@ def scratch(op: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
     return [torch.empty_like(each) for each in _flat(whole)]
 
 
+def is_waited_for(op: Any) -> bool:
+    """Whether a functional collective has ended with this call of `op`."""
+    return bool(op.namespace == "_c10d_functional" and op._overloadpacket.__name__ == "wait_tensor")
+
+
 def _is_gloo(args: Sequence[Any]) -> bool:
     return any(each.is_cpu for each in _flat(args))
 
