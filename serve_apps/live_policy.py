@@ -12,7 +12,7 @@ registered as `cartpole@champion`.
 from shoal.cluster.driver import job_main
 from shoal.flows.actor_learner import run_actor_learner
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policy import look_at_environment
+from shoal.flows.policy import check
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.options import ModelOptions
 
@@ -24,4 +24,4 @@ def spec() -> ActorLearnerSpec:
 
 
 if __name__ == "__main__":
-    job_main(spec(), run_actor_learner, job="actor_learner", check=look_at_environment)
+    job_main(spec(), run_actor_learner, job="actor_learner", check=check)

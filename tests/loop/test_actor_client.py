@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +277,24 @@ def test_hello_under_another_name_on_the_same_connection_ends_the_first_session(
         connected = {actor["actor_id"]: actor["connected"] for actor in parts.gateway.stats()["actors"]}
         context.destroy(linger=0)
         assert connected == {"a": False, "b": True}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (None, "done"),
+        (RuntimeError("motor burnt"), "failed: RuntimeError: motor burnt"),
+        (SystemExit(0), "interrupted"),
+    ],
+)
+def test_why_an_actor_leaves_is_told(error: BaseException | None, reason: str) -> None:
+    with serving() as parts:
+        with suppress(RuntimeError, SystemExit), ActorClient(parts.address, TOKEN, "a"):
+            if error is not None:
+                raise error
+        events: list[Any] = []
+        wait_for(lambda: events.extend(parts.gateway.take_events()) or "actor_left" in str(events))
+    assert [details["message"] for _, kind, details in events if kind == "actor_left"] == [reason]
 
 
 def test_what_an_actor_says_of_itself_is_cut_and_cleaned_before_it_is_logged() -> None:

@@ -45,9 +45,10 @@ class FakeServe:
     def __init__(self, *applications: str, **fails: BaseException) -> None:
         self.applications = {name: SimpleNamespace(deployments={}) for name in applications}
         self.fails, self.done = fails, list[str]()
+        self.proxies = {"node": "HEALTHY"} if applications else {}
 
     def status(self) -> SimpleNamespace:
-        return SimpleNamespace(applications=self.applications, proxies=self.applications and {"node": "HEALTHY"})
+        return SimpleNamespace(applications=self.applications, proxies=self.proxies)
 
     def start(self, **options: object) -> None:
         self._call("start")
@@ -63,7 +64,7 @@ class FakeServe:
 
     def shutdown(self) -> None:
         self._call("shutdown")
-        self.applications = {}
+        self.applications, self.proxies = {}, {}
 
     def _call(self, name: str) -> None:
         self.done.append(name)
@@ -140,6 +141,15 @@ def test_an_endpoint_whose_driver_is_gone_makes_room() -> None:
     serve = FakeServe("old")
     deploy(serve, f"endpoint-old-0a1b2c3d@{GONE}", "weights-of-a-run", "endpoint-apps-0a1b2c3d")
     assert serve.done == ["shutdown", f"end endpoint-old-0a1b2c3d@{GONE}", "make", "start", "run"]
+
+
+@pytest.mark.parametrize("applications", [(), ("old",)], ids=["while it starts", "up"])
+def test_an_endpoint_whose_driver_lives_is_named_also_while_it_starts(applications: tuple[str, ...]) -> None:
+    serve = FakeServe(*applications)
+    serve.proxies = {"node": "HEALTHY"}
+    with pytest.raises(ClusterError, match=r"Serve runs on this cluster \(old\): close that endpoint first"):
+        deploy(serve, f"endpoint-old-0a1b2c3d@{LIVING}")
+    assert serve.done == []
 
 
 def test_a_controller_whose_endpoint_never_came_to_be_is_ended() -> None:

@@ -166,6 +166,43 @@ def test_a_resumed_run_is_not_shown_with_what_its_earlier_life_said(monkeypatch:
     assert session.how_to_resume() == "Go on with: shoal run x --actors 2 resume=one"
 
 
+def test_words_are_said_again_until_the_record_has_them() -> None:
+    with runs.create("x", "", "one"):
+        pass
+    session = a_session("resume=one", "target_return=7")
+    session._read_record()
+    assert session.how_to_resume() == "Go on with: shoal run x --actors 2 resume=one target_return=7"
+    with runs.reopen("one"):
+        session._read_record()
+    assert session.how_to_resume() == "Go on with: shoal run x --actors 2 resume=one"
+
+
+def test_what_a_run_that_never_had_a_gateway_counts_at_its_end_is_not_learning() -> None:
+    with runs.create("x", "", "one") as run:
+        session = a_session("resume=one")
+    with runs.reopen("one") as run:
+        run.log(2, {"segments/received": 0.0})
+        run.flush()
+        session._read_record()
+    assert session._view is not None
+    assert session._view.phase == "starting the endpoint"
+
+
+def test_an_actor_that_died_is_said_once_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with runs.create("x", "", "one") as run:
+        pass
+    session = a_session("resume=one")
+    session._console = Console(soft_wrap=True)
+    with runs.reopen("one"):
+        (run.folder / "actor-0.log").write_text("RuntimeError: motor burnt\n")
+        session._actors = [SimpleNamespace(poll=lambda: 1)]
+        session._read_record()
+        session._print_plain()
+        session._print_plain()
+    assert session._new_notes() == []
+    assert capsys.readouterr().out.count("actor-0 ended with status 1: RuntimeError: motor burnt") == 1
+
+
 @pytest.mark.parametrize(("file", "shown"), [("job_main(...)", "endpoint.token=***"), ("", "endpoint.token=hush")])
 def test_the_job_is_told_what_the_user_typed(
     home: Path, file: str, shown: str, monkeypatch: pytest.MonkeyPatch

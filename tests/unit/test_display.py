@@ -41,8 +41,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def drawn(view: RunView) -> str:
-    console = Console(record=True, width=140, file=io.StringIO(), color_system=None)
+def drawn(view: RunView, width: int = 140) -> str:
+    console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
     console.print(render(view))
     return console.export_text()
 
@@ -73,6 +73,12 @@ def test_the_picture_tells_everything() -> None:
     ):
         assert told in text, (told, text)
     assert "corrupt" not in text  # what did not happen is not listed
+
+
+def test_on_a_narrow_terminal_no_number_is_cut() -> None:
+    text = drawn(VIEW, width=40)
+    for told in ("steps/s 5,678", "steps 98,765", "episodes 432", "weights 77", "queue 13", "endpoint req/s 21"):
+        assert told in text, (told, text)
 
 
 def test_a_run_that_measured_nothing_has_a_picture() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gymnasium
 import pytest
 
-from shoal.errors import ConfigError
+import shoal.runs
+from shoal.errors import ConfigError, SpecMismatch
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.flows.policy import check
 from shoal.rl.spec import GatewaySpec, RLSpec, experience_spec
 
 
@@ -21,3 +26,39 @@ def test_actions_that_do_not_count_from_zero_are_refused() -> None:
     assert experience_spec(box, gymnasium.spaces.Discrete(3), spec).action.high == 2
     with pytest.raises(ConfigError, match="starts at 1"):
         experience_spec(box, gymnasium.spaces.Discrete(3, start=1), spec)
+
+
+def test_a_segment_that_no_message_can_hold_is_refused_before_anything_starts() -> None:
+    box, actions = gymnasium.spaces.Box(-1, 1, (4,)), gymnasium.spaces.Discrete(2)
+    with pytest.raises(ConfigError, match=r"gateway.max_message_bytes = .* is below the \d+ bytes"):
+        experience_spec(box, actions, RLSpec(segment_length=10**9))
+
+
+@pytest.mark.parametrize(
+    ("words", "field"), [("target_return=.nan", "target_return"), ("hidden=[0]", "hidden"), ("hidden=[-4]", "hidden")]
+)
+def test_values_with_which_nothing_can_be_learnt_are_refused(words: str, field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        ActorLearnerSpec().override([words])
+
+
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        ("hidden=[8]", r"hidden = \[8\]: run one has learnt with \[64, 64\]"),
+        ("env=Acrobot-v1", "has learnt CartPole-v1"),
+    ],
+)
+def test_what_does_not_fit_what_a_run_has_learnt_is_refused(
+    word: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    spec = ActorLearnerSpec()
+    with shoal.runs.create("actor_learner", spec.to_yaml(), "one") as run:
+        pass
+    resumed = spec.override(["resume=one"])
+    check(resumed.override([word]))  # it has learnt nothing yet
+    (run.folder / "checkpoints" / "step-000000001").mkdir(parents=True)
+    check(resumed)
+    with pytest.raises(SpecMismatch, match=problem):
+        check(resumed.override([word]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -9,6 +10,7 @@ from rl_setting import EXPERIENCE
 from shoal.actor.loop import SegmentBuilder
 from shoal.errors import InvalidSegment
 from shoal.wire import Segment, pack_segment
+from shoal.wire.spec import TensorSpec
 
 
 def played(observations: list[object], *, reward: object = 1.0, terminated: object = True) -> Segment:
@@ -53,7 +55,50 @@ def test_numbers_of_any_kind_can_be_sent(kind: type) -> None:
     assert (segment.episode_return, segment.episode_length, segment.terminated) == (4.0, 2, True)
 
 
-def test_an_observation_of_another_shape_is_refused_where_it_comes_from() -> None:
+@pytest.mark.parametrize(
+    ("other", "shape"), [(np.zeros(1), r"\(1,\)"), (5.0, r"\(\)"), (np.zeros((4, 4)), r"\(4, 4\)")]
+)
+def test_an_observation_of_another_shape_is_refused_where_it_comes_from(other: object, shape: str) -> None:
     builder = SegmentBuilder(EXPERIENCE)
-    with pytest.raises(InvalidSegment, match=r"observation.*\(1,\).*\(4,\)"):
-        builder.begin(np.zeros(1))
+    with pytest.raises(InvalidSegment, match=rf"observation: {shape}, expected \(4,\)"):
+        builder.begin(other)
+    builder.begin(np.zeros(4))
+    with pytest.raises(InvalidSegment, match=rf"observation: {shape}, expected \(4,\)"):
+        builder.step(1, -0.5, 3, 1.0, other, False, False)
+
+
+BYTES = msgspec.structs.replace(EXPERIENCE, observation=TensorSpec("uint8", (3,)))
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        (np.array([0.25, 0.5, 1.0]), "float64, expected uint8"),
+        ([0.25, 0.5, 1.0], "float64, expected uint8"),
+        (np.array([0, 300, 1]), "from 0 to 300, expected uint8"),
+        ([-1, 0, 1], "from -1 to 1, expected uint8"),
+    ],
+)
+def test_numbers_that_bytes_cannot_hold_are_refused_and_not_cut_or_wrapped(other: object, problem: str) -> None:
+    builder = SegmentBuilder(BYTES)
+    with pytest.raises(InvalidSegment, match=f"observation: {problem}"):
+        builder.begin(other)
+    builder.begin(np.zeros(3, np.uint8))
+    with pytest.raises(InvalidSegment, match=f"observation: {problem}"):
+        builder.step(1, -0.5, 3, 1.0, other, False, False)
+
+
+def test_whole_numbers_that_fit_are_taken_whatever_their_type() -> None:
+    builder = SegmentBuilder(BYTES)
+    builder.begin([0, 127, 255])
+    segment = builder.step(np.int32(1), -0.5, 3, 1.0, np.array([3, 2, 1]), True, False)
+    assert segment is not None
+    assert segment.observations.tolist() == [[0, 127, 255], [3, 2, 1]]
+    assert segment.observations.dtype == np.uint8
+
+
+def test_an_action_that_is_no_whole_number_is_refused() -> None:
+    builder = SegmentBuilder(EXPERIENCE)
+    builder.begin(np.zeros(4))
+    with pytest.raises(InvalidSegment, match="action: float64, expected int64"):
+        builder.step(1.9, -0.5, 3, 1.0, np.zeros(4), True, False)

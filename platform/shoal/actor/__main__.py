@@ -74,10 +74,9 @@ def _run(options: argparse.Namespace) -> int:
         options.connect, token, options.actor_id, server_key=options.server_key, timeout_s=options.timeout_s
     )
     try:
-        client.connect()
-        play(environment, client, options.seed, options.max_steps)
+        with client:
+            play(environment, client, options.seed, options.max_steps)
     finally:
-        client.close()
         environment.close()
     return 0
 

@@ -56,6 +56,13 @@ _AGAIN = frozenset({"hello_required", "sequence_gap"})  # errors after which a n
 _LONGEST_PAUSE_S, _HELLO_TIMEOUT_S = 1.0, 2.0  # between attempts to connect; for the answer to one
 
 
+def _reason(error: BaseException | None) -> str:
+    """For leaving while `error` goes by."""
+    if error is None:
+        return "done"
+    return f"failed: {type(error).__name__}: {error}" if isinstance(error, Exception) else "interrupted"
+
+
 class ActorClient:
     """One actor of one run.
 
@@ -133,8 +140,11 @@ class ActorClient:
     def run_id(self) -> str:
         return self._welcome.run_id if self._welcome else ""
 
-    def close(self, drain_timeout_s: float = 2.0) -> None:
-        """Wait for open acknowledgements, say bye and disconnect; never reconnects to do so. Idempotent."""
+    def close(self, drain_timeout_s: float = 2.0, reason: str = "done") -> None:
+        """Wait for open acknowledgements, say bye and disconnect; never reconnects to do so. Idempotent.
+
+        reason: why it leaves, for the run record
+        """
         if self._closed.is_set():
             return
         self._closing.set()
@@ -148,7 +158,7 @@ class ActorClient:
             with self._lock:
                 if self._socket is not None:
                     if self._welcome and not self.finished:
-                        self._post(Bye("done"))
+                        self._post(Bye(reason))
                     self._socket.close(linger=200)
             if self._keeper is not None and self._keeper is not threading.current_thread():
                 self._keeper.join(timeout=5)
@@ -166,7 +176,7 @@ class ActorClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(reason=_reason(error))
 
     # -- weights and experience ---------------------------------------------------------------------------------
 

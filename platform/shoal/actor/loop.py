@@ -32,20 +32,19 @@ class SegmentBuilder:
     def __init__(self, spec: ExperienceSpec) -> None:
         self._spec = spec
         self._segment_length = spec.segment_length
+        self._shape, self._dtype = spec.observation.shape, spec.observation.numpy_dtype()
+        self._is_whole = self._dtype.kind in "iu"  # numbers that a conversion would cut, or wrap
         # Copied on arrival: an environment may give the same array at every step.
-        self._observations = np.empty(
-            (spec.segment_length + 1, *spec.observation.shape), spec.observation.numpy_dtype()
-        )
+        self._observations = np.empty((spec.segment_length + 1, *self._shape), self._dtype)
         self._steps: list[tuple[Any, float, float, int]] = []  # action, reward, log-probability, version
         self._return = 0.0  # of the episode, up to the segment
         self._length = 0
 
     def begin(self, observation: Any) -> None:
-        """The first observation of an episode. Raises InvalidSegment when it has another shape than the run's."""
-        shape, expected = np.shape(observation), self._spec.observation.shape
-        if shape != expected:
-            raise InvalidSegment(DropReason.INVALID_SHAPE, "observation", f"{shape}, expected {expected}")
-        self._observations[0], self._steps = observation, []
+        """The first observation of an episode. Raises InvalidSegment when the run's have another shape, or are whole
+        numbers and this is not, or beyond their range."""
+        self._take(0, observation)
+        self._steps = []
         self._return, self._length = 0.0, 0
 
     def step(
@@ -61,14 +60,41 @@ class SegmentBuilder:
         """One step and the observation that followed it; returns a segment when one is complete.
 
         `observation` after a truncated or terminated step is the episode's real final one. After it, call `begin`.
+        Raises InvalidSegment as `begin` does, and for actions that are no whole numbers.
         """
         # Everything that can wait does: this runs at every step of an environment that may be as fast as it is.
         self._steps.append((action, reward, log_probability, version))
         num_steps = len(self._steps)
-        self._observations[num_steps] = observation
+        self._take(num_steps, observation)
         if terminated or truncated or num_steps == self._segment_length:
             return self._complete(terminated, truncated)
         return None
+
+    def _take(self, index: int, observation: Any) -> None:
+        """Copy it. NumPy would make a whole row of one number, and 44 of a 300 among bytes."""
+        if getattr(observation, "shape", None) != self._shape and (shape := np.shape(observation)) != self._shape:
+            problem = f"{shape}, expected {self._shape}"
+            raise InvalidSegment(DropReason.INVALID_SHAPE, "observation", problem)
+        if self._is_whole and getattr(observation, "dtype", None) != self._dtype:
+            observation = self._whole(np.asarray(observation))
+        self._observations[index] = observation
+
+    def _whole(self, observation: np.ndarray) -> np.ndarray:
+        if observation.dtype.kind not in "iub":
+            problem = f"{observation.dtype}, expected {self._dtype}"
+            raise InvalidSegment(DropReason.INVALID_DTYPE, "observation", problem)
+        converted = observation.astype(self._dtype)
+        if not np.array_equal(converted, observation):
+            problem = f"from {observation.min()} to {observation.max()}, expected {self._dtype}"
+            raise InvalidSegment(DropReason.INVALID_RANGE, "observation", problem)
+        return converted
+
+    def _actions(self, actions: tuple[Any, ...]) -> np.ndarray:
+        found = np.array(actions)
+        if found.dtype.kind not in "iub":
+            problem = f"{found.dtype}, expected {self._spec.action.dtype}"
+            raise InvalidSegment(DropReason.INVALID_DTYPE, "action", problem)
+        return found.astype(self._spec.action.numpy_dtype())
 
     def _complete(self, terminated: bool, truncated: bool) -> Segment:
         actions, rewards, log_probabilities, versions = zip(*self._steps, strict=True)
@@ -78,7 +104,7 @@ class SegmentBuilder:
         ended = terminated or truncated
         segment = Segment(
             self._observations[: num_steps + 1].copy(),
-            np.array(actions, self._spec.action.numpy_dtype()),
+            self._actions(actions),
             np.array(rewards, np.float32),
             np.array(log_probabilities, np.float32),
             np.array(versions, np.int64),

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -149,8 +150,7 @@ def _progress(mean: float, low: float, target: float) -> float:
 
 
 def _numbers(view: RunView) -> RenderableType:
-    table = Table.grid(padding=(0, 3))
-    table.add_row(
+    cells = (
         _cell("steps/s", view.value("steps/per_s"), ",.0f"),
         _cell("steps", view.value("steps/total"), ",.0f"),
         _cell("episodes", view.value("episodes/total"), ",.0f"),
@@ -158,7 +158,7 @@ def _numbers(view: RunView) -> RenderableType:
         _cell("queue", view.value("queue/depth"), ".0f"),
         _cell("endpoint req/s", view.value("endpoint/requests_per_s"), ".0f"),
     )
-    return table
+    return Columns(cells, padding=(0, 3, 0, 0))  # in several rows where the terminal is narrow
 
 
 def _actors(view: RunView, lags: dict[str, float]) -> RenderableType:

@@ -59,7 +59,13 @@ examples:
 )
 @click.argument("job")
 @click.argument("words", nargs=-1, metavar="[A.B=C]...")
-@click.option("--actors", default=0, show_default=True, help="External actor processes to start on this machine.")
+@click.option(
+    "--actors",
+    default=0,
+    type=click.IntRange(min=0),
+    show_default=True,
+    help="External actor processes to start on this machine.",
+)
 @click.option("--address", default=None, help="The cluster to use: a dashboard URL, or 'local' for one of its own.")
 @click.option("--plain", is_flag=True, help="Plain lines, even on a terminal.")
 def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plain: bool) -> None:
@@ -126,6 +132,7 @@ class _Session:
         self._resumed = before is not None
         self._actors: list[subprocess.Popen[bytes]] = []
         self._notes: list[str] = []
+        self._said: list[str] = []  # of the notes; the picture shows them all the time
         self._view: display.RunView | train_display.TrainView | None = None
         self._record: Run | None = None
         self._job: ray_jobs.Job | None = None
@@ -153,14 +160,17 @@ class _Session:
         self._follow()
         self._finish_actors()
         if self._job.status() is not ray_jobs.JobStatus.SUCCEEDED:
-            raise RunError(f"{failure(self._job, f'the job of run {self.run_id}')}\n{self.how_to_resume()}".rstrip())
+            said = (failure(self._job, f"the job of run {self.run_id}"), *self._new_notes(), self.how_to_resume())
+            raise RunError("\n".join(said).rstrip())
         self._summary()
 
     def how_to_resume(self) -> str:
         """What to type to go on, when there is a record."""
         if self._record is None and not self._resumed:
             return ""
-        return f"Go on with: {replace(self._typed, words=(f'resume={self.run_id}',)).command()}"
+        # What was typed is in the record, unless this life of the run has not come as far as to write it there.
+        others = [] if self._record else [each for each in self._words if not each.startswith("resume=")]
+        return f"Go on with: {replace(self._typed, words=(f'resume={self.run_id}', *others)).command()}"
 
     # -- while it runs --------------------------------------------------------------------------------------------
 
@@ -218,7 +228,7 @@ class _Session:
             return "writing the report"
         if "solved" in seen:
             return "solved; playing through the endpoint"
-        if record.latest(since_resumed=True):
+        if "gateway_ready" in seen and record.latest(since_resumed=True):
             return "learning"
         if "gateway" in addresses:
             return "waiting for actors"
@@ -227,10 +237,18 @@ class _Session:
     def _print_plain(self) -> None:
         if self._view is None:
             return
+        for note in self._new_notes():
+            self._console.print(note, markup=False)
         phase, at = self._printed
         if self._view.phase != phase or time.monotonic() - at >= PLAIN_S:
             self._printed = (self._view.phase, time.monotonic())
             self._console.print(_line(self._view), markup=False)
+
+    def _new_notes(self) -> list[str]:
+        """What went wrong with actors, and was not said yet."""
+        found = [note for note in (*self._notes, *self._dead_actors()) if note not in self._said]
+        self._said += found
+        return found
 
     # -- actors ---------------------------------------------------------------------------------------------------
 
@@ -255,7 +273,6 @@ class _Session:
                 )
 
     def _dead_actors(self) -> list[str]:
-        assert self._record is not None
         dead = [(index, actor.poll()) for index, actor in enumerate(self._actors) if actor.poll()]
         return [f"actor-{index} ended with status {code}: {self._last_words(index)}" for index, code in dead]
 

@@ -12,6 +12,7 @@ run record; the work is done by the gateway, the learner and the replicas.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ from shoal.cluster.room import require_cpus
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
-from shoal.flows.policy import look_at_environment, served_model
+from shoal.flows.policy import check, look_at_environment, served_model
 from shoal.flows.serving import record_changes
 from shoal.home import access_token
 from shoal.registry import ModelVersion, Registry
@@ -50,6 +51,7 @@ MAX_LAG_METRICS = 16  # actors whose lag is recorded one by one
 
 def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     """Run the loop to its end and return the run's id. Raises RunError when the target was not reached."""
+    check(spec)
     with ExitStack() as closing:  # the record is closed first: it must be right even when the rest is cut short
         with _record(spec, job) as recorder:
             flow = _Flow(spec, recorder)
@@ -203,8 +205,10 @@ class _Flow:
         if self._learner_stats.get("failure"):
             raise RunError(f"the learner failed: {self._learner_stats['failure']}")
         if self._time_is_up():
+            mean = self._gateway_stats["mean_return"]
+            found = f"mean return {mean:.1f}" if math.isfinite(mean) else "no episode has ended"
             raise RunError(
-                f"mean return {self._gateway_stats['mean_return']:.1f} after {self.spec.max_wall_s:.0f} s, the target"
+                f"{found} after {self.spec.max_wall_s:.0f} s, the target"
                 f" is {self.spec.target_return}: lower target_return, or go on with"
                 f" `shoal run actor_learner resume={self.recorder.id} max_wall_s=…`"
             )

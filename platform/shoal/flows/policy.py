@@ -8,7 +8,9 @@ from __future__ import annotations
 import gymnasium
 import numpy as np
 
-from shoal.errors import ConfigError
+import shoal.runs
+from shoal.errors import ConfigError, SpecMismatch
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.rl.spec import RLSpec, experience_spec
 from shoal.wire import ExperienceSpec
@@ -26,6 +28,26 @@ def look_at_environment(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
     observation: np.ndarray = environment.reset(seed=0)[0]
     environment.close()
     return experience, observation
+
+
+def check(spec: ActorLearnerSpec) -> None:
+    """Raises ConfigError when its environment cannot be learned from, or when the run that it resumes has learnt
+    something that does not fit. Called before anything is started, and before that run's record is changed."""
+    experience, _ = look_at_environment(spec)
+    if not spec.resume:
+        return
+    run = shoal.runs.load(spec.resume)
+    if not any((run.folder / "checkpoints").glob("step-*")):
+        return
+    before = ActorLearnerSpec.from_yaml(run.spec)
+    remedy = "leave it out, or begin a new run"
+    if spec.hidden != before.hidden:
+        raise SpecMismatch("hidden", list(spec.hidden), f"run {run.id} has learnt with {list(before.hidden)}", remedy)
+    if spec.env != before.env:
+        learnt, _ = look_at_environment(before)
+        if served_model(spec, experience) != served_model(spec, learnt):
+            problem = f"run {run.id} has learnt {before.env}, which shows or takes something else"
+            raise SpecMismatch("env", spec.env, problem, remedy)
 
 
 def served_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[ModelFactory, Signature]:

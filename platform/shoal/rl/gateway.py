@@ -23,7 +23,7 @@ from shoal.rl.listener import listen
 from shoal.rl.progress import Progress, Roster
 from shoal.rl.queue import ExperienceQueue
 from shoal.rl.sessions import Session, Sessions
-from shoal.rl.spec import GatewaySpec
+from shoal.rl.spec import GatewaySpec, require_message_room
 from shoal.weights import WeightSnapshot, WeightSource
 from shoal.wire import DropReason, ExperienceSpec, Limits, Segment, decode, encode, unpack_segment
 from shoal.wire.messages import (
@@ -39,7 +39,6 @@ from shoal.wire.messages import (
     Weights,
     Welcome,
 )
-from shoal.wire.segment import largest_segment_bytes
 
 _ROUND = 256  # messages handled between two commits, at most
 _FATAL = frozenset({"bad_token", "bad_version", "stale_incarnation", "superseded"})
@@ -67,11 +66,7 @@ class Gateway:
         self.spec, self.experience, self.queue = spec, experience, queue
         self._weights, self._token, self._run_id, self._curve_keys = weights, token, run_id, curve_keys
         self._limits = Limits(max_message_bytes=spec.max_message_bytes)
-        largest = largest_segment_bytes(experience)
-        if largest > spec.max_message_bytes:
-            remedy = "shorten segment_length, or raise it"
-            problem = f"is below the {largest} bytes of the longest segment"
-            raise ConfigError("gateway.max_message_bytes", spec.max_message_bytes, problem, remedy)
+        require_message_room(spec, experience)
         self._progress = Progress(target_return)
         self._roster = Roster()
         self._sessions = Sessions()

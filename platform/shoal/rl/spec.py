@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from shoal.algorithms.impala_config import ImpalaConfig
 from shoal.config import Spec
 from shoal.errors import ConfigError
+from shoal.wire.segment import largest_segment_bytes
 from shoal.wire.spec import ExperienceSpec, PolicySpec, TensorSpec
 
 
@@ -73,7 +74,7 @@ class RLSpec(Spec):
     """One actor-learner run."""
 
     env: str = "CartPole-v1"
-    hidden: tuple[int, ...] = (64, 64)
+    hidden: tuple[Annotated[int, Field(ge=1)], ...] = (64, 64)
     segment_length: int = Field(default=256, ge=1, description="environment steps in a segment, at most")
     gateway: GatewaySpec = GatewaySpec()
     learner: LearnerSpec = LearnerSpec()
@@ -83,7 +84,7 @@ class RLSpec(Spec):
 def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec) -> ExperienceSpec:
     """What segments of an environment with these gymnasium spaces contain.
 
-    Raises ConfigError for spaces that the algorithm cannot learn from.
+    Raises ConfigError for spaces that the algorithm cannot learn from, and for segments that no message can hold.
     """
     if type(observation_space).__name__ != "Box" or len(observation_space.shape) != 1:
         raise ConfigError("env", spec.env, f"observes {observation_space}", "this algorithm needs a flat Box")
@@ -101,7 +102,18 @@ def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec) -> 
         high if np.isfinite(high) else None,
     )
     action = TensorSpec("int64", (), 0, int(action_space.n) - 1)
-    return ExperienceSpec(observation, action, spec.segment_length, policy_spec(spec.hidden))
+    experience = ExperienceSpec(observation, action, spec.segment_length, policy_spec(spec.hidden))
+    require_message_room(spec.gateway, experience)
+    return experience
+
+
+def require_message_room(gateway: GatewaySpec, experience: ExperienceSpec) -> None:
+    """Raise ConfigError when the longest segment is longer than a message may be."""
+    largest = largest_segment_bytes(experience)
+    if largest > gateway.max_message_bytes:
+        remedy = "shorten segment_length, or raise it"
+        problem = f"is below the {largest} bytes of the longest segment"
+        raise ConfigError("gateway.max_message_bytes", gateway.max_message_bytes, problem, remedy)
 
 
 def policy_spec(hidden: Sequence[int]) -> PolicySpec:

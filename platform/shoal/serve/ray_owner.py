@@ -26,16 +26,16 @@ def remove_abandoned() -> None:
     running = serve.status()
     living = _living_drivers()
     abandoned: dict[str, str] = {}  # endpoint -> its controller
-    is_kept = False
+    kept: list[str] = []  # endpoints
     for actor in _controllers():
         endpoint, driver = kept_endpoint(actor)
         if driver in living:
-            is_kept = True
+            kept.append(endpoint)
         elif driver:
             abandoned[endpoint] = actor
     if running.applications or running.proxies:
-        if is_kept or not abandoned or not running.applications.keys() <= abandoned.keys():
-            there = ", ".join(running.applications)
+        if kept or not abandoned or not running.applications.keys() <= abandoned.keys():
+            there = ", ".join(running.applications or kept)
             remedy = "`shoal serve delete`, or the end of its run; what Serve's own commands started, `serve shutdown`"
             raise ClusterError(f"Serve runs on this cluster ({there}): close that endpoint first, with {remedy}")
         serve.shutdown()
