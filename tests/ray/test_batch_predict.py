@@ -107,3 +107,35 @@ def test_a_model_that_ends_its_process_ends_the_prediction(
     with pytest.raises(RunError, match=r"a worker with the model died, after 2 others: .* try fewer workers"):
         ray_batch_predict.predict_files(None, [tmp_path / "in.parquet"], tmp_path / "out", 1)  # type: ignore[arg-type]
     assert folders(tmp_path) == []
+
+
+def test_it_ends_where_an_endpoint_leaves_one_cpu_and_words_stay_words(
+    cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    from shoal.serve import ray_batch_predict
+
+    class Echo:
+        def __init__(self, job: object) -> None:
+            pass
+
+        def __call__(self, table: pa.Table) -> pa.Table:
+            return table
+
+    class Endpoint:
+        def pid(self) -> int:
+            return os.getpid()
+
+    monkeypatch.setattr(ray_batch_predict, "PredictWorker", Echo)
+    there = ray.remote(num_cpus=ray.available_resources()["CPU"] - 1)(Endpoint).remote()
+    assert ray.get(there.pid.remote())
+    table = pa.table({"text": ["001", "1.50"], "y": [1, 2]})
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
+    (tmp_path / "in.csv").write_text("text,y\n001,1\n1.50,2\n")
+    try:
+        for name in ("in.parquet", "in.csv"):
+            ray_batch_predict.predict_files(None, [tmp_path / name], tmp_path / f"{name}.out", None, ["text"])  # type: ignore[arg-type]
+            assert pyarrow.parquet.read_table(tmp_path / f"{name}.out").to_pydict() == table.to_pydict()
+    finally:
+        ray.kill(there)

@@ -17,7 +17,9 @@ import shoal.runs
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, served
 from shoal.cli import cli
+from shoal.cli.predict_inputs import from_table
 from shoal.errors import InferenceError, ShoalError
+from shoal.open_inference.messages import TensorMetadata
 
 GREY = np.arange(16, dtype=np.uint8).reshape(4, 4) * 16
 
@@ -98,6 +100,15 @@ def test_tables_in_csv_and_parquet(tmp_path: Path) -> None:
     assert rows("m", "--csv", "in.tsv")[0]["x"] == [1, 2, 3]
     pyarrow.parquet.write_table(pa.table({"a": [[1, 2]], "b": [7]}), tmp_path / "in.parquet")
     assert rows("two", "--parquet", "in.parquet") == [{"a": [1, 2], "b": 7, "version": 7}]
+
+
+def test_words_of_a_csv_file_stay_as_they_are_whatever_they_look_like(tmp_path: Path) -> None:
+    words = ["001", "1.50", "12345678901234567890123", "true", ""]
+    (tmp_path / "in.csv").write_text("text,y\n" + "".join(f"{word},1\n" for word in words))
+    specs = [TensorMetadata("text", "BYTES", [-1]), TensorMetadata("y", "INT64", [-1])]
+    found = from_table(tmp_path / "in.csv", [], specs)
+    assert list(found["text"]) == [word.encode() for word in words]
+    assert list(found["y"]) == [1] * 5
 
 
 def test_more_rows_than_a_request_takes_are_asked_in_turn(tmp_path: Path, host: FakeHost) -> None:

@@ -280,5 +280,11 @@ def test_words_are_looked_at_before_a_job_is_started(cluster: FakeCluster, words
 
 def test_models_are_a_list_or_one_word() -> None:
     assert ServingSpec.parse({"models": "a@1, b@champion"}).models == ["a@1", "b@champion"]
+
+
+@pytest.mark.parametrize("endpoint", [{"port": 8000}, {"port": 8000, "num_cpus": 2}, {}])
+def test_what_a_file_does_not_say_of_the_endpoint_is_as_the_words_have_it(endpoint: dict[str, Any]) -> None:
+    spec = ServingSpec.parse({"models": "a@1", "endpoint": endpoint}).endpoint
+    assert (spec.name, spec.num_cpus) == (ServingSpec().endpoint.name, endpoint.get("num_cpus", 0.5))
     with pytest.raises(ConfigError, match="a is there twice"):
         ServingSpec.parse({"models": ["a@1", "a@2"]})

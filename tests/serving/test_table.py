@@ -146,13 +146,15 @@ def test_bf16_outputs_are_floats_and_bytes_stay_bytes() -> None:
 
 
 class Total(torch.nn.Module):
-    """The sum of a row; nan when its first value is negative."""
+    """The sum of a row; nan when its first value is negative, an error when one is 100."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool((x[:, 0] == 100).any()):
+            raise RuntimeError("boom")
         total: torch.Tensor = (x * self.scale).sum(1)
         return torch.where(x[:, 0] < 0, torch.nan, total)
 
@@ -197,6 +199,15 @@ def test_one_bad_row_ends_it_unless_it_is_to_be_skipped() -> None:
     assert ["not finite" in (error or "") for error in answered["error"].to_pylist()] == [False, False, True] + [
         False
     ] * 3
+
+
+def test_a_row_for_which_the_model_raises_is_skipped_or_said_by_name() -> None:
+    table = rows(1, 100, 3)  # Totals raises what no InferenceError is
+    with pytest.raises(InferenceError, match="the model raised RuntimeError: boom"):
+        predictor(said={"x": ["a", "b"]})(table)
+    answered = predictor(said={"x": ["a", "b"]}, skip_errors=True)(table)
+    assert answered["total"].to_pylist() == [4.0, None, 8.0]
+    assert answered["error"].to_pylist() == [None, "the model raised RuntimeError: boom", None]
 
 
 def test_no_row_at_all_can_be_answered() -> None:

@@ -89,6 +89,24 @@ def test_a_poisonous_request_fails_alone() -> None:
     run(body)
 
 
+def test_a_model_that_raises_system_exit_fails_its_request_and_ends_no_thread() -> None:
+    def forward(group: Hashable, requests: Sequence[int]) -> list[int]:
+        if 3 in requests:
+            raise SystemExit("enough")
+        return list(requests)
+
+    async def body() -> None:
+        batcher: Batcher[int, int] = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=8)
+        with pytest.raises(InferenceError, match=r"the model raised SystemExit\('enough'\)"):
+            await answer(queue, 3)
+        assert await answer(queue, 4) == 4
+        assert batcher.alive
+        batcher.close()
+
+    run(body)
+
+
 def test_wrong_number_of_answers_is_an_error_of_the_model() -> None:
     async def body() -> None:
         batcher: Batcher[int, int] = Batcher()

@@ -1,9 +1,10 @@
 """What a scrape of an endpoint says, read as Prometheus reads it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from shoal.serve.call import Caller
 from shoal.serve.metrics import MAX_VERSIONS, ModelStatistics
 from shoal.serve.prometheus import CONTENT_TYPE, METRICS, render, series
 from shoal.serve.report import ModelReport, ReplicaReport
@@ -129,6 +130,23 @@ def test_the_versions_that_left_are_one_series() -> None:
     series = scrape(report(statistics))
     assert value(series, "nv_inference_count", model="m", version="older", replica="a") == 2
     assert sum_of(series, "nv_inference_count") == MAX_VERSIONS + 2
+
+
+def test_a_key_for_some_models_sees_nothing_of_the_others_nor_of_other_callers() -> None:
+    [model] = report(worked()).models.values()
+    callers = {"ada": {"admitted": 1}, "bob": {"admitted": 2}}
+    everything = replace(report(worked()), models={"mine": model, "other": model}, callers=callers)
+    for caller, models, keys in [
+        (Caller("ada", models=frozenset({"mine"})), {"mine"}, {"ada"}),
+        (Caller("ada"), {"mine", "other"}, {"ada", "bob"}),
+    ]:
+        seen = [
+            sample.labels
+            for family in text_string_to_metric_families(render([everything], caller).decode())
+            for sample in family.samples
+        ]
+        assert {labels["model"] for labels in seen if "model" in labels} == models
+        assert {labels["key"] for labels in seen if "key" in labels} == keys
 
 
 def test_no_replica_no_series() -> None:

@@ -111,7 +111,7 @@ def test_administration() -> None:
 
 
 def test_metrics_are_what_the_endpoint_gives() -> None:
-    reply = client(metrics=lambda: b"nv_inference_count 3\n").get("/metrics")
+    reply = client(metrics=lambda caller: b"nv_inference_count 3\n").get("/metrics")
     assert (reply.status, reply.content) == (200, b"nv_inference_count 3\n")
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     refused(client().get("/metrics"), 404)

@@ -19,7 +19,7 @@ import numpy as np
 from shoal.client.tensors import ArrayLike
 from shoal.errors import DataError
 from shoal.open_inference.datatypes import NUMPY
-from shoal.serve.table import TensorSpec, choose_columns, described, inputs_of, parse_columns
+from shoal.serve.table import TensorSpec, choose_columns, described, inputs_of, parse_columns, texts_among
 
 
 def from_words(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
@@ -54,15 +54,21 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorSpec])
     import pyarrow.csv
     import pyarrow.parquet
 
+    said = parse_columns(columns, inputs)
     try:
-        is_csv = path.suffix.lower() in (".csv", ".tsv", ".txt")
-        options = pa.csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-        table = pa.csv.read_csv(path, parse_options=options) if is_csv else pa.parquet.read_table(path)
+        if path.suffix.lower() in (".csv", ".tsv", ".txt"):
+            parsing = pa.csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+            with pa.csv.open_csv(path, parse_options=parsing) as reader:
+                chosen = choose_columns(inputs, reader.schema.names, said)
+            texts = pa.csv.ConvertOptions(column_types=dict.fromkeys(texts_among(inputs, chosen), pa.string()))
+            table = pa.csv.read_csv(path, parse_options=parsing, convert_options=texts)
+        else:
+            table = pa.parquet.read_table(path)
+            chosen = choose_columns(inputs, table.column_names, said)
     except (OSError, pa.ArrowException) as error:
         raise DataError("file", str(path), f"cannot be read: {error}", "give a CSV or a Parquet file") from None
     if not len(table):
         raise DataError("file", str(path), "has no rows", "there is nothing to predict")
-    chosen = choose_columns(inputs, table.column_names, parse_columns(columns, inputs))
     return dict(inputs_of(table, inputs, chosen))
 
 

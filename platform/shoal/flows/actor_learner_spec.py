@@ -6,11 +6,12 @@ Called by the files of `jobs/` and `serve_apps/`; `actor_learner` goes by it, an
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from shoal.rl.spec import RLSpec
-from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.endpoint import EndpointSpec, unless_said
 
 NAMED_BY_ENV = "named-by-env"
 
@@ -24,7 +25,9 @@ class ActorLearnerSpec(RLSpec):
     max_wall_s: float = Field(default=600.0, gt=0, description="from the first segment; then the run has failed")
     eval_episodes: int = Field(default=20, ge=1)
     eval_timeout_s: float = Field(default=300.0, gt=0, description="for the episodes of one trial or evaluation")
-    endpoint: EndpointSpec = EndpointSpec(name=NAMED_BY_ENV, num_cpus=0.5)
+    endpoint: Annotated[EndpointSpec, unless_said(name=NAMED_BY_ENV, num_cpus=0.5)] = EndpointSpec(
+        name=NAMED_BY_ENV, num_cpus=0.5
+    )
     aliases: tuple[str, ...] = ("champion",)
     resume: str = ""
 

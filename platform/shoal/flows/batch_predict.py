@@ -9,6 +9,7 @@ run record; the work is done by the workers.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -23,7 +24,7 @@ from shoal.errors import DataError
 from shoal.registry import Registry
 from shoal.serve.options import ModelOptions
 from shoal.serve.sources import RegisteredModel
-from shoal.serve.table import choose_columns, parse_columns
+from shoal.serve.table import choose_columns, parse_columns, texts_among
 
 JOB = "batch_predict"
 SUFFIXES = (".parquet", ".csv")
@@ -74,11 +75,16 @@ def check(spec: BatchPredictSpec) -> None:
             raise DataError(field, "", "is not given", f"write {field}=...")
     if Path(spec.output).exists():
         raise DataError("output", spec.output, "exists already", "name a folder that does not, or remove it")
-    inputs = Registry().get(spec.model).manifest.signature.inputs
     there = _column_names(input_files(spec.input)[0])
-    choose_columns(inputs, there, parse_columns(spec.columns, inputs))
+    _texts(spec, there)
     if missing := [column for column in spec.keep if column not in there]:
         raise DataError("keep", missing[0], "is not in the table", f"it has {', '.join(there)}")
+
+
+def _texts(spec: BatchPredictSpec, there: Sequence[str]) -> list[str]:
+    """Which of the columns that are `there` are words to the model. Raises DataError when they do not fit it."""
+    inputs = Registry().get(spec.model).manifest.signature.inputs
+    return texts_among(inputs, choose_columns(inputs, there, parse_columns(spec.columns, inputs)))
 
 
 def batch_predict(spec: BatchPredictSpec, job: str) -> str:
@@ -101,7 +107,8 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
         files, begun_s = input_files(spec.input), time.monotonic()
         kind = "file" if len(files) == 1 else "files"
         print(f"run {recorder.id}: {version.ref} answers the rows of {spec.input} ({len(files)} {kind})", flush=True)
-        rows = predict_files(work, files, Path(spec.output).resolve(), spec.workers)
+        texts = _texts(spec, _column_names(files[0]))
+        rows = predict_files(work, files, Path(spec.output).resolve(), spec.workers, texts)
         seconds = time.monotonic() - begun_s
         recorder.event("predicted", model=version.name, version=version.version, rows=rows, seconds=seconds)
         print(f"{rows:,} rows in {seconds:.1f} s ({rows / seconds:,.0f} rows/s): {spec.output}", flush=True)

@@ -5,17 +5,21 @@ Called by `serve_apps/registered_model.py`, in a process that is connected to a 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from shoal.config import Spec
 from shoal.flows.serving import serve_models
 from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec
-from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.endpoint import EndpointSpec, unless_said
 
 
 class RegisteredModelSpec(Spec):
     """`model` is a reference, name@version or name@alias; the endpoint is called by the model's name."""
 
     model: str
-    endpoint: EndpointSpec = EndpointSpec(name=NAMED_BY_MODEL, num_cpus=0.5)
+    endpoint: Annotated[EndpointSpec, unless_said(name=NAMED_BY_MODEL, num_cpus=0.5)] = EndpointSpec(
+        name=NAMED_BY_MODEL, num_cpus=0.5
+    )
 
 
 def serve_registered_model(spec: RegisteredModelSpec, job: str) -> None:

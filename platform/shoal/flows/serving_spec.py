@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -14,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from shoal.config import Spec, last_value
 from shoal.errors import ConfigError
 from shoal.registry import Registry, split_ref
-from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.endpoint import EndpointSpec, unless_said
 
 NAMED_BY_MODEL = "named-by-model"
 
@@ -29,7 +30,9 @@ class ServingSpec(Spec):
     """
 
     models: list[str] = Field(default_factory=list)
-    endpoint: EndpointSpec = EndpointSpec(name=NAMED_BY_MODEL, num_cpus=0.5)
+    endpoint: Annotated[EndpointSpec, unless_said(name=NAMED_BY_MODEL, num_cpus=0.5)] = EndpointSpec(
+        name=NAMED_BY_MODEL, num_cpus=0.5
+    )
     file: str = ""
 
     @field_validator("models", mode="before")

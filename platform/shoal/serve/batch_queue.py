@@ -288,8 +288,8 @@ class BatchQueue(Generic[RequestT, AnswerT]):
                 answers = self._forward(batch.group, [entry.request for entry in part])
                 if len(answers) != len(part):
                     raise InferenceError(500, f"{len(answers)} answers came for {len(part)} requests")
-            except Exception as error:  # noqa: BLE001 - the thread's top: the error belongs to whoever sent the request
-                ended_s = clock()
+            except BaseException as raised:  # noqa: BLE001 - the thread's top: it belongs to whoever sent the request
+                ended_s, error = clock(), _answerable(raised)
                 if len(part) == 1 or _is_nobodys_fault(error):
                     tell(self.settle_all, part, "failed", error)
                     self._report(batch.group, part, rows, len(part), started_s, ended_s)
@@ -323,6 +323,11 @@ def _halves(part: Sequence[EntryT]) -> list[list[EntryT]]:
     """The second half and the first, without the requests that ended meanwhile."""
     halves = part[len(part) // 2 :], part[: len(part) // 2]
     return [kept for half in halves if (kept := [entry for entry in half if not entry.future.done()])]
+
+
+def _answerable(error: BaseException) -> Exception:
+    """SystemExit and its like, which end whoever awaits them, as an error that a request can be answered with."""
+    return error if isinstance(error, Exception) else InferenceError(500, f"the model raised {error!r}")
 
 
 def _is_nobodys_fault(error: Exception) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 
 from shoal.config import Spec
 from shoal.serve.access import Access
@@ -13,6 +13,11 @@ from shoal.serve.tracing import Destination
 
 # A replica is well used when one full batch is computed while the next one gathers.
 BATCHES_PER_REPLICA = 2
+
+
+def unless_said(**values: object) -> BeforeValidator:
+    """For a field with an endpoint: in a mapping, too, what is not said is as here, and not as EndpointSpec has it."""
+    return BeforeValidator(lambda given: {**values, **given} if isinstance(given, dict) else given)
 
 
 class EndpointSpec(Spec):

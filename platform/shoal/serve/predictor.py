@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shoal.errors import WeightsError
+from shoal.errors import InferenceError, WeightsError
 from shoal.registry.manifest import ModelFactory, Signature
 from shoal.serve.call import Arrays
 from shoal.serve.device import devices, fastest, timed
@@ -165,9 +165,12 @@ class LoadedModel:
     def _predict(self, inputs: Arrays, num_rows: int) -> dict[str, np.ndarray]:
         if num_rows == 0:
             return self._check.empty()
-        if self._preprocess is not None:
-            inputs = self._preprocess(inputs)
-        outputs = self._forward(inputs)
-        if self._postprocess is not None:
-            outputs = self._postprocess(outputs)
+        try:
+            if self._preprocess is not None:
+                inputs = self._preprocess(inputs)
+            outputs = self._forward(inputs)
+            if self._postprocess is not None:
+                outputs = self._postprocess(outputs)
+        except SystemExit as error:  # it would end the thread that computes, and whoever awaits it
+            raise InferenceError(500, f"the model raised {error!r}") from error
         return self._check.checked(outputs, num_rows)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from shoal.serve.call import Caller
 from shoal.serve.report import ReplicaReport
 from shoal.serve.snapshots import HistogramSnapshot, ModelSnapshot, VersionSnapshot, total
 
@@ -76,17 +77,27 @@ METRICS: dict[str, Metric] = {
 _REASONS = {"429": "REJECTED", "503": "REJECTED", "504": "REJECTED", "499": "CANCELED", "500": "BACKEND"}
 
 
-def render(reports: Iterable[ReplicaReport]) -> bytes:
-    """The text of a scrape, of type CONTENT_TYPE."""
+def render(reports: Iterable[ReplicaReport], caller: Caller | None = None) -> bytes:
+    """The text of a scrape, of type CONTENT_TYPE. A caller that may ask some models only sees nothing of the others,
+    nor of other callers."""
     families: dict[str, list[str]] = {name: [] for name in METRICS}
     for report in reports:
         for name, labels, value in series(report):
+            if caller is not None and not _sees(caller, labels):
+                continue
             families[name].extend(_lines(name, {**labels, "replica": report.replica}, value))
     lines: list[str] = []
     for name, metric in METRICS.items():
         if families[name]:
             lines += (f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}", *families[name])
     return ("\n".join(lines) + "\n").encode()
+
+
+def _sees(caller: Caller, labels: Labels) -> bool:
+    if caller.models is None:
+        return True
+    model, key = labels.get("model"), labels.get("key")
+    return (model is None or model in caller.models) and key in (None, caller.name)
 
 
 def series(report: ReplicaReport) -> Iterator[Series]:

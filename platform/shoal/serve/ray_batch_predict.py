@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.csv
 import ray
 import ray.data
 import ray.util.annotations
@@ -30,6 +31,7 @@ FILES_CPUS = 0.5  # what reading, and what writing, reserves
 LEAST_CPUS = 0.25  # of a worker
 WORKER_RESTARTS = 2  # Ray Data's default is without end, also for rows that kill each worker that they are given to
 _OURS = re.compile(r"^shoal\.errors\.\w+: (.+)$", re.MULTILINE)
+_NAMED = re.compile(r"^[\w.]*(?:Error|Exception): .+$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,13 @@ class PredictWorker:
         return self._predictor(table)
 
 
-def predict_files(job: BatchJob, files: Sequence[Path], output: Path, workers: int | None) -> int:
+def predict_files(
+    job: BatchJob, files: Sequence[Path], output: Path, workers: int | None, texts: Sequence[str] = ()
+) -> int:
     """Write Parquet files with a row for each row of `files` (all CSV or all Parquet); the number of rows.
 
     workers: processes with the model; None for one on each free CPU but one, which reads and writes
+    texts:   columns of CSV files that are words, whatever they look like
 
     Raises RunError with the words of the first worker that failed, when workers die again and again, or when the rows
     are written and `output` has come to be meanwhile; ClusterError when the cluster has no CPU to spare.
@@ -75,14 +80,18 @@ def predict_files(job: BatchJob, files: Sequence[Path], output: Path, workers: i
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.execution_options.preserve_order = True
+    context.use_datasource_v2 = False  # which lists Parquet files in a task of 1 CPU, whatever reading is to reserve
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what went wrong is raised, and told once
     paths = [str(file) for file in files]
     incoming = incoming_for(output)
     with ExitStack() as on_failure:
         on_failure.callback(shutil.rmtree, incoming, ignore_errors=True)
         try:
-            read = ray.data.read_csv if files[0].suffix == ".csv" else ray.data.read_parquet
-            rows = read(paths, num_cpus=FILES_CPUS)
+            if files[0].suffix == ".csv":
+                words = pa.csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string()))
+                rows = ray.data.read_csv(paths, num_cpus=FILES_CPUS, convert_options=words)
+            else:
+                rows = ray.data.read_parquet(paths, num_cpus=FILES_CPUS)
             answered = _map(rows, job, count, cpus_each)
             answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILES_CPUS})
         except ray.exceptions.RayError as error:
@@ -124,11 +133,13 @@ def _share(workers: int | None) -> tuple[int, float]:
 
 
 def _in_words(error: Exception) -> RunError:
-    """What a worker of ours said, which Ray Data leaves as the text of a traceback; or Ray's own last line."""
+    """What a worker of ours said, which Ray Data leaves as the text of a traceback; or the last error named there."""
     if isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError)):
         why = "its process was killed, as when memory runs out, or the model ended it"
         remedy = "try fewer workers, a smaller options.max_batch_size, or fewer rows"
         return RunError(f"a worker with the model died, after {WORKER_RESTARTS} others: {why}. {remedy}")
     text = str(error).strip()
-    ours = _OURS.findall(text)
-    return RunError(ours[-1] if ours else f"batch prediction failed: {(text.splitlines() or [repr(error)])[-1]}")
+    if ours := _OURS.findall(text):
+        return RunError(ours[-1])
+    named = _NAMED.findall(text) or text.splitlines() or [repr(error)]  # what Ray adds below is advice
+    return RunError(f"batch prediction failed: {named[-1]}")

@@ -18,7 +18,7 @@ import torch
 from shoal.errors import ShoalError
 from shoal.serve.access import Access
 from shoal.serve.batcher import Batcher
-from shoal.serve.call import Arrays
+from shoal.serve.call import Arrays, Caller
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.follower import PlanFollower
 from shoal.serve.host import ControllerClient, ReplicaHost
@@ -128,5 +128,5 @@ class EndpointReplica:
         access = self._access
         return replace(self.host.report(), callers=access.counts(), refused=access.refused(), statuses=statuses)
 
-    def _scrape(self) -> bytes:
-        return render([self.report(), *self._follower.peers])
+    def _scrape(self, caller: Caller) -> bytes:
+        return render([self.report(), *self._follower.peers], caller)

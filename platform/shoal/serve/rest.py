@@ -46,7 +46,7 @@ NOBODY = Caller("", models=frozenset())  # where no key is asked for
 class RestApp:
     """Serves the models of `host` to whom `access` admits.
 
-    metrics: what GET /metrics answers, in Prometheus' text format; without it there is no such path
+    metrics: what GET /metrics answers to a caller, in Prometheus' text format; without it there is no such path
     tracer:  of inferences; without it none is traced
     """
 
@@ -56,7 +56,7 @@ class RestApp:
         access: Access,
         *,
         limits: Limits | None = None,
-        metrics: Callable[[], bytes] | None = None,
+        metrics: Callable[[Caller], bytes] | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._host, self._access, self._tracer = host, access, tracer

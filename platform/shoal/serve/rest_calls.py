@@ -32,7 +32,7 @@ T = TypeVar("T")
 class RestCalls:
     """Answers requests whose path, method and caller are known to be right."""
 
-    def __init__(self, host: ModelHost, metrics: Callable[[], bytes] | None) -> None:
+    def __init__(self, host: ModelHost, metrics: Callable[[Caller], bytes] | None) -> None:
         self._host, self._metrics = host, metrics
 
     async def answer(self, request: Request, body: bytes) -> Answer:
@@ -48,7 +48,7 @@ class RestCalls:
             case Action.OPENAPI:
                 return content(document())
             case Action.METRICS:
-                return self._scraped()
+                return self._scraped(caller)
             case Action.MODEL | Action.MODEL_READY | Action.MODEL_CONFIG:
                 return self._described(request)
             case Action.STATISTICS:
@@ -72,10 +72,10 @@ class RestCalls:
             raise InferenceError(503, "not every model has weights yet; try again later")
         return content({"ready": True})
 
-    def _scraped(self) -> Answer:
+    def _scraped(self, caller: Caller) -> Answer:
         if self._metrics is None:
             raise InferenceError(404, "this endpoint has no metrics")
-        return Answer(200, self._metrics(), CONTENT_TYPE)
+        return Answer(200, self._metrics(caller), CONTENT_TYPE)
 
     def _described(self, request: Request) -> Answer:
         model = self._host.model(request.target.model or "")

@@ -91,7 +91,7 @@ class Stager:
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # also what a model's module does where it is imported
             logger.exception("%s cannot be staged", what)
             raise StagingFailed(f"{type(error).__name__}: {error}") from error
 

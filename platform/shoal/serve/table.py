@@ -75,6 +75,11 @@ def inputs_of(
     return {spec.name: _input(table, spec, chosen[spec.name]) for spec in inputs}
 
 
+def texts_among(inputs: Sequence[TensorSpec], chosen: Mapping[str, Sequence[str]]) -> list[str]:
+    """The columns whose words a model is to have as they stand: of a CSV file they must not be read as numbers."""
+    return [column for spec in inputs if spec.datatype == "BYTES" for column in chosen[spec.name]]
+
+
 def column_type(spec: TensorSpec) -> pa.DataType:
     """What a row of this output is in a table: a number, bytes, or a list (of fixed length where its shape is)."""
     if spec.datatype == "BYTES":

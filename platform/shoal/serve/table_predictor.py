@@ -75,9 +75,12 @@ class TablePredictor:
         try:
             parts.append((num_rows, self._model.predict_batch([inputs])[0]))
             errors.extend([None] * num_rows)
-        except InferenceError as error:
+        except Exception as raised:
+            error = raised
+            if not isinstance(error, InferenceError):  # the model's own, which may mean nothing where it is read
+                error = InferenceError(500, f"the model raised {type(raised).__name__}: {raised}")
             if not self._skip_errors:
-                raise
+                raise error from raised
             if num_rows == 1:
                 parts.append((1, None))
                 errors.append(str(error))
