@@ -41,7 +41,11 @@ MODULE = "shoal.flows.batch_predict"
 @click.option("--columns", multiple=True, metavar="[X=]A,B,C", help="The columns that make an input.")
 @click.option("--keep", metavar="A,B", help="The columns of the input to keep.  [default: all]")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes with the model.  [default: the CPUs but one]")
-@click.option("--skip-errors", is_flag=True, help="A row that the model fails on gets a word in the column `error`.")
+@click.option(
+    "--skip-errors",
+    is_flag=True,
+    help="A row that the model fails on gets a word in the column `error`; an empty field is no such row.",
+)
 @click.option("--address", help="The cluster to use: a dashboard URL, or 'local' for one of its own.")
 def batch_predict(
     model: str,
