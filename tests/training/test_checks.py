@@ -81,6 +81,11 @@ class Images(Toy):
         return Data(Idx(self.folder / "images-idx3-ubyte", self.folder / "labels-idx1-ubyte"))
 
 
+class OtherLoss(Toy):
+    def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
+        return {"loss": outputs.mean()}
+
+
 class Unsplittable(Toy):
     """Three outputs, which no two ranks can share."""
 
@@ -195,6 +200,11 @@ def test_arguments_that_a_task_does_not_take() -> None:
         ("NoData", "NoData.data gave a list", "return shoal.data.Data(train=...)"),
         ("NoModel", "NoModel.model gave a function", "return a torch.nn.Module"),
         ("NoLoss", "NoLoss.loss gave a tensor [2]", "return the mean over the batch"),
+        (
+            "OtherLoss",
+            "OtherLoss.metrics has a 'loss', which would take the place of the loss itself",
+            "give it another",
+        ),
         ("PlainNumber", "PlainNumber.metrics: 'accuracy' gave a float", "return the mean over the batch"),
     ],
 )

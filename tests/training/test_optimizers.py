@@ -117,3 +117,12 @@ def test_something_else_than_an_optimizer_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"Wrong\.optimizer gave a str"):
         make_optimizer(Wrong(), OptimizerSpec(), _parameters())
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    class Own(Task):
+        def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            return torch.optim.LBFGS(list(parameters))
+
+    with pytest.raises(ConfigError, match="LBFGS computes the loss again by itself"):
+        make_optimizer(Own(), OptimizerSpec(), [nn.Parameter(torch.ones(2))])

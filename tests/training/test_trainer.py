@@ -279,3 +279,11 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_selective_backprop_learns_too(tmp_path: Path) -> None:
     outcome = train(tmp_path, spec_of(stop={"epochs": 6}, selective_backprop={"beta": 1.0}))
     assert outcome.metrics["accuracy"] > 0.8
+
+
+def test_reports_are_made_however_often_it_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.train.trainer.INTERVAL_S", 0.0)
+    notes = Notes()
+    train(tmp_path, spec_of(log_every_steps=None, evaluate={"every_steps": 2}, stop={"steps": 40}), notes)
+    # The ranks come together at each evaluation, so that no step between two of them is one at which they have to.
+    assert set(range(2, 41, 2)) <= notes.losses.keys()

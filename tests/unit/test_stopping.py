@@ -101,6 +101,8 @@ def test_a_metric_that_is_not_evaluated_is_named_with_what_there_is() -> None:
 def _as_defined(losses: list[float], patience: int, least: float) -> tuple[int, int] | None:
     """(step, kept step) from the whole history: n is kept when none of the next `patience` betters it enough."""
     n = next((index for index, loss in enumerate(losses) if not math.isnan(loss)), len(losses))
+    if n > patience:
+        return patience + 1, patience + 1  # there was nothing to better
     while n < len(losses):
         following = range(n + 1, n + 1 + patience)
         better = next((index for index in following if index < len(losses) and losses[n] - losses[index] > least), None)
@@ -223,3 +225,13 @@ def test_without_convergence_the_last_network_is_kept_whatever_was_best() -> Non
     ended = after.after_step(3, 0.0, 1.0)
     assert ended is not None
     assert ended.keep_step == 3
+
+
+def test_a_metric_that_is_never_a_number_ends_the_run_as_one_that_never_improves() -> None:
+    policy = _policy({"convergence": {"metric": "accuracy", "patience": 2}})
+    for step in (1, 2):
+        assert policy.after_evaluation(step, {"accuracy": math.nan}) is None
+    stop = policy.after_evaluation(3, {"accuracy": math.nan})
+    assert stop is not None
+    assert (stop.reason, stop.step, stop.keep_step) == ("convergence", 3, 3)
+    assert stop.detail == "accuracy was not a number in 3 evaluations"

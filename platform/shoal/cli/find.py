@@ -25,6 +25,7 @@ from shoal.train.finders import BatchFound, RateFound, find_batch, find_rate
 from shoal.train.pictures import batch_picture, rate_picture
 from shoal.train.recipe import spec_from_words
 from shoal.train.spec import TrainSpec
+from shoal.train.task import Task, make_task
 
 NUM_ROWS = 12
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -63,7 +64,8 @@ def rate(
     """
     if not 0 < lowest < highest:
         raise ConfigError("--lowest", lowest, f"is not between 0 and --highest ({highest:g})")
-    found = find_rate(_spec(task, words), lowest, highest, steps)
+    spec = _spec(task, words)
+    found = find_rate(spec, lowest, highest, steps)
     title = f"{task}: loss by learning rate"
     paths = _write(out, "rate", task, rate_picture(found, title), asdict(found))
     if as_json:
@@ -72,6 +74,10 @@ def rate(
     Console().print(_rate_table(found))
     if found.suggestion is None:
         click.echo("The loss did not fall at any rate: look at the picture, or sweep wider.")
+    elif type(make_task(spec.task, spec.args)).optimizer is not Task.optimizer:
+        click.echo(
+            f"Suggested: {found.suggestion:.2g} (lowest loss at {found.lowest:.2g}), in the task's own optimizer()"
+        )
     else:
         click.echo(f"Suggested: optimizer.learning_rate={found.suggestion:.2g} (lowest loss at {found.lowest:.2g})")
     _say(paths)

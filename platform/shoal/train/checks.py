@@ -105,9 +105,13 @@ def _measures(spec: TrainSpec, task: Task, model: nn.Module, batch: object) -> l
     try:
         with torch.no_grad():
             outputs = model(*task.inputs(batch))
-            found: dict[str, object] = {"loss": task.loss(outputs, batch), **task.metrics(outputs, batch)}
+            metrics = task.metrics(outputs, batch)
+            found: dict[str, object] = {"loss": task.loss(outputs, batch), **metrics}
     finally:
         model.train(was_training)
+    if "loss" in metrics:
+        problem = f"{type(task).__name__}.metrics has a 'loss', which would take the place of the loss itself"
+        raise ConfigError("task", spec.task, problem, "give it another name")
     for name, value in found.items():
         if not isinstance(value, Tensor) or value.numel() != 1:
             kind = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

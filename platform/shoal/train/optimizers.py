@@ -6,6 +6,7 @@ the fused one unless they mix devices, plain and distributed tensors, or distrib
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,7 +28,7 @@ def make_optimizer(task: Task, spec: OptimizerSpec, parameters: Iterable[nn.Para
 
     parameters: this rank's; none at all is allowed (a pipeline stage without weights)
 
-    Raises ConfigError when the Task gives something else than an optimiser.
+    Raises ConfigError when the Task gives something else than an optimiser, or one whose step needs a closure.
     """
     held = list(parameters)
     own: object = task.optimizer(iter(held)) if held else None
@@ -35,6 +36,10 @@ def make_optimizer(task: Task, spec: OptimizerSpec, parameters: Iterable[nn.Para
     if not isinstance(optimizer, Optimizer):
         problem = f"{type(task).__name__}.optimizer gave a {type(own).__name__}"
         raise ConfigError("task", type(task).__name__, problem, "return a torch.optim.Optimizer, or None")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        problem = f"{type(optimizer).__name__} computes the loss again by itself, several times a step"
+        raise ConfigError("task", type(task).__name__, problem, "use an optimiser whose step needs no closure")
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", _number(group["lr"]))
     return optimizer

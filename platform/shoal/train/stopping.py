@@ -167,10 +167,12 @@ class StopPolicy:
                 self._best, self._num_since_best = (step, value), 0
             else:
                 self._num_since_best += 1
-        if self._best is None or self._num_since_best < spec.patience:
+        if self._num_since_best < spec.patience + (self._best is None):  # of those without a number, one is the first
             return None
-        best_step, best = self._best
         evaluations = f"{self._num_since_best} evaluation{'s' if self._num_since_best > 1 else ''}"
+        if self._best is None:
+            return self._ended("convergence", f"{spec.metric} was not a number in {evaluations}", step)
+        best_step, best = self._best
         detail = f"{spec.metric} {number(best)} of step {best_step:,} was not bettered in {evaluations} after it"
         return self._ended("convergence", detail, step)
 

@@ -22,7 +22,7 @@ from shoal.cost.peak import peak_flops
 from shoal.cost.probe import CostProbe
 from shoal.errors import NotFinite, TrainError
 from shoal.parallel import World
-from shoal.train.agreement import Agreement, Signs
+from shoal.train.agreement import INTERVAL_S, Agreement, Signs
 from shoal.train.assembly import assemble
 from shoal.train.evaluation import evaluate
 from shoal.train.expense import TRAINING_S
@@ -94,6 +94,7 @@ class Trainer:
         self._is_first_step = True
         self._began_s = time.monotonic()
         self._elapsed_s = 0.0  # of this life, as all ranks have agreed
+        self._logged_s = 0.0  # the same, at the last report
         self._recent: list[_Recent] = []
         self._loss_sum, self._num_losses = 0.0, 0  # of all ranks, since the last report
 
@@ -193,7 +194,9 @@ class Trainer:
             return None
         signs = self._exchange()
         stop = self._policy.after_step(step, epoch, self._elapsed_s)  # time may be up, as all know now
-        if is_logged or stop:
+        # Evaluations and checkpoints bring the ranks together too: steps between them may never be due by themselves.
+        is_late = every is None and self._elapsed_s - self._logged_s >= INTERVAL_S
+        if is_logged or is_late or stop:
             self._log()
         if is_evaluated or (stop and self._progress.evaluated != step):
             stop = self._evaluate() or stop
@@ -232,6 +235,7 @@ class Trainer:
         raise NotFinite(what, step, indices or None, self._keeper.newest())
 
     def _log(self) -> None:
+        self._logged_s = self._elapsed_s
         parts, step = self._parts, self._progress.step
         values = {
             "train/step": float(step),
