@@ -158,9 +158,10 @@ class _Session:
         entrypoint = [sys.executable, str(self._path), *shown]
         ray_jobs.submit(cluster, entrypoint, env=env | secrets, submission_id=self._job.submission_id)
         self._follow()
+        notes = self._new_notes()  # of actors that ended by themselves; the rest are ended now
         self._finish_actors()
         if self._job.status() is not ray_jobs.JobStatus.SUCCEEDED:
-            said = (failure(self._job, f"the job of run {self.run_id}"), *self._new_notes(), self.how_to_resume())
+            said = (failure(self._job, f"the job of run {self.run_id}"), *notes, self.how_to_resume())
             raise RunError("\n".join(said).rstrip())
         self._summary()
 

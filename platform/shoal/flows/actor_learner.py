@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import zmq
 from pydantic import SecretStr
 
@@ -29,7 +30,7 @@ from shoal.cluster.room import require_cpus
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
-from shoal.flows.policy import check, look_at_environment, served_model
+from shoal.flows.policy import check, served_model
 from shoal.flows.serving import record_changes
 from shoal.home import access_token
 from shoal.registry import ModelVersion, Registry
@@ -37,6 +38,7 @@ from shoal.rl.ray_rl import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
 from shoal.serve.sources import LiveModel, ServedModel
 from shoal.weights import WeightSnapshot
+from shoal.wire import ExperienceSpec
 
 if TYPE_CHECKING:
     from shoal.serve.ray_serve import Endpoint
@@ -51,10 +53,10 @@ MAX_LAG_METRICS = 16  # actors whose lag is recorded one by one
 
 def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     """Run the loop to its end and return the run's id. Raises RunError when the target was not reached."""
-    check(spec)
+    experience, first_observation = check(spec)
     with ExitStack() as closing:  # the record is closed first: it must be right even when the rest is cut short
         with _record(spec, job) as recorder:
-            flow = _Flow(spec, recorder)
+            flow = _Flow(spec, recorder, experience, first_observation)
             try:
                 flow.start(closing)
                 flow.learn()
@@ -78,9 +80,15 @@ def _record(spec: ActorLearnerSpec, job: str) -> Iterator[RunRecorder]:
 class _Flow:
     """The parts of one run, and what is known of them."""
 
-    def __init__(self, spec: ActorLearnerSpec, recorder: RunRecorder) -> None:
+    def __init__(
+        self,
+        spec: ActorLearnerSpec,
+        recorder: RunRecorder,
+        experience: ExperienceSpec,
+        first_observation: np.ndarray,
+    ) -> None:
         self.spec, self.recorder, self.token = spec, recorder, access_token()
-        self.experience, self._first_observation = look_at_environment(spec)
+        self.experience, self._first_observation = experience, first_observation
         self._workers: ActorLearnerWorkers | None = None
         self._endpoint: Endpoint | None = None
         self._gateway_stats: dict[str, Any] = {}

@@ -13,6 +13,7 @@ from shoal.errors import ConfigError, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.rl.spec import RLSpec, experience_spec
+from shoal.runs import Run
 from shoal.wire import ExperienceSpec
 
 
@@ -30,13 +31,16 @@ def look_at_environment(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
     return experience, observation
 
 
-def check(spec: ActorLearnerSpec) -> None:
-    """Raises ConfigError when its environment cannot be learned from, or when the run that it resumes has learnt
-    something that does not fit. Called before anything is started, and before that run's record is changed."""
-    experience, _ = look_at_environment(spec)
-    if not spec.resume:
-        return
-    run = shoal.runs.load(spec.resume)
+def check(spec: ActorLearnerSpec) -> tuple[ExperienceSpec, np.ndarray]:
+    """`look_at_environment`; raises ConfigError also when the run that is resumed has learnt something that does not
+    fit. Called before anything is started, and before that run's record is changed."""
+    experience, observation = look_at_environment(spec)
+    if spec.resume:
+        _require_fit(spec, experience, shoal.runs.load(spec.resume))
+    return experience, observation
+
+
+def _require_fit(spec: ActorLearnerSpec, experience: ExperienceSpec, run: Run) -> None:
     if not any((run.folder / "checkpoints").glob("step-*")):
         return
     before = ActorLearnerSpec.from_yaml(run.spec)
