@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -99,6 +100,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _folder(item.path) in WITH_CLUSTER:
             for rule in RAYS_OWN:
                 item.add_marker(pytest.mark.filterwarnings(rule))
+
+
+def pytest_collection_finish() -> None:
+    """No collection looks through what has been loaded by now, here or in what is forked from here."""
+    gc.freeze()
 
 
 class _Together(LoadScopeScheduling):

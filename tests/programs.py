@@ -5,6 +5,7 @@ The processes are forked from a server that has imported torch once, so that a g
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -122,6 +123,7 @@ def _rank(
     args: tuple[Any, ...],
 ) -> None:
     """One rank's life: join the group, run the program, say how it ended."""
+    gc.freeze()  # what the server has loaded: each collection would look through it, and so copy it
     import torch
     import torch.distributed as dist
 

@@ -19,6 +19,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.errors import ClusterError, ConnectionLost
+from shoal.loading import loading
 from shoal.rl.gateway import Gateway
 from shoal.rl.ledger import Ledger
 from shoal.rl.queue import BatchRequest, ExperienceBatch, ExperienceQueue
@@ -130,7 +131,10 @@ class LearnerWorker:
     """A Learner in a process of its own; it starts to learn at once, from its newest checkpoint if there is one."""
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
-        from shoal.rl.learner import Learner  # where it runs: the driver would load a second of torch for nothing
+        with loading():  # where it runs: the driver would load a second of torch for nothing
+            import torch._dynamo  # noqa: F401 - as every optimiser does
+
+            from shoal.rl.learner import Learner
 
         store = start_weight_store(setting.run_id)
         self._publisher = RayWeightPublisher(store)

@@ -20,6 +20,7 @@ from ray.serve.handle import DeploymentHandle
 
 from shoal.cluster.serve_environment import free_port
 from shoal.errors import ClusterError, ConnectionLost
+from shoal.loading import loading
 from shoal.serve import direct_http
 from shoal.serve.controller_setting import controller_setting
 from shoal.serve.controller_state import Event
@@ -43,7 +44,8 @@ class ReplicaWorker(GrpcMethods):
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController
     ) -> None:
-        from shoal.serve.replica import EndpointReplica  # where it runs: who deploys would load torch for nothing
+        with loading():
+            from shoal.serve.replica import EndpointReplica  # where it runs: who deploys would load torch for nothing
 
         listen_on_loopback()
         if spec.grpc_port is not None:

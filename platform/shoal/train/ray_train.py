@@ -23,6 +23,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from shoal.errors import RankLost, ShoalError, TrainError
+from shoal.loading import loading
 from shoal.parallel import World
 from shoal.parallel.world import TIMEOUT_S
 from shoal.runs.ray_mailbox import CALL_TIMEOUT_S, NO_ANSWER_YET, Message, Posted, start_mailbox
@@ -44,8 +45,11 @@ class Setting:
 
 def _train(config: Mapping[str, Any]) -> Outcome:
     """One rank's life in a worker of Ray Train."""
-    from shoal.train.assembly import set_threads  # not in the driver, which would load a second of torch for nothing
-    from shoal.train.trainer import Trainer
+    with loading():  # not in the driver, which would load a second of torch for nothing
+        import torch._dynamo  # noqa: F401 - as every optimiser does
+
+        from shoal.train.assembly import set_threads
+        from shoal.train.trainer import Trainer
 
     setting: Setting = config["setting"]
     mailbox: ActorHandle = config["mailbox"]
