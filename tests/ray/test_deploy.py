@@ -75,7 +75,7 @@ class FakeServe:
 @contextmanager
 def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
     """`shoal.serve.ray_serve` on a cluster with these named actors, on which one driver lives."""
-    from shoal.serve import ray_owner, ray_serve
+    from shoal.serve import ray_kept, ray_owner, ray_serve
 
     class Controller:
         def __init__(self, setting: ControllerSetting) -> None:
@@ -93,8 +93,8 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
         patch.setattr(ray_serve, "RayController", Controller)
         patch.setattr(ray_serve, "application", lambda *arguments: None)
         patch.setattr(ray_serve, "this_driver", lambda: LIVING)
-        patch.setattr(ray_owner, "_living_drivers", lambda: {LIVING})
-        patch.setattr(ray_owner, "_controllers", lambda: list(actors))
+        patch.setattr(ray_kept, "living_drivers", lambda: {LIVING})
+        patch.setattr(ray_kept, "_controllers", lambda: list(actors))
         patch.setattr(ray_owner, "end_controller", lambda actor: serve.done.append(f"end {actor}"))
         yield
 
@@ -152,6 +152,16 @@ def test_an_endpoint_whose_driver_lives_is_named_also_while_it_starts(applicatio
     assert serve.done == []
 
 
+def test_who_would_need_an_endpoint_is_refused_before_anything_starts() -> None:
+    from shoal.serve.ray_kept import require_no_endpoint
+
+    refusal = pytest.raises(ClusterError, match=r"Serve runs on this cluster \(old\): close that endpoint first")
+    with faked(FakeServe(), (f"endpoint-old-0a1b2c3d@{LIVING}",)), refusal:
+        require_no_endpoint()
+    with faked(FakeServe(), (f"endpoint-old-0a1b2c3d@{GONE}", "weights-of-a-run")):
+        require_no_endpoint()  # it makes room
+
+
 def test_a_controller_whose_endpoint_never_came_to_be_is_ended() -> None:
     serve = FakeServe()
     deploy(serve, f"endpoint-old-0a1b2c3d@{GONE}")
@@ -161,7 +171,7 @@ def test_a_controller_whose_endpoint_never_came_to_be_is_ended() -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Serve's own specs
 def test_an_endpoint_whose_driver_was_killed_makes_room_on_a_cluster(cluster: EmbeddedCluster) -> None:
-    from shoal.serve import ray_owner, ray_serve
+    from shoal.serve import ray_kept, ray_serve
 
     weights = WeightSnapshot.of(1, {"weight": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)})
     linear = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1})
@@ -173,9 +183,9 @@ def test_an_endpoint_whose_driver_was_killed_makes_room_on_a_cluster(cluster: Em
         assert left.startswith("http://"), left
         with pytest.raises(ClusterError, match="close that endpoint first"):
             ray_serve.deploy(EndpointSpec(name="next", num_cpus=0.1), [registered("left@1")])
-        living = ray_owner._living_drivers()
+        living = ray_kept.living_drivers()
         driver.kill()
-    wait_for(lambda: len(ray_owner._living_drivers()) < len(living), STATE_TIMEOUT_S, "Ray to notice the driver's end")
+    wait_for(lambda: len(ray_kept.living_drivers()) < len(living), STATE_TIMEOUT_S, "Ray to notice the driver's end")
     endpoint = ray_serve.deploy(EndpointSpec(name="next", num_cpus=0.1), [registered("left@1")])
     assert [each.name.partition("-")[0] for each in (home() / "endpoints").glob("*.json")] == ["next"]
     with Client(endpoint.url) as client:

@@ -36,6 +36,7 @@ from shoal.home import access_token
 from shoal.registry import ModelVersion, Registry
 from shoal.rl.ray_rl import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
+from shoal.serve.ray_kept import require_no_endpoint
 from shoal.serve.sources import LiveModel, ServedModel
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
@@ -111,6 +112,7 @@ class _Flow:
         spec, recorder = self.spec, self.recorder
         keys = curve_keys(recorder.folder) if spec.gateway.curve else None
         setting = RunSetting(recorder.id, recorder.folder, self.token, spec.target_return, keys)
+        require_no_endpoint()
         require_cpus(spec.learner.num_cpus + spec.endpoint.num_replicas * spec.endpoint.num_cpus)
         self._workers = ActorLearnerWorkers(spec, self.experience, setting)
         closing.callback(self._workers.close)

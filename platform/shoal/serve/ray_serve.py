@@ -30,9 +30,10 @@ from shoal.serve.grpc_http1 import GrpcOverHttp1
 from shoal.serve.limits import Limits
 from shoal.serve.ray_controller import RayController
 from shoal.serve.ray_grpc import GrpcMethods, answer_directly, grpc_options, limit_messages
+from shoal.serve.ray_kept import this_driver
 from shoal.serve.ray_listen import listen_on_loopback
 from shoal.serve.ray_metrics import RayMetrics
-from shoal.serve.ray_owner import remove_abandoned, this_driver
+from shoal.serve.ray_owner import remove_abandoned
 from shoal.serve.sources import LiveModel, ServedModel
 
 GRACE_S = 1.0  # beyond a time limit that Serve is to keep
