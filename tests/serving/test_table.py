@@ -210,6 +210,18 @@ def test_a_row_for_which_the_model_raises_is_skipped_or_said_by_name() -> None:
     assert answered["error"].to_pylist() == [None, "the model raised RuntimeError: boom", None]
 
 
+def test_a_row_that_makes_no_input_is_skipped_like_any_other() -> None:
+    table = rows(1, 2, 3, 4, 5, -1)
+    table = table.set_column(1, "a", pa.array([1.0, None, 3.0, 4.0, None, -1.0]))
+    with pytest.raises(DataError, match="column = 'a': row 1 has no value"):
+        predictor(said={"x": ["a", "b"]})(table)
+    answered = predictor(said={"x": ["a", "b"]}, skip_errors=True)(table)
+    assert answered["total"].to_pylist() == [4.0, None, 8.0, 10.0, None, None]
+    errors = answered["error"].to_pylist()
+    assert errors[1] == errors[4] == "column = 'a': has no value. fill it, or leave the row out"
+    assert [error is None for error in errors] == [True, False, True, True, False, False]
+
+
 def test_no_row_at_all_can_be_answered() -> None:
     answered = predictor(said={"x": ["a", "b"]}, skip_errors=True)(rows(-1, -2))
     assert answered["total"].null_count == 2

@@ -148,7 +148,8 @@ def _require_all(values: pa.Array, column: str, num_rows: int) -> None:
     """As many values of each row. Raises DataError naming the row that lacks one."""
     if values.null_count:
         row = values.is_null().index(True).as_py() * num_rows // len(values)
-        raise DataError("column", column, f"row {row} has no value", "fill it, or leave the row out")
+        which = f"row {row} " if num_rows > 1 else ""
+        raise DataError("column", column, f"{which}has no value", "fill it, or leave the row out")
 
 
 def _numbers(values: pa.Array, datatype: str) -> np.ndarray:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
-from shoal.errors import ConfigError, InferenceError
+from shoal.errors import ConfigError, DataError, InferenceError
 from shoal.serve.options import ModelOptions
 from shoal.serve.predictor import ModelPackage, Predictor
 from shoal.serve.table import choose_columns, column_of, column_type, inputs_of
@@ -26,7 +26,8 @@ class TablePredictor:
 
     said:        the columns of each input, where they do not follow from the names
     keep:        the columns that go from input to output; None for all
-    skip_errors: a row that the model fails on has no outputs and a word in the column `error`; else it ends everything
+    skip_errors: a row that makes no input, or that the model fails on, has no outputs and a word in the column `error`;
+                 else it ends everything
 
     Raises ConfigError, WeightsError when the model cannot be built or loaded.
     """
@@ -52,12 +53,9 @@ class TablePredictor:
     def __call__(self, table: pa.Table) -> pa.Table:
         """The kept columns, the outputs and the version, a row for each row. Raises DataError, InferenceError."""
         chosen = choose_columns(self.signature.inputs, table.column_names, self._said)
-        inputs = inputs_of(table, self.signature.inputs, chosen)
         parts: list[Part] = []
         errors: list[str | None] = []
-        for start in range(0, len(table), self._max_rows):
-            of_part = {name: rows[start : start + self._max_rows] for name, rows in inputs.items()}
-            self._answer(of_part, min(self._max_rows, len(table) - start), parts, errors)
+        self._answer_table(table, chosen, parts, errors)
         kept = table if self._keep is None else table.select(list(self._keep))
         named = [*(spec.name for spec in self.signature.outputs), VERSION_COLUMN]
         if twice := sorted(set(named) & set(kept.column_names)):
@@ -67,6 +65,27 @@ class TablePredictor:
             kept = kept.append_column(name, column)
         kept = kept.append_column(VERSION_COLUMN, pa.array(np.full(len(table), self._model.version, np.int64)))
         return kept.append_column(ERROR_COLUMN, pa.array(errors, pa.string())) if self._skip_errors else kept
+
+    def _answer_table(
+        self, table: pa.Table, chosen: Mapping[str, Sequence[str]], parts: list[Part], errors: list[str | None]
+    ) -> None:
+        """Append the outputs of these rows; where some make no input, each half is tried alone."""
+        try:
+            inputs = inputs_of(table, self.signature.inputs, chosen)
+        except DataError as error:
+            if not self._skip_errors:
+                raise
+            if len(table) == 1:
+                parts.append((1, None))
+                errors.append(str(error))
+                return
+            half = len(table) // 2
+            self._answer_table(table.slice(0, half), chosen, parts, errors)
+            self._answer_table(table.slice(half), chosen, parts, errors)
+            return
+        for start in range(0, len(table), self._max_rows):
+            of_part = {name: rows[start : start + self._max_rows] for name, rows in inputs.items()}
+            self._answer(of_part, min(self._max_rows, len(table) - start), parts, errors)
 
     def _answer(
         self, inputs: dict[str, np.ndarray], num_rows: int, parts: list[Part], errors: list[str | None]
