@@ -119,6 +119,12 @@ def test_something_else_than_an_optimizer_is_refused() -> None:
         make_optimizer(Wrong(), OptimizerSpec(), _parameters())
 
 
+def test_words_that_an_optimizer_of_the_tasks_own_does_not_hear_are_refused() -> None:
+    make_optimizer(_Own(), OptimizerSpec(learning_rate=1e-3), _parameters())  # as it is when nothing is said
+    with pytest.raises(ConfigError, match=r"optimizer\.learning_rate = 0\.5: _Own has an optimiser of its own"):
+        make_optimizer(_Own(), OptimizerSpec(learning_rate=0.5), _parameters())
+
+
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     class Own(Task):
         def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

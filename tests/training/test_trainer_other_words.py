@@ -102,8 +102,8 @@ def test_momentum_does_not_stay_where_a_cycle_left_it(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_of_the_tasks_own_goes_on_with_its_settings(tmp_path: Path) -> None:
-    settings_after(tmp_path, spec_of(stop={"steps": 2}), OwnOptimizer(decay=0.3))
-    settings = settings_after(tmp_path, spec_of(stop={"steps": 4}, optimizer={"weight_decay": 0.1}), OwnOptimizer(0.0))
+    settings_after(tmp_path, spec_of(stop={"steps": 2}, optimizer={}), OwnOptimizer(decay=0.3))
+    settings = settings_after(tmp_path, spec_of(stop={"steps": 4}, optimizer={}), OwnOptimizer(0.0))
     assert settings["weight_decay"] == 0.3
 
 

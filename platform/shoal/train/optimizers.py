@@ -28,7 +28,8 @@ def make_optimizer(task: Task, spec: OptimizerSpec, parameters: Iterable[nn.Para
 
     parameters: this rank's; none at all is allowed (a pipeline stage without weights)
 
-    Raises ConfigError when the Task gives something else than an optimiser, or one whose step needs a closure.
+    Raises ConfigError when the Task gives something else than an optimiser, or one whose step needs a closure, and when
+    it has one of its own while the spec describes another.
     """
     held = list(parameters)
     own: object = task.optimizer(iter(held)) if held else None
@@ -36,6 +37,8 @@ def make_optimizer(task: Task, spec: OptimizerSpec, parameters: Iterable[nn.Para
     if not isinstance(optimizer, Optimizer):
         problem = f"{type(task).__name__}.optimizer gave a {type(own).__name__}"
         raise ConfigError("task", type(task).__name__, problem, "return a torch.optim.Optimizer, or None")
+    if own is not None:
+        _require_unsaid(spec, task)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         problem = f"{type(optimizer).__name__} computes the loss again by itself, several times a step"
@@ -43,6 +46,13 @@ def make_optimizer(task: Task, spec: OptimizerSpec, parameters: Iterable[nn.Para
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", _number(group["lr"]))
     return optimizer
+
+
+def _require_unsaid(spec: OptimizerSpec, task: Task) -> None:
+    for name, value in OptimizerSpec():
+        if (said := getattr(spec, name)) != value:
+            problem = f"{type(task).__name__} has an optimiser of its own, which does not hear this"
+            raise ConfigError(f"optimizer.{name}", said, problem, "say it there, or let its `optimizer` return None")
 
 
 def set_rate(optimizer: Optimizer, factor: float, momentum: float | None = None) -> None:
