@@ -172,7 +172,8 @@ def _config_error(spec: type[BaseModel], error: ValidationError) -> ConfigError:
             owner = _owner_within(owner, str(part)) if is_known else None
         remedy = _suggest(str(first["loc"][-1]), owner) if isinstance(owner, type) else ""
         return ConfigError(field, value, "no such field", remedy)
-    return ConfigError(field, value, first["msg"], remedy)
+    problem = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]  # in our own words
+    return ConfigError(field, value, problem, remedy)
 
 
 def _within(annotation: Any, part: int | str) -> Any:

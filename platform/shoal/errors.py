@@ -28,17 +28,20 @@ Owned by nobody, imported by everybody, imports nothing.
 
 from __future__ import annotations
 
+SHOWN_LENGTH = 160
+
 
 class ShoalError(Exception):
     """The root of everything that Shoal raises on purpose."""
 
 
 class ConfigError(ShoalError, ValueError):
-    """A value given by the user does not fit. The message names the field, the value and the remedy."""
+    """A value given by the user does not fit. The message names field, value (but for whole specs) and remedy."""
 
     def __init__(self, field: str, value: object, problem: str, remedy: str = "") -> None:
         self.field, self.value, self.problem, self.remedy = field, value, problem, remedy
-        message = f"{field} = {value!r}: {problem}"
+        is_shown = isinstance(value, str) or len(repr(value)) <= SHOWN_LENGTH
+        message = f"{field} = {value!r}: {problem}" if is_shown else f"{field}: {problem}"
         super().__init__(f"{message}. {remedy}" if remedy else message)
 
     def __reduce__(self) -> tuple[object, ...]:

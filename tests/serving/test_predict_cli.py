@@ -220,3 +220,12 @@ def test_an_endpoint_that_is_full_is_tried_again_and_then_says_so(host: FakeHost
         assert complaint("m", "--input", "1,2,3", "--deadline-s", "0.3") == "the queue is full"
     finally:
         model.error = None
+
+
+def test_whole_numbers_are_shown_whole() -> None:
+    from shoal.cli.predict import _told
+
+    assert _told(np.int64(1234567890123)) == "1234567890123"
+    assert _told(np.array([123456, 7])) == "123456 7"
+    assert _told(np.float32(0.123456)) == "0.1235"
+    assert _told(np.True_) == "True"

@@ -160,7 +160,9 @@ def _plain(value: Any) -> Any:
 def _told(value: Any) -> str:
     """For people: a few digits; of many values the first, and where the largest is."""
     if not isinstance(value, np.ndarray) or value.ndim == 0:
-        return value.decode(errors="replace") if isinstance(value, bytes) else f"{value:.4g}"
+        if isinstance(value, bytes):
+            return value.decode(errors="replace")
+        return f"{value:.4g}" if value.dtype.kind == "f" else str(value)
     flat = value.ravel()
     shown = " ".join(_told(each) for each in flat[:FEW_VALUES])
     if flat.size > FEW_VALUES:
