@@ -137,6 +137,18 @@ def test_closing_goes_on_whatever_fails_and_does_nothing_twice() -> None:
     assert serve.done == ["make", "start", "run", "delete", "end", "shutdown"]
 
 
+def test_an_endpoint_between_two_replicas_says_so_and_ends_nobody() -> None:
+    from ray.serve.exceptions import DeploymentUnavailableError
+
+    def broadcast(method: str) -> object:
+        raise DeploymentUnavailableError(SimpleNamespace(name="replica", app_name="shop"))
+
+    endpoint = deploy(FakeServe())
+    endpoint._handle = SimpleNamespace(broadcast=broadcast)
+    with pytest.raises(ClusterError, match="the replicas of 'shop' did not answer"):
+        endpoint.stats()
+
+
 def test_an_endpoint_whose_driver_is_gone_makes_room() -> None:
     serve = FakeServe("old")
     deploy(serve, f"endpoint-old-0a1b2c3d@{GONE}", "weights-of-a-run", "endpoint-apps-0a1b2c3d")

@@ -22,8 +22,8 @@ from shoal.cli.run import _Session as Session
 from shoal.cli.runs import report
 from shoal.cli.runs import runs as runs_command
 from shoal.cluster.handle import ClusterHandle
-from shoal.cluster.jobs import Job
-from shoal.errors import RegistryError, RunError
+from shoal.cluster.jobs import Job, JobStatus
+from shoal.errors import ConnectionLost, RegistryError, RunError
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 
@@ -111,6 +111,14 @@ def test_a_run_that_ended_before_its_time_can_be_gone_on_with(home: Path) -> Non
     assert "  shoal report two\n  shoal run 'odd job' resume=two\n" in typed(runs_command, "two")
 
 
+def test_what_was_typed_is_what_goes_on() -> None:
+    command = Typed("my games/play.py", ("a=1",), 3, "local").command()
+    with runs.create("actor_learner", "", "one", command=command) as run:
+        run.finish("stopped")
+    expected = "  shoal run 'my games/play.py' --actors 3 --address local resume=one\n"
+    assert expected in typed(runs_command, "one")
+
+
 @pytest.mark.parametrize(
     ("typed_words", "command"),
     [
@@ -138,7 +146,7 @@ def test_a_resumed_run_is_not_shown_with_what_its_earlier_life_said(monkeypatch:
         connected.append(words[words.index("--connect") + 1])
         return SimpleNamespace(poll=lambda: None)
 
-    with runs.create("x", "", "one") as run:
+    with runs.create("x", "target_return: 475\n", "one") as run:
         run.endpoint("gateway", "gateway", "tcp://old", "ready")
         run.event("gateway_ready", address="tcp://old", env="E", server_key="")
         run.event("solved", seconds=1.0, steps=2)
@@ -161,6 +169,10 @@ def test_a_resumed_run_is_not_shown_with_what_its_earlier_life_said(monkeypatch:
         session._read_record()
         assert session._view.phase == "learning"
         again.event("solved", seconds=1.0, steps=2)
+        session._read_record()
+        assert session._view.phase == "learning"  # by now it is not what the target asks for
+        again.log(3, {"return/mean_100": 480.0})
+        again.flush()
         session._read_record()
         assert session._view.phase == "solved; playing through the endpoint"
     assert session.how_to_resume() == "Go on with: shoal run x --actors 2 resume=one"
@@ -186,6 +198,42 @@ def test_what_a_run_that_never_had_a_gateway_counts_at_its_end_is_not_learning()
         session._read_record()
     assert session._view is not None
     assert session._view.phase == "starting the endpoint"
+
+
+def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with runs.create("x", "", "one") as run:
+        pass
+    session = a_session("resume=one")
+    session._job = SimpleNamespace(status=lambda: JobStatus.RUNNING, logs=lambda: "")  # type: ignore[assignment]
+    with runs.reopen("one") as again:
+        (run.folder / "actor-0.log").write_text("RuntimeError: motor burnt\n")
+        session._actors = [SimpleNamespace(poll=lambda: 1)]
+        session._actors.append(SimpleNamespace(poll=lambda: None))
+        assert not session._step()
+        session._actors.pop()
+        with pytest.raises(RunError, match=r"no actor is left.*\n.*motor burnt\nGo on with"):
+            session._step()
+        again.log(1, {"steps/total": 5.0})  # others may come back to what has begun
+        again.flush()
+        assert not session._step()
+
+
+def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*arguments: object, **more: object) -> object:
+        raise ConnectionLost("no answer from http://h: refused")
+
+    with runs.create("x", "", "one"):
+        pass
+    session = a_session("resume=one")
+    monkeypatch.setattr("shoal.cli.run.ray_jobs.submit", lambda *arguments, **more: None)
+    monkeypatch.setattr("shoal.cluster.jobs.Job.status", gone)
+    monkeypatch.setattr("shoal.cluster.jobs.Job.stop", gone)
+    monkeypatch.setattr(session, "_follow", gone)
+    with (
+        pytest.raises(RunError, match=r"the cluster has ended.*refused\nGo on with: shoal run x"),
+        ExitStack() as stack,
+    ):
+        session.run(SimpleNamespace(), stack)  # type: ignore[arg-type]
 
 
 def test_an_actor_that_died_is_said_once_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:

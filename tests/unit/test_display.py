@@ -132,6 +132,12 @@ def test_the_line_tells_everything() -> None:
     )
 
 
+def test_who_has_left_lags_no_more() -> None:
+    view = dataclasses.replace(VIEW, metrics={**METRICS, "lag/actor-1": math.nan})
+    assert "max lag 1," in plain_line(view)
+    assert "actor-1" not in drawn(view)
+
+
 def test_before_the_first_step_the_line_is_the_phase() -> None:
     assert plain_line(RunView("one", "waiting for actors", 3.0, 475.0)) == "[  3.0 s] waiting for actors"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sqlite3
 import subprocess
@@ -56,6 +57,23 @@ def test_what_cannot_be_written_is_kept_and_written_later(
     assert seen.metrics()["x"].tolist() == [1.0, 3.0]
     assert seen.versions()["version"].tolist() == [1]
     assert seen.events()["kind"].tolist() == ["unlucky"]
+
+
+def test_a_full_disk_costs_the_curves_their_end_and_the_record_nothing(
+    run: RunRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    close = recorder.EventFile.close
+
+    def full(file: recorder.EventFile) -> None:
+        close(file)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(recorder.EventFile, "close", full)
+    run.log(1, {"x": 1.0})
+    run.finish("failed", "why it did")
+    seen = runs.load("one")
+    assert (seen.status, seen.error, seen.latest()) == (runs.Status.FAILED, "why it did", {"x": 1.0})
+    assert "No space left on device" in caplog.text
 
 
 def test_a_reader_that_takes_its_time_does_not_hold_up_the_run(run: RunRecorder, home: Path) -> None:

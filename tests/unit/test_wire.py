@@ -123,7 +123,7 @@ def segments(draw: st.DrawFn) -> tuple[ExperienceSpec, Segment]:
     terminated = draw(st.booleans())
     truncated = not terminated and draw(st.booleans())
     total = draw(floats.filter(np.isfinite)) if terminated or truncated else None
-    length = draw(st.integers(1, 2**40)) if terminated or truncated else None
+    length = draw(st.integers(num_steps, 2**40)) if terminated or truncated else None
     segment = Segment(
         **tensors, terminated=terminated, truncated=truncated, episode_return=total, episode_length=length
     )
@@ -272,6 +272,7 @@ def test_another_number_of_frames_is_refused(change: object) -> None:
         ({"episode_return": float("inf")}, DropReason.NON_FINITE, "episode_return"),
         ({"episode_length": 0}, DropReason.INVALID_RANGE, "episode_length"),
         ({"episode_length": -5}, DropReason.INVALID_RANGE, "episode_length"),
+        ({"episode_length": valid_segment().num_steps - 1}, DropReason.INVALID_RANGE, "episode_length"),
     ],
 )
 def test_an_ending_that_makes_no_sense_is_refused(fields: dict[str, object], reason: DropReason, field: str) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from shoal.actor.client import ActorClient
+from shoal.actor.environment import make_environment, require_fit
 from shoal.actor.loop import play
 from shoal.errors import ConfigError, ShoalError
 from shoal.home import existing_token
@@ -62,19 +63,13 @@ def _run(options: argparse.Namespace) -> int:
     if not token:
         remedy = "set SHOAL_TOKEN to the content of $SHOAL_HOME/token on the host where the job runs"
         raise ConfigError("token", token, "neither $SHOAL_TOKEN nor the file $SHOAL_HOME/token has one", remedy)
-    try:
-        import gymnasium
-    except ImportError:
-        raise ConfigError("env", options.env, "needs gymnasium", "pip install 'shoal[gym]'") from None
-    try:
-        environment = gymnasium.make(options.env)
-    except (gymnasium.error.Error, ModuleNotFoundError) as error:
-        raise ConfigError("env", options.env, f"cannot be made: {error}") from None
+    environment = make_environment(options.env)
     client = ActorClient(
         options.connect, token, options.actor_id, server_key=options.server_key, timeout_s=options.timeout_s
     )
     try:
         with client:
+            require_fit(environment, options.env, client.spec)
             play(environment, client, options.seed, options.max_steps)
     finally:
         environment.close()

@@ -36,7 +36,7 @@ from shoal.cluster.attach import find_cluster
 from shoal.cluster.embedded import start
 from shoal.cluster.handle import ClusterHandle
 from shoal.config import last_value, word_of
-from shoal.errors import ConfigError, RunError
+from shoal.errors import ConfigError, ConnectionLost, RunError
 from shoal.home import access_token
 from shoal.runs import Run
 from shoal.runs.display import duration, number
@@ -88,7 +88,7 @@ def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plai
             session.run(found, stack)
         except KeyboardInterrupt:
             ignore_further_interrupts()
-            console.print("stopping: the job, the actors and the cluster ...")
+            console.print("stopping what was started for this run ...")
             stack.close()
             console.print(f"stopped. {session.how_to_resume() if session else ''}".rstrip())
             sys.exit(130)
@@ -157,7 +157,11 @@ class _Session:
         stack.callback(self._end_actors)
         entrypoint = [sys.executable, str(self._path), *shown]
         ray_jobs.submit(cluster, entrypoint, env=env | secrets, submission_id=self._job.submission_id)
-        self._follow()
+        try:
+            self._follow()
+        except ConnectionLost as error:
+            lost = (f"the cluster has ended, or does not answer: {error}", self.how_to_resume())
+            raise RunError("\n".join(lost).rstrip()) from None
         notes = self._new_notes()  # of actors that ended by themselves; the rest are ended now
         self._finish_actors()
         if self._job.status() is not ray_jobs.JobStatus.SUCCEEDED:
@@ -193,6 +197,7 @@ class _Session:
         self._read_record()
         if self._view is None or not self._view.metrics:
             self._print_new_words()
+            self._require_actors()
         return self._job.status().is_over
 
     def _print_new_words(self) -> None:
@@ -227,7 +232,7 @@ class _Session:
         seen = record.last_events(since_resumed=True)
         if "evaluated" in seen:
             return "writing the report"
-        if "solved" in seen:
+        if "solved" in seen and _is_at_target(record):  # it may fail the trial, and learn on
             return "solved; playing through the endpoint"
         if "gateway_ready" in seen and record.latest(since_resumed=True):
             return "learning"
@@ -260,6 +265,9 @@ class _Session:
         if details["server_key"]:
             words += ["--server-key", details["server_key"]]
         environment = {**os.environ, "SHOAL_TOKEN": access_token(), "OMP_NUM_THREADS": "1"}
+        # The job finds modules beside its file, and so do they.
+        places = [os.environ.get("PYTHONPATH", ""), str(self._path.parent)]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
         for index in range(self._num_actors):
             with (record.folder / f"actor-{index}.log").open("ab") as log:
                 self._actors.append(
@@ -276,6 +284,12 @@ class _Session:
     def _dead_actors(self) -> list[str]:
         dead = [(index, actor.poll()) for index, actor in enumerate(self._actors) if actor.poll()]
         return [f"actor-{index} ended with status {code}: {self._last_words(index)}" for index, code in dead]
+
+    def _require_actors(self) -> None:
+        """Raise RunError when all actors that were started have failed before there was anything to learn from."""
+        if self._actors and all(actor.poll() for actor in self._actors):
+            said = ("no actor is left, and none has sent anything", *self._new_notes(), self.how_to_resume())
+            raise RunError("\n".join(said))
 
     def _last_words(self, index: int) -> str:
         assert self._record is not None
@@ -343,6 +357,11 @@ def _target_of(spec: str) -> float | None:
     """The mean return at which a run of the loop ends, by its recorded spec."""
     target: float | None = (yaml.safe_load(spec) or {}).get("target_return")
     return target
+
+
+def _is_at_target(record: Run) -> bool:
+    target, mean = _target_of(record.spec), record.latest(since_resumed=True).get("return/mean_100")
+    return target is None or mean is None or mean >= target
 
 
 def _picture(view: display.RunView | train_display.TrainView) -> RenderableType:

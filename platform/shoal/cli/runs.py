@@ -6,9 +6,9 @@ Parse, call, print: everything is asked of `shoal.runs`, and nothing is changed 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import time
+from collections.abc import Sequence
 
 import click
 from rich.console import Console
@@ -178,9 +178,21 @@ def _show_events(console: Console, run: Run) -> None:
 
 
 def resume_command(run: Run) -> str:
-    """What to type to go on with a run, with as many actors as it was started with."""
-    actors = re.search(r" --actors[ =](\d+)", run.command)
-    return shlex.join(["shoal", "run", run.job, *(["--actors", actors[1]] if actors else []), f"resume={run.id}"])
+    """What to type to go on with a run: the job as it was typed, on the same cluster, with as many actors."""
+    typed = shlex.split(run.command)
+    job = typed[2] if typed[:2] == ["shoal", "run"] and len(typed) > 2 else run.job
+    options = [word for name in ("--actors", "--address") for word in _option(typed, name)]
+    return shlex.join(["shoal", "run", job, *options, f"resume={run.id}"])
+
+
+def _option(typed: Sequence[str], name: str) -> list[str]:
+    """An option and its value as they were typed; nothing when it was not."""
+    for index, word in enumerate(typed):
+        if word == name:
+            return list(typed[index : index + 2])
+        if word.startswith(f"{name}="):
+            return [name, word.partition("=")[2]]
+    return []
 
 
 def _show_next(console: Console, run: Run) -> None:

@@ -36,6 +36,7 @@ def job_main(
     Among the words, `--help` prints the fields, and `--check` ends after the words, and what `check` looks at, have
     been found good. With the word `resume=RUN`, what is not said again is as that run's record has it.
     """
+    sys.path.append(os.getcwd())  # what the words name may lie there, and a job's own folder is there already
     words = joined(sys.argv[1:]) if arguments is None else list(arguments)
     fields = [word for word in words if word not in (CHECK, *HELP)]
     try:

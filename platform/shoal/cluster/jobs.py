@@ -227,8 +227,9 @@ class Job:
         return self.status()
 
     def end(self, timeout_s: float = 30.0) -> None:
-        """Like `stop`, to clean up with: also after a submission that was interrupted, which Ray may never have got."""
-        with contextlib.suppress(RunError):  # Ray knows no such job
+        """Like `stop`, to clean up with: also after a submission that was interrupted, which Ray may never have got,
+        and on a cluster that has ended."""
+        with contextlib.suppress(RunError, ConnectionLost):
             self.stop(timeout_s)
 
     @property

@@ -95,6 +95,7 @@ class _Flow:
         self._gateway_stats: dict[str, Any] = {}
         self._learner_stats: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
+        self._lags: set[str] = set()  # the metrics of actors that were connected when they were last recorded
         self._last_rates: dict[str, tuple[float, float]] = {}
         self._printed_at = 0.0
         self._learning_since: float | None = None  # in this life of the run
@@ -219,8 +220,8 @@ class _Flow:
             found = f"mean return {mean:.1f}" if math.isfinite(mean) else "no episode has ended"
             raise RunError(
                 f"{found} after {self.spec.max_wall_s:.0f} s, the target"
-                f" is {self.spec.target_return}: lower target_return, or go on with"
-                f" `shoal run actor_learner resume={self.recorder.id} max_wall_s=…`"
+                f" is {self.spec.target_return}: lower target_return, or go on with resume={self.recorder.id} and a"
+                " longer max_wall_s"
             )
 
     def _poll(self) -> None:
@@ -272,7 +273,9 @@ class _Flow:
             **learner.get("metrics", {}),
         }
         metrics |= {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
-        metrics |= {f"lag/{actor['actor_id']}": actor["lag"] for actor in here[:MAX_LAG_METRICS]}
+        lags = {f"lag/{actor['actor_id']}": actor["lag"] for actor in here[:MAX_LAG_METRICS]}
+        metrics |= dict.fromkeys(self._lags - lags.keys(), math.nan) | lags  # who has left lags no more
+        self._lags = set(lags)
         return {name: float(value) for name, value in metrics.items()}
 
     def _endpoint_requests(self) -> float:

@@ -5,11 +5,11 @@ Asked by the flow of a run, by its endpoint and by the registry; starts nothing,
 
 from __future__ import annotations
 
-import gymnasium
 import numpy as np
 
 import shoal.runs
-from shoal.errors import ConfigError, SpecMismatch
+from shoal.actor.environment import first_observation, make_environment
+from shoal.errors import SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.rl.spec import RLSpec, experience_spec
@@ -20,13 +20,9 @@ from shoal.wire import ExperienceSpec
 def look_at_environment(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
     """What its experience looks like, and a first observation. Raises ConfigError for one that cannot be made or
     learned from; called before anything is started."""
-    try:
-        environment = gymnasium.make(spec.env)
-    except (gymnasium.error.Error, ModuleNotFoundError) as error:
-        remedy = "name one that gymnasium knows, or module:Name to import module first"
-        raise ConfigError("env", spec.env, f"cannot be made: {error}", remedy) from None
+    environment = make_environment(spec.env)
     experience = experience_spec(environment.observation_space, environment.action_space, spec)
-    observation: np.ndarray = environment.reset(seed=0)[0]
+    observation: np.ndarray = first_observation(environment, spec.env)
     environment.close()
     return experience, observation
 

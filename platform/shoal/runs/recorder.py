@@ -370,9 +370,13 @@ class RunRecorder:
     def _release(self) -> None:
         self._stopping.set()
         self._mirror()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        self._connection.close()
+        try:
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+        except OSError as error:
+            self._warn_of_tensorboard(error)
+        finally:
+            self._connection.close()
 
 
 def _summaries(run: int, pending: _Pending) -> list[tuple[object, ...]]:

@@ -16,7 +16,10 @@ from shoal.errors import ClusterError
 from shoal.serve.controller_setting import kept_endpoint
 from shoal.serve.ray_controller import NAMESPACE
 
-REMEDY = "`shoal serve delete`, or the end of its run; what Serve's own commands started, `serve shutdown`"
+REMEDY = (
+    "the end of its run, or `shoal serve delete` (what Serve's own commands started, with `serve shutdown`),"
+    " or use another cluster (`--address local`)"
+)
 
 
 @dataclass

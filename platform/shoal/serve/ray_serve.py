@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from shoal.cluster.serve_environment import free_port
@@ -100,7 +101,7 @@ class Endpoint:
         threading.Thread(target=ask, daemon=True).start()
         try:
             return answer.result(timeout_s + GRACE_S)
-        except (TimeoutError, ray.exceptions.RayError) as error:
+        except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
             raise ClusterError(f"the replicas of {self.name!r} did not answer: {error}") from error
 
     def status(self) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: Exper
         raise InvalidSegment(DropReason.MALFORMED, "tensors", problem)
     described = {header.name: (header, frame) for header, frame in zip(message.tensors, frames, strict=True)}
     length = _length(described, spec.segment_length)
-    _check_ending(message)
+    _check_ending(message, length)
     return Segment(
         _read("observations", described, length + 1, spec.observation),
         _read("actions", described, length, spec.action),
@@ -185,13 +185,14 @@ def _read(name: str, described: Mapping[str, tuple[TensorHeader, bytes]], length
     return array
 
 
-def _check_ending(message: SegmentMessage) -> None:
+def _check_ending(message: SegmentMessage, length: int) -> None:
     if message.terminated and message.truncated:
         raise InvalidSegment(DropReason.INVALID_RANGE, "truncated", "an episode is terminated or truncated, not both")
     if message.episode_return is not None and not math.isfinite(message.episode_return):
         raise InvalidSegment(DropReason.NON_FINITE, "episode_return", "is NaN or infinite")
-    if message.episode_length is not None and message.episode_length < 1:
-        raise InvalidSegment(DropReason.INVALID_RANGE, "episode_length", f"{message.episode_length} is below 1")
+    if message.episode_length is not None and message.episode_length < length:
+        problem = f"{message.episode_length} is below the {length} steps of this segment"
+        raise InvalidSegment(DropReason.INVALID_RANGE, "episode_length", problem)
     ended = message.terminated or message.truncated
     for field in ("episode_return", "episode_length"):
         if (getattr(message, field) is not None) != ended:

@@ -1,0 +1,67 @@
+"""The gymnasium environment that a run names, made or refused in a line. For actors, and where a run is checked."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shoal.errors import ConfigError, ShoalError
+from shoal.wire import ExperienceSpec
+
+
+def make_environment(name: str) -> Any:
+    """The environment of a gymnasium id; `module:Id` imports the module first. Raises ConfigError."""
+    try:
+        import gymnasium
+    except ImportError:
+        raise ConfigError("env", name, "needs gymnasium", "pip install 'shoal[gym]'") from None
+    module = name.partition(":")[0]
+    with _its_own_errors(name):
+        try:
+            return gymnasium.make(name)
+        except gymnasium.error.Error as error:
+            remedy = "name one that gymnasium knows, or module:Id to import module first"
+            raise ConfigError("env", name, f"cannot be made: {error}", remedy) from None
+        except ModuleNotFoundError as error:
+            missing = getattr(error.__cause__ or error, "name", None)  # gymnasium wraps it
+            if missing not in (None, module.partition(".")[0], module):
+                raise  # what the module itself imports
+            places = ", ".join(dict.fromkeys((os.getcwd(), sys.path[0] or os.getcwd())))
+            remedy = "run it in the folder that holds the module, or name that in PYTHONPATH"
+            raise ConfigError("env", name, f"there is no module {module!r} in {places}, or installed", remedy) from None
+
+
+def first_observation(environment: Any, name: str) -> Any:
+    """What it shows first. Raises ConfigError."""
+    with _its_own_errors(name):
+        return environment.reset(seed=0)[0]
+
+
+def require_fit(environment: Any, name: str, spec: ExperienceSpec) -> None:
+    """Raise ConfigError when the run at the gateway is not learning this environment's actions and observations."""
+    actions, observations = environment.action_space, environment.observation_space
+    count, wanted = getattr(actions, "n", None), int(spec.action.high or 0) + 1
+    if type(actions).__name__ != "Discrete" or count != wanted or actions.start != 0:
+        raise ConfigError(
+            "env", name, f"acts with {actions}, and this run with Discrete({wanted})", "take the run's own"
+        )
+    if tuple(observations.shape or ()) != spec.observation.shape:
+        problem = f"observes {observations}, and this run {spec.observation.dtype} {list(spec.observation.shape)}"
+        raise ConfigError("env", name, problem, "take the run's own")
+
+
+@contextmanager
+def _its_own_errors(name: str) -> Iterator[None]:
+    """Whatever the environment raises, in a line that says where."""
+    try:
+        yield
+    except ShoalError:
+        raise
+    except Exception as error:  # the user's own code may raise anything
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{os.path.basename(last.filename)}:{last.lineno}"
+        raise ConfigError("env", name, f"raised {type(error).__name__}: {error} ({place})") from error

@@ -1,0 +1,84 @@
+"""The environment that a run names: what cannot be made, raises, or is another game is said in a line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from rl_setting import EXPERIENCE
+from shoal.actor.environment import first_observation, make_environment, require_fit
+from shoal.errors import ConfigError
+
+GAMES = """
+import gymnasium, numpy as np
+from gymnasium.spaces import Box, Discrete
+
+class Game(gymnasium.Env):
+    observation_space, action_space = Box(-1, 1, (4,), np.float32), Discrete(2)
+    def __init__(self, fault=""):
+        self.fault = fault
+        if fault == "init":
+            raise RuntimeError("no display")
+    def reset(self, seed=None, options=None):
+        if self.fault == "reset":
+            raise OSError("no joystick")
+        return np.zeros(4, np.float32), {}
+
+for fault in ("", "init", "reset"):
+    gymnasium.register(f"Fault{fault}-v0", entry_point=Game, kwargs={"fault": fault})
+"""
+
+
+@pytest.fixture(autouse=True)
+def games(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_games.py").write_text(GAMES)
+    (tmp_path / "broken_games.py").write_text("import no_such_physics\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("NoSuch-v0", r"env = 'NoSuch-v0': cannot be made: .*NoSuch.*name one that gymnasium knows"),
+        ("no_such_games:A-v0", r"there is no module 'no_such_games' in /.*run it in the folder that holds the module"),
+        ("broken_games:A-v0", r"raised ModuleNotFoundError: No module named 'no_such_physics'"),
+        ("some_games:Faultinit-v0", r"raised RuntimeError: no display \(some_games\.py:10\)"),
+    ],
+)
+def test_one_that_cannot_be_made_is_refused_by_its_own_words(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_environment(name)
+
+
+def test_a_job_finds_the_modules_of_the_folder_that_it_is_run_in(tmp_path: Path) -> None:
+    job = Path(__file__).parents[2] / "jobs" / "actor_learner.py"
+    words = [sys.executable, str(job), "env=some_games:Fault-v0", "--check"]
+    subprocess.run(words, cwd=tmp_path, check=True)
+
+
+def test_one_that_cannot_begin_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"env = 'F': raised OSError: no joystick \(some_games\.py:13\)"):
+        first_observation(make_environment("some_games:Faultreset-v0"), "F")
+    assert first_observation(make_environment("some_games:Fault-v0"), "F").shape == (4,)
+
+
+def test_another_game_than_the_run_learns_is_refused() -> None:
+    from gymnasium.spaces import Box, Discrete
+
+    game = make_environment("some_games:Fault-v0").unwrapped
+    count, shape = int(EXPERIENCE.action.high or 0) + 1, EXPERIENCE.observation.shape
+    game.action_space, game.observation_space = Discrete(count), Box(-1, 1, shape, np.float32)
+    require_fit(game, "F", EXPERIENCE)
+    for actions in (Discrete(count + 1), Discrete(count, start=1), Box(-1, 1, (1,))):
+        game.action_space = actions
+        with pytest.raises(ConfigError, match=rf"acts with .*, and this run with Discrete\({count}\)"):
+            require_fit(game, "F", EXPERIENCE)
+    game.action_space = Discrete(count)
+    other = msgspec.structs.replace(EXPERIENCE.observation, shape=(*shape, 2))
+    with pytest.raises(ConfigError, match="observes Box"):
+        require_fit(game, "F", msgspec.structs.replace(EXPERIENCE, observation=other))
