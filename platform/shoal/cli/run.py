@@ -21,6 +21,7 @@ import yaml
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+import shoal
 import shoal.runs
 from shoal.cli import display, train_display
 from shoal.cli.job_words import (
@@ -42,6 +43,7 @@ from shoal.runs import Run
 from shoal.runs.display import duration, number
 from shoal.runs.origin import COMMAND_VARIABLE, apart, as_typed
 
+OUR_JOBS = Path(shoal.__file__).parents[2] / "jobs"  # of the checkout that is installed, where it is one
 REFRESH_S = 0.25
 _TAKES_CHECK = re.compile(r"\b(job|train)_main\b")  # in the file of a job whose words we read
 PLAIN_S = 2.0
@@ -95,11 +97,12 @@ def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plai
 
 
 def find_job(job: str) -> Path:
-    """The file of a job: a path, or a name in ./jobs. Raises ConfigError naming what there is."""
-    for candidate in (Path(job), Path("jobs") / f"{job}.py"):
+    """The file of a job: a path, or a name in ./jobs or else in the checkout's. Raises ConfigError with what there is."""
+    for candidate in (Path(job), Path("jobs") / f"{job}.py", OUR_JOBS / f"{job}.py"):
         if candidate.is_file():
             return candidate.resolve()
-    known = ", ".join(sorted(path.stem for path in Path("jobs").glob("*.py"))) or "none here"
+    here, ours = (sorted(path.stem for path in folder.glob("*.py")) for folder in (Path("jobs"), OUR_JOBS))
+    known = ", ".join(dict.fromkeys([*here, *ours])) or "none here"
     raise ConfigError("job", job, "is neither a file nor in ./jobs", f"jobs: {known}")
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,11 @@ from shoal.runs.ray_mailbox import Message
 from shoal.train.checks import Checked, check
 from shoal.train.ending import end_run
 from shoal.train.interrupts import interrupts
+from shoal.train.journal import NO_CHECKPOINT
 from shoal.train.outcome import Outcome
 from shoal.train.ray_room import placed, require_room
 from shoal.train.recipe import spec_from_words
+from shoal.train.record import record_of
 from shoal.train.spec import TrainSpec
 
 if TYPE_CHECKING:
@@ -58,18 +59,10 @@ def _as_others_find_it(task: str) -> str:
 def run_training(spec: TrainSpec, job: str) -> str:
     """Train to the end and return the run's id. Raises a ShoalError when that is not possible."""
     checked = check(spec)
-    with _record(spec, job) as recorder:
+    with record_of(spec, job, spec.resume, expected_run_id()) as recorder:
         _Flow(spec, checked, recorder).run()
     shoal.runs.write_report(shoal.runs.load(recorder.id))
     return recorder.id
-
-
-@contextmanager
-def _record(spec: TrainSpec, job: str) -> Iterator[RunRecorder]:
-    text = spec.to_yaml()
-    recorder = shoal.runs.reopen(spec.resume, text) if spec.resume else shoal.runs.create(job, text, expected_run_id())
-    with recorder:
-        yield recorder
 
 
 class _Flow:
@@ -141,6 +134,8 @@ class _Flow:
         elif kind == "event":
             name, details = content
             self.recorder.event(name, **details)
+            if name == NO_CHECKPOINT:
+                print(f"run {self.recorder.id} has no checkpoint: it begins again, at step 0", flush=True)
         else:
             self.recorder.histogram(*content)
 

@@ -232,6 +232,11 @@ class RunRecorder:
         row = (self._number, name, int(version), time.time(), json.dumps(list(aliases)))
         self._write_through(_INSERT_MODEL, row)
 
+    def change_spec(self, spec: str) -> None:
+        """Replace the recorded spec (YAML)."""
+        self._write_through("UPDATE runs SET spec = ? WHERE number = ?", (spec, self._number))
+        (self.folder / "spec.yaml").write_text(spec)
+
     def flush(self) -> None:
         """Commit everything said so far. Raises RunError when it cannot be written; it is then tried again later."""
         self._flush(heartbeat_after_s=HEARTBEAT_INTERVAL_S)

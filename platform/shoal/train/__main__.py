@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import sys
 
-from shoal.errors import ShoalError
+import shoal.runs
+from shoal.config import last_value
+from shoal.errors import ConfigError, ShoalError
 from shoal.train.alone import train_here
+from shoal.train.journal import NO_CHECKPOINT
 from shoal.train.recipe import spec_from_words
 
 
@@ -20,6 +23,7 @@ def main(words: list[str]) -> int:
         return 0
     rank, is_alone = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") == "1"
     try:
+        _require_as_many(last_value(words, "workers"))
         outcome = train_here(spec_from_words(words), predicts=True)
     except ShoalError as error:
         # Each rank says its own, also what is the same on all: torchrun ends the others as soon as one has ended.
@@ -27,10 +31,20 @@ def main(words: list[str]) -> int:
         return 1
     if rank == "0":
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in outcome.metrics.items())
+        if NO_CHECKPOINT in shoal.runs.load(outcome.run_id).last_events(since_resumed=True):
+            print(f"run {outcome.run_id} had no checkpoint: it began again, at step 0", flush=True)
         print(f"run {outcome.run_id}: {outcome.detail}, {outcome.seconds:.1f} s. {metrics}", flush=True)
         if outcome.is_interrupted:
             print(f"Go on with: python -m shoal.train resume={outcome.run_id}", flush=True)
     return 130 if outcome.is_interrupted else 0
+
+
+def _require_as_many(workers: str) -> None:
+    """Raise ConfigError when the words ask for more, or fewer, processes than were started."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if workers not in ("", size):
+        remedy = f"start them with torchrun --nproc-per-node {workers}, or let `shoal run` do it"
+        raise ConfigError("workers", workers, f"here {'is one process' if size == '1' else f'are {size}'}", remedy)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from shoal.train.interrupts import TORCHRUN, interrupts
 from shoal.train.journal import Recorded, Silent
 from shoal.train.outcome import Outcome
 from shoal.train.prediction import predicted_cost
+from shoal.train.record import record_of
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
 from shoal.train.trainer import Trainer
@@ -83,9 +84,7 @@ def train_here(spec: TrainSpec, job: str = JOB, *, registers: bool = True, predi
 @contextmanager
 def _record(spec: TrainSpec, job: str) -> Iterator[RunRecorder]:
     """The record of this run, or of the one that is resumed; written to the end by this process."""
-    text, resumed = spec.to_yaml(), spec.resume or _run_of_torchrun()
-    recorder = shoal.runs.reopen(resumed, text) if resumed else shoal.runs.create(job, text)
-    with recorder:
+    with record_of(spec, job, spec.resume or _run_of_torchrun()) as recorder:
         if TORCHRUN in os.environ:
             recorder.event("launched", by=_launcher())
         yield recorder

@@ -13,6 +13,8 @@ import numpy as np
 
 from shoal.runs import RunRecorder
 
+NO_CHECKPOINT = "no_checkpoint"  # the event of a resumed run that begins again
+
 
 class Journal(Protocol):
     """Receives what happens in a run. Every method returns at once."""

@@ -28,7 +28,7 @@ from shoal.train.evaluation import evaluate
 from shoal.train.expense import TRAINING_S
 from shoal.train.fitting import explained, lost_ranks_named
 from shoal.train.histograms import write_histograms
-from shoal.train.journal import Journal, Silent
+from shoal.train.journal import NO_CHECKPOINT, Journal, Silent
 from shoal.train.keeping import Keeper, Progress, write_weights
 from shoal.train.meter import Meter
 from shoal.train.outcome import Outcome
@@ -120,6 +120,8 @@ class Trainer:
             self._journal.event("restored", step=restored.progress.step, damaged=restored.damaged)
             for step, values in restored.progress.reports:
                 self._journal.log(step, values)
+        elif self.spec.resume:
+            self._journal.event(NO_CHECKPOINT)
         step = self._progress.step
         place, self._num_evaluations_due = parts.place(step), parts.num_evaluations_due(step)
         self._journal.event(
