@@ -97,7 +97,7 @@ def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plai
 
 
 def find_job(job: str) -> Path:
-    """The file of a job: a path, or a name in ./jobs or else in the checkout's. Raises ConfigError with what there is."""
+    """The file of a job: a path, or a name in ./jobs or in the checkout's. Raises ConfigError with what there is."""
     for candidate in (Path(job), Path("jobs") / f"{job}.py", OUR_JOBS / f"{job}.py"):
         if candidate.is_file():
             return candidate.resolve()
