@@ -1,4 +1,4 @@
-"""What the record of a resumed run says when the words of its new life are refused, and when there is nothing to go on from."""
+"""The record of a resumed run whose words are refused, or which has nothing to go on from."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_runs_lists_the_newest_first() -> None:
     lines = typed(runs_command, "--limit", "2").splitlines()
     assert lines[0].split() == ["run", "job", "status", "age", "duration", "best"]
     assert [line.split()[:3] for line in lines[1:3]] == [[name, "cartpole", "finished"] for name in ("third", "second")]
-    assert lines[1].endswith("return/mean_100 480")
+    assert lines[1].endswith("480 return/mean_100")
     assert "shoal runs third" in lines[3]
     assert [each["id"] for each in json.loads(typed(runs_command, "--json"))] == ["third", "second", "first"]
 

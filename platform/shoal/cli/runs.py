@@ -96,7 +96,7 @@ def _table(listed: list[Run]) -> Table:
     now = time.time()
     for each in listed:
         best = each.best()
-        judged = f"{best[0]} {number(best[1])}" if best else "-"
+        judged = f"{number(best[1])} {best[0]}" if best else "-"  # the number is whole also where the name is folded
         row = (Text(each.id), Text(each.job), _status(each), Text(age(now - each.created_at)))
         table.add_row(*row, Text(duration(each.duration_s)), Text(judged))
     return table
