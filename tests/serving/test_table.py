@@ -15,7 +15,7 @@ from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
 from shoal.serve.options import ModelOptions
 from shoal.serve.predictor import ModelPackage
-from shoal.serve.table import choose_columns, column_of, column_type, inputs_of, parse_columns
+from shoal.serve.table import choose_columns, column_of, column_type, inputs_of, parse_columns, texts_among
 from shoal.serve.table_predictor import TablePredictor
 from shoal.weights import WeightSnapshot
 
@@ -52,6 +52,14 @@ def test_several_inputs_have_their_columns_named() -> None:
         parse_columns(["a,b"], [X, FLAG])
     with pytest.raises(DataError, match="no input 'y'"):
         parse_columns(["y=a"], [X, FLAG])
+
+
+def test_only_columns_that_are_numbers_to_the_model_are_read_as_numbers() -> None:
+    text = TensorMetadata("text", "BYTES", [-1])
+    there = ["id", "a", "text", "b"]
+    chosen = choose_columns([X, text], there, parse_columns(["x=a,b"], [X, text]))
+    assert texts_among([X, text], chosen, there) == ["id", "text"]
+    assert texts_among([X, text], {"x": ["a", "b"], "text": ["a"]}, there) == ["id", "a", "text"]
 
 
 def test_pictures_are_flat_columns_too() -> None:

@@ -59,8 +59,9 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorSpec])
         if path.suffix.lower() in (".csv", ".tsv", ".txt"):
             parsing = pa.csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
             with pa.csv.open_csv(path, parse_options=parsing) as reader:
-                chosen = choose_columns(inputs, reader.schema.names, said)
-            texts = pa.csv.ConvertOptions(column_types=dict.fromkeys(texts_among(inputs, chosen), pa.string()))
+                there = reader.schema.names
+            chosen = choose_columns(inputs, there, said)
+            texts = pa.csv.ConvertOptions(column_types=dict.fromkeys(texts_among(inputs, chosen, there), pa.string()))
             table = pa.csv.read_csv(path, parse_options=parsing, convert_options=texts)
         else:
             table = pa.parquet.read_table(path)

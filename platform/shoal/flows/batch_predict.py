@@ -82,9 +82,9 @@ def check(spec: BatchPredictSpec) -> None:
 
 
 def _texts(spec: BatchPredictSpec, there: Sequence[str]) -> list[str]:
-    """Which of the columns that are `there` are words to the model. Raises DataError when they do not fit it."""
+    """Which of the columns that are `there` are no numbers to the model. Raises DataError when they do not fit it."""
     inputs = Registry().get(spec.model).manifest.signature.inputs
-    return texts_among(inputs, choose_columns(inputs, there, parse_columns(spec.columns, inputs)))
+    return texts_among(inputs, choose_columns(inputs, there, parse_columns(spec.columns, inputs)), there)
 
 
 def batch_predict(spec: BatchPredictSpec, job: str) -> str:

@@ -70,7 +70,7 @@ def predict_files(
     """Write Parquet files with a row for each row of `files` (all CSV or all Parquet); the number of rows.
 
     workers: processes with the model; None for one on each free CPU but one, which reads and writes
-    texts:   columns of CSV files that are words, whatever they look like
+    texts:   columns of CSV files that stay as they are written, whatever they look like
 
     Raises RunError with the words of the first worker that failed, when workers die again and again, or when the rows
     are written and `output` has come to be meanwhile; ClusterError when the cluster has no CPU to spare.

@@ -75,9 +75,11 @@ def inputs_of(
     return {spec.name: _input(table, spec, chosen[spec.name]) for spec in inputs}
 
 
-def texts_among(inputs: Sequence[TensorSpec], chosen: Mapping[str, Sequence[str]]) -> list[str]:
-    """The columns whose words a model is to have as they stand: of a CSV file they must not be read as numbers."""
-    return [column for spec in inputs if spec.datatype == "BYTES" for column in chosen[spec.name]]
+def texts_among(inputs: Sequence[TensorSpec], chosen: Mapping[str, Sequence[str]], there: Sequence[str]) -> list[str]:
+    """The columns of those `there` that are no numbers to the model: of a CSV file they are to stay as they stand."""
+    words = {column for spec in inputs if spec.datatype == "BYTES" for column in chosen[spec.name]}
+    numbers = {column for columns in chosen.values() for column in columns} - words
+    return [column for column in there if column not in numbers]
 
 
 def column_type(spec: TensorSpec) -> pa.DataType:
