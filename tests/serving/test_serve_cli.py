@@ -234,6 +234,10 @@ def test_a_model_is_added_to_an_endpoint_that_is_up(recorded: str, host: Host) -
         (["simulate", "nobody"], "is not served by shop. models: fashion, syntax"),
         (["simulate", "syntax"], "has no measured forward yet"),
         (["simulate", "--latency", "1=2"], "is not ROWS:SECONDS"),
+        (["simulate", "--latency", "1:0.1,8:nan"], "latency = '1:0.1,8:nan': rows and seconds must be above zero"),
+        (["simulate", "--latency", "1:0"], "latency = '1:0': rows and seconds must be above zero"),
+        (["simulate", "--latency", "1:inf"], "latency = '1:inf': rows and seconds must be above zero"),
+        (["simulate", "--latency", "-1:0.1"], "latency = '-1:0.1': rows and seconds must be above zero"),
     ],
 )
 def test_what_cannot_be_is_said_with_a_remedy(recorded: str, words: list[str], message: str) -> None:

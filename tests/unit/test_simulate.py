@@ -22,6 +22,16 @@ def test_the_forward_is_a_line_through_the_points() -> None:
     assert ForwardTime([(8, 0.1)]).seconds(1) == ForwardTime([(8, 0.1)]).seconds(99) == 0.1
 
 
+def test_the_forward_never_falls_with_the_rows_and_the_cheaper_is_right() -> None:
+    falling = ForwardTime([(8, 0.01), (1, 0.02)])
+    assert [falling.seconds(rows) for rows in (1, 4, 8, 64)] == [0.01] * 4
+    assert falling.capacity_per_s(64) == pytest.approx(64 / 0.01)
+    dented = ForwardTime([(1, 0.01), (8, 0.03), (16, 0.02), (32, 0.04)])
+    assert dented.seconds(4) == pytest.approx(0.01 + 0.01 * 3 / 7)
+    assert dented.seconds(12) == 0.02
+    assert dented.seconds(48) == pytest.approx(0.06)
+
+
 def test_batches_of_one_are_the_queue_of_the_textbook() -> None:
     """M/D/1: the mean number in service is the load, the mean wait load * service / (2 (1 - load))."""
     service_s, load = 0.01, 0.7

@@ -86,9 +86,12 @@ def _points(latency: str) -> list[tuple[int, float]]:
     """`1:0.02,32:0.036`."""
     try:
         pairs = [point.split(":") for point in latency.split(",")]
-        return [(int(rows), float(seconds)) for rows, seconds in pairs]
+        points = [(int(rows), float(seconds)) for rows, seconds in pairs]
     except ValueError:
         raise ConfigError("latency", latency, "is not ROWS:SECONDS,...", "for example 1:0.0205,32:0.036") from None
+    if any(rows < 1 or not 0 < seconds < math.inf for rows, seconds in points):
+        raise ConfigError("latency", latency, "rows and seconds must be above zero, and finite")
+    return points
 
 
 def _ask(model: str, endpoint: str | None) -> tuple[ModelStatus, int]:

@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -51,6 +52,7 @@ class SimulatedLoad:
 class ForwardTime:
     """l(rows) through measured points: straight between them, flat below the first, its last slope above the last.
 
+    It never falls with the rows: of points that contradict each other, the cheaper is right (see `latency`).
     Raises ConfigError for no points, or points that are not above zero.
     """
 
@@ -61,7 +63,8 @@ class ForwardTime:
         for rows, seconds in points.items():
             if rows < 1 or not 0 < seconds < math.inf:
                 raise ConfigError("measured", (rows, seconds), "rows and seconds must be above zero")
-        self._rows, self._seconds = list(points), list(points.values())
+        never_falling = list(accumulate(reversed(points.values()), min))[::-1]
+        self._rows, self._seconds = list(points), never_falling
 
     def seconds(self, rows: int) -> float:
         """How long a forward over so many rows takes."""
@@ -70,7 +73,7 @@ class ForwardTime:
         right = min(bisect_left(self._rows, rows), len(self._rows) - 1)
         left = right - 1
         slope = (self._seconds[right] - self._seconds[left]) / (self._rows[right] - self._rows[left])
-        return max(self._seconds[left] + slope * (rows - self._rows[left]), self._seconds[0] / 1e3)
+        return self._seconds[left] + slope * (rows - self._rows[left])
 
     def capacity_per_s(self, max_batch_rows: int, slots: int = 1) -> float:
         """Rows a second when every forward has the best size."""
