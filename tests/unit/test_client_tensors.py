@@ -42,3 +42,28 @@ def test_what_is_infinite_or_no_number_stays_so(datatype: str) -> None:
 
 def test_digits_may_be_lost() -> None:
     np.testing.assert_array_equal(converted("FP32", [2**24 + 1, 0.1]), np.array([2**24, 0.1], np.float32))
+
+
+def test_words_are_sent_as_they_are() -> None:
+    words = ["ß", b"\xff", np.str_("a"), np.bytes_(b"b")]
+    assert converted("BYTES", words).tolist() == ["ß".encode(), b"\xff", b"a", b"b"]
+    assert converted("BYTES", np.array([["ß", "a"]])).tolist() == [["ß".encode(), b"a"]]
+    assert converted("BYTES", np.array([b"\xff"])).tolist() == [b"\xff"]
+    assert converted("BYTES", "ok").tolist() == b"ok"
+    assert converted("BYTES", []).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["ok", None, float("nan")], r"'x': element 1 is None, no text"),
+        (["ok", float("nan")], r"'x': element 1 is nan, no text"),
+        ([["ok", "ok"], ["ok", 3]], r"'x': element \[1, 1\] is 3, no text"),
+        (np.array([1, 2]), r"'x': element 0 is 1, no text"),
+        (7, r"'x': is 7, no text"),
+        (["\ud800"], r"'x': element 0 is '\\ud800', no text"),
+    ],
+)
+def test_what_is_no_word_does_not_become_one(values: ArrayLike, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        converted("BYTES", values)

@@ -2,7 +2,7 @@
 
 Arrays are sent as the datatype that the model's signature names: lists of numbers, and arrays of another float or
 integer type, are turned into it where nothing but digits is lost: never 0.5 into an integer, 300 into UINT8, nor 1e300
-into an FP32 that is infinite. Whether a shape fits, the endpoint says.
+into an FP32 that is infinite; nor anything but str and bytes into BYTES. Whether a shape fits, the endpoint says.
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ def decode_answer(reply: Reply) -> Answer:
 
 def _converted(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
     if datatype == "BYTES":
-        elements = np.asarray(values, dtype=object)
-        flat = [each if isinstance(each, bytes) else str(each).encode() for each in elements.flat]
-        return np.array([*flat, None], dtype=object)[:-1].reshape(elements.shape)
+        return _words(name, values)
     wanted = np.dtype(np.float32) if datatype == "BF16" else NUMPY[datatype]
     try:
         array = np.asarray(values)
@@ -131,6 +129,22 @@ def _converted(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
     if not fits:
         raise ConfigError("inputs", name, f"has values that {datatype} cannot hold", "look at its range")
     return converted
+
+
+def _words(name: str, values: ArrayLike) -> np.ndarray:
+    """An object array of bytes. Raises ConfigError naming the element that is neither str nor bytes."""
+    try:
+        elements = np.asarray(values, dtype=object)
+    except ValueError as error:
+        raise ConfigError("inputs", name, f"is no array: {error}", "give rows of equal length") from None
+    words = np.empty(elements.shape, dtype=object)
+    for index, each in np.ndenumerate(elements):
+        try:
+            words[index] = bytes(each) if isinstance(each, bytes) else str.encode(each)
+        except (TypeError, UnicodeEncodeError):  # of what is no str, and of one that has no UTF-8
+            place = f"element {index[0] if len(index) == 1 else list(index)} " if index else ""
+            raise ConfigError("inputs", name, f"{place}is {each!r}, no text", "give str or bytes") from None
+    return words
 
 
 def _json(name: str, array: np.ndarray, datatype: str) -> msgspec.Raw:
