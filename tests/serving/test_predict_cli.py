@@ -36,6 +36,7 @@ def host() -> FakeHost:
         FakeModel("wholes", tensors(image=("INT32", [-1, 4, 4]))),
         FakeModel("signed", tensors(image=("INT8", [-1, 4, 4]))),
         FakeModel("words", tensors(text=("BYTES", [-1]))),
+        FakeModel("wide", tensors(x=("FP32", [-1, -1]))),
         FakeModel("flags", tensors(on=("BOOL", [-1, 2]))),
         FakeModel("long", tensors(x=("FP32", [-1, 20]))),
     )
@@ -81,8 +82,18 @@ def test_words_are_rows_of_the_only_input() -> None:
 
 def test_words_of_other_kinds() -> None:
     assert rows("two", "--input", "a=1,2", "--input", "b=3") == [{"a": [1, 2], "b": 3, "version": 7}]
-    assert rows("words", "--input", "shoe,hat") == [{"text": "shoe", "version": 7}, {"text": "hat", "version": 7}]
+    assert rows("words", "--input", "text= shoe, hat") == [{"text": " shoe, hat", "version": 7}]
+    assert [row["text"] for row in rows("words", "--input", '["shoe, hat", "coat"]')] == ["shoe, hat", "coat"]
     assert rows("flags", "--input", "true,0")[0]["on"] == [True, False]
+
+
+def test_words_of_one_input_are_rows_one_after_the_other() -> None:
+    assert [row["text"] for row in rows("words", "--input", "a, b", "--input", "text=c")] == ["a, b", "c"]
+    assert [row["x"] for row in rows("m", "--input", "1,2,3", "--input", "x=4,5,6,7,8,9")] == [
+        [1, 2, 3],
+        [4, 5, 6],
+        [7, 8, 9],
+    ]
 
 
 def test_json_is_rows_or_inputs_or_a_request_of_the_protocol(tmp_path: Path) -> None:
@@ -186,6 +197,8 @@ def test_a_table_for_people_and_who_answered() -> None:
         (["m", "--input", "1,b,3"], "input = '1,b,3': is not a list of FP32. for example x=1,0,1"),
         (["m", "--input", "y=1,2,3"], "the model has no input 'y'. inputs: x: FP32 [any, 3]"),
         (["m", "--input", "[[1, 2], [3]]"], "has rows of different lengths"),
+        (["wide", "--input", "[[1, 2]]", "--input", "[[1, 2, 3]]"], "has rows of another shape than x=... before it"),
+        (["words", "--input", "[1]"], "'text': element 0 is 1, no text"),
         (["m", "--input", "[1, 2"], "is not JSON"),
         (
             ["two", "--input", "1,2"],

@@ -34,7 +34,13 @@ FEW_VALUES = 12
 
 @click.command()
 @click.argument("model", metavar="NAME[@VERSION]")
-@click.option("--input", "words", multiple=True, metavar="X=1,2,3", help="Values of an input; may be repeated.")
+@click.option(
+    "--input",
+    "words",
+    multiple=True,
+    metavar="X=1,2,3",
+    help="Numbers, a text, or a JSON list for an input; repeated, for the others and for more rows.",
+)
 @click.option("--json", "json_file", metavar="FILE", help="A JSON file of inputs or rows; - is standard input.")
 @click.option(
     "--csv", "--parquet", "table", type=click.Path(path_type=Path), help="A table: a row for each prediction."
@@ -78,6 +84,7 @@ def predict(
     \b
     Examples:
       shoal predict cartpole --input 0.1,0,-0.1,0
+      shoal predict words --input "one row, with its comma" --input another
       shoal predict cartpole --json observations.json --output json
       shoal predict tabular --csv patients.csv --columns radius,texture,area
       shoal predict fashion --image shoe.png --white 255

@@ -23,14 +23,21 @@ from shoal.serve.table import TensorSpec, choose_columns, described, inputs_of, 
 
 
 def from_words(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
-    """`x=1,2,3`, `x=[[1, 2], [3, 4]]`, or without `x=` for the only input."""
+    """`x=1,2,3`, `x=[[1, 2], [3, 4]]`, or without `x=` for the only input; of one input, rows after rows.
+
+    A text for BYTES is one value, with its commas and blanks, but for a JSON list of them.
+    """
     found: dict[str, ArrayLike] = {}
     for word in words:
         spec, text = _aimed("input", word, inputs)
-        if text.lstrip().startswith("["):
-            found[spec.name] = _shaped("input", word, _parsed("input", word, text), spec)
-        else:
-            found[spec.name] = _shaped("input", word, _numbers(word, text, spec), spec)
+        values = _parsed("input", word, text) if text.lstrip().startswith("[") else _values(word, text, spec)
+        rows = _shaped("input", word, values, spec)
+        if (before := found.get(spec.name)) is not None:
+            if np.shape(before)[1:] != np.shape(rows)[1:]:
+                problem = f"has rows of another shape than {spec.name}=... before it"
+                raise DataError("input", word, problem, f"the input is {described(spec)}")
+            rows = np.concatenate([before, rows])
+        found[spec.name] = rows
     return found
 
 
@@ -165,10 +172,10 @@ def described_by(spec: TensorSpec) -> str:
     return f"{spec.name}: {described(spec)}"
 
 
-def _numbers(word: str, text: str, spec: TensorSpec) -> list[Any]:
-    parts = [part.strip() for part in text.split(",")]
+def _values(word: str, text: str, spec: TensorSpec) -> list[Any]:
     if spec.datatype == "BYTES":
-        return parts
+        return [text]
+    parts = [part.strip() for part in text.split(",")]
     try:
         if spec.datatype == "BOOL":
             return [{"true": True, "1": True, "false": False, "0": False}[part.lower()] for part in parts]
