@@ -104,6 +104,39 @@ def test_json_is_rows_or_inputs_or_a_request_of_the_protocol(tmp_path: Path) -> 
     assert rows("m", "--json", "-", stdin="[[1, 2, 3]]")[0]["x"] == [1, 2, 3]
 
 
+def test_json_rows_may_be_objects() -> None:
+    assert rows("two", "--json", "-", stdin='[{"a": [1, 2], "b": 1}, {"b": 2, "a": [3, 4]}]') == [
+        {"a": [1, 2], "b": 1, "version": 7},
+        {"a": [3, 4], "b": 2, "version": 7},
+    ]
+    assert rows("m", "--json", "-", stdin='[{"x": [1, 2, 3]}]')[0]["x"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "message"),
+    [
+        (
+            "two",
+            "3",
+            'is neither inputs nor rows. write {"a": [...], "b": [...]} or [{"a": ..., "b": ...}, ...]; inputs:',
+        ),
+        ("two", "[[1, 2]]", 'is neither inputs nor rows. write {"a": [...], "b": [...]} or'),
+        ("m", "3", 'is neither inputs nor rows. write {"x": [...]} or [{"x": ...}, ...]; inputs: x: FP32 [any, 3]'),
+        ("two", '[{"a": [1, 2], "b": 1}, {"a": [3, 4]}]', "row 1 has other inputs than row 0"),
+        (
+            "m",
+            '[{"x": 1}, {"x": 2}, {"x": 3}]',
+            "its 3 rows do not make 3 of the input 'x'. the input is FP32 [any, 3]",
+        ),
+        ("two", '{"a": [1, 2], "c": 3}', "the model has no input 'c'. inputs: a: FP32 [any, 2], b: INT64 [any]"),
+        ("m", '{"inputs": [{"name": "x"}]}', "is no request of the protocol: KeyError('data')"),
+    ],
+)
+def test_json_that_says_too_little_is_refused_with_what_to_write(model: str, text: str, message: str) -> None:
+    Path("in.json").write_text(text)
+    assert message in complaint(model, "--json", "in.json")
+
+
 def test_tables_in_csv_and_parquet(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("id,a,b,c\nq,1,2,3\nr,4,5,6\n")
     assert [row["x"] for row in rows("m", "--csv", "in.csv", "--columns", "c,b,a")] == [[3, 2, 1], [6, 5, 4]]
@@ -191,7 +224,7 @@ def test_a_table_for_people_and_who_answered() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["m"], "is not one kind of input. give one of --input, --json, --csv, --image, --npy"),
+        (["m"], "is not one kind of input. give one of --input, --json, --csv or --parquet, --image, --npy"),
         (["m", "--input", "1", "--json", "-"], "inputs = '--input --json': is not one kind of input"),
         (["m@champion", "--input", "1"], "an endpoint knows versions by their number. write m@3, or m"),
         (["m", "--input", "1,b,3"], "input = '1,b,3': is not a list of FP32. for example x=1,0,1"),

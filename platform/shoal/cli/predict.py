@@ -97,7 +97,7 @@ def predict(
     kinds: dict[str, tuple[object, _Reader]] = {
         "--input": (words, lambda inputs: read.from_words(words, inputs)),
         "--json": (json_file, lambda inputs: read.from_json(json_file or "-", inputs)),
-        "--csv": (table, lambda inputs: read.from_table(table or Path(), columns, inputs)),
+        "--csv or --parquet": (table, lambda inputs: read.from_table(table or Path(), columns, inputs)),
         "--image": (images, lambda inputs: read.from_images(images, white, inputs)),
         "--npy": (arrays, lambda inputs: read.from_arrays(arrays, inputs)),
     }

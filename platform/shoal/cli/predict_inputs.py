@@ -42,17 +42,51 @@ def from_words(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, 
 
 
 def from_json(path: str, inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
-    """An object of inputs, rows of the only input, or a request as the protocol writes it; `-` is standard input."""
+    """An object of inputs, rows, or a request as the protocol writes it; `-` is standard input.
+
+    Rows are objects of inputs, or those of the only input.
+    """
     text = sys.stdin.read() if path == "-" else _read(path)
     content = _parsed("json", path, text)
     if isinstance(content, dict) and isinstance(content.get("inputs"), list):
-        return {each["name"]: np.array(each["data"]).reshape(each["shape"]) for each in content["inputs"]}
+        return _requested(path, content["inputs"])
     if isinstance(content, dict):
-        specs = {spec.name: spec for spec in inputs}
-        return {
-            name: _shaped("json", path, rows, specs[name]) if name in specs else rows for name, rows in content.items()
-        }
-    return {_only("json", path, inputs).name: _shaped("json", path, content, _only("json", path, inputs))}
+        return _by_name(path, content, inputs)
+    if isinstance(content, list) and content and all(isinstance(row, dict) for row in content):
+        return _from_rows(path, content, inputs)
+    if isinstance(content, list) and len(inputs) == 1:
+        return {inputs[0].name: _shaped("json", path, content, inputs[0])}
+    lists, row = (", ".join(f'"{spec.name}": {dots}' for spec in inputs) for dots in ("[...]", "..."))
+    remedy = f"write {{{lists}}} or [{{{row}}}, ...]; inputs: {', '.join(map(described_by, inputs))}"
+    raise DataError("json", path, "is neither inputs nor rows", remedy)
+
+
+def _requested(path: str, tensors: list[Any]) -> dict[str, ArrayLike]:
+    try:
+        return {each["name"]: np.array(each["data"]).reshape(each["shape"]) for each in tensors}
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError("json", path, f"is no request of the protocol: {error!r}") from None
+
+
+def _by_name(path: str, content: Mapping[str, Any], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
+    specs = {spec.name: spec for spec in inputs}
+    if unknown := [name for name in content if name not in specs]:
+        told = ", ".join(map(described_by, inputs))
+        raise DataError("json", path, f"the model has no input {unknown[0]!r}", f"inputs: {told}")
+    return {name: _shaped("json", path, rows, specs[name]) for name, rows in content.items()}
+
+
+def _from_rows(path: str, rows: Sequence[Mapping[str, Any]], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
+    """One object for each row. Raises DataError for one that differs from the first."""
+    for number, row in enumerate(rows):
+        if row.keys() != rows[0].keys():
+            raise DataError("json", path, f"row {number} has other inputs than row 0", "give each the same")
+    arrays = _by_name(path, {name: [row[name] for row in rows] for name in rows[0]}, inputs)
+    for spec in inputs:
+        if spec.name in arrays and len(arrays[spec.name]) != len(rows):
+            problem = f"its {len(rows)} rows do not make {len(rows)} of the input {spec.name!r}"
+            raise DataError("json", path, problem, f"the input is {described(spec)}")
+    return arrays
 
 
 def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
