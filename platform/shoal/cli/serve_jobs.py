@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -68,7 +68,7 @@ def deploy(
       shoal serve deploy shop.yaml
     """
     if into is not None:
-        _deploy_into(into, words)
+        _deploy_into(into, words, {"name": name, "port": port, "replicas": replicas, "address": address})
         return
     fields = _fields(words) + ([] if name is None else [word_of("endpoint.name", name)])
     options = {"endpoint.port": port, "endpoint.num_replicas": replicas}
@@ -132,8 +132,11 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
     click.echo(f"endpoint {found.name} is gone")
 
 
-def _deploy_into(endpoint: str, words: Sequence[str]) -> None:
+def _deploy_into(endpoint: str, words: Sequence[str], options: Mapping[str, object]) -> None:
     """Every word a model, which the endpoint then serves at once; of one that it serves already, this version."""
+    for option, value in options.items():
+        if value is not None:
+            raise ConfigError(option, value, "is of an endpoint that is deployed anew", f"leave --{option} out")
     if not words or any("=" in each for each in words):
         remedy = "name models; fields are those of an endpoint that is deployed anew"
         raise ConfigError("into", endpoint, "takes models and nothing else", remedy)
