@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +35,20 @@ class TwoInputs(nn.Module):
     def forward(self, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = self.linear(left + right)
         return y, y.argmax(-1)
+
+
+class Named(TwoInputs):
+    """Gives a dict of what TwoInputs gives, under `keys`; nested in another one, where there is one key alone."""
+
+    def __init__(self, *keys: str) -> None:
+        super().__init__()
+        self.keys = keys
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> dict[str, object]:  # type: ignore[override]
+        pair = super().forward(left, right)
+        if len(self.keys) == 1:
+            return {self.keys[0]: {"y": pair[0], "label": pair[1]}}
+        return dict(zip(self.keys, pair, strict=True))
 
 
 def exported_payload(module: nn.Module, dynamic: bool = True) -> bytes:
@@ -85,6 +98,26 @@ def test_an_exported_program_says_what_it_takes_and_answers_as_its_module() -> N
     assert model.version == 7
 
 
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        (["picked", "logits"], ["picked", "logits"]),
+        (["a b", "1"], ["output_0", "output_1"]),
+        (["nested"], ["output_0", "output_1"]),
+    ],
+)
+def test_outputs_have_the_keys_of_the_dict_that_a_program_gives(keys: list[str], names: list[str]) -> None:
+    module = Named(*keys)
+    payload = exported_payload(module)
+    signature = exported.signature_of(payload, "file")
+    assert [(each.name, each.shape) for each in signature.outputs] == [(names[0], [-1, 2]), (names[1], [-1])]
+    model = predictor("torch_export", signature).load(WeightSnapshot.from_payload(7, payload))
+    (answer,) = model.predict_batch([{"left": X, "right": X}])
+    y, label = TwoInputs.forward(module, torch.from_numpy(X), torch.from_numpy(X))
+    np.testing.assert_allclose(answer[names[0]], y.detach(), rtol=1e-5)
+    np.testing.assert_array_equal(answer[names[1]], label)
+
+
 def test_versions_of_a_program_live_side_by_side() -> None:
     first, second = TwoInputs(), TwoInputs()
     signature = exported.signature_of(exported_payload(first), "file")
@@ -130,10 +163,10 @@ def test_strings_go_through_an_onnx_file_as_text() -> None:
 
 @pytest.mark.parametrize("kind", ["torch_export", "onnx"])
 def test_a_file_that_is_none_of_its_format_is_refused(kind: Format, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL)
     signature = onnx_format.signature_of(onnx_payload(), "file")
     with pytest.raises(WeightsError, match=r"version 3 is not an? "):
         predictor(kind, signature).load(WeightSnapshot.from_payload(3, b"nonsense"))
+    assert not caplog.records  # what torch says of it is in the error
 
 
 def test_a_fixed_batch_is_refused_with_what_to_do() -> None:

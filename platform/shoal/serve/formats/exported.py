@@ -7,6 +7,7 @@ torch.export is imported when the first is loaded. A version is a file of its ow
 from __future__ import annotations
 
 import io
+import logging
 from typing import Any
 
 import torch
@@ -57,29 +58,54 @@ def _flat(module: Any) -> Any:
 
 
 def signature_of(payload: bytes, file: str) -> Signature:
-    """What the program takes and gives; inputs have the names of its forward's arguments. Raises ConfigError."""
+    """What the program takes and gives. Raises ConfigError.
+
+    Inputs have the names of its forward's arguments, outputs the keys of the dict that it gives, or `output_0`, ...
+    """
     program = _program(payload, file)
     nodes = {node.name: node for node in program.graph.nodes}
     names = program.graph_signature.user_inputs
     outputs = program.graph_signature.user_outputs
-    many = len(outputs) > 1
+    output_names = _output_names(program.call_spec.out_spec, len(outputs))
     return Signature(
         inputs=[_tensor(file, name, nodes[name]) for name in names if isinstance(name, str)],
         outputs=[
-            _tensor(file, f"output_{index}" if many else "output", nodes[name])
-            for index, name in enumerate(outputs)
+            _tensor(file, output_name, nodes[name])
+            for output_name, name in zip(output_names, outputs, strict=True)
             if isinstance(name, str)
         ],
     )
 
 
+def _output_names(spec: Any, count: int) -> list[str]:
+    """Of outputs that `spec`, a TreeSpec, nests: the keys of a flat dict when all of them are names."""
+    numbers = list(range(count))
+    given = spec.unflatten(numbers)
+    is_flat = isinstance(given, dict) and list(given.values()) == numbers
+    if is_flat and all(isinstance(key, str) and key.isidentifier() for key in given):
+        return list(given)
+    return [f"output_{index}" for index in range(count)] if count > 1 else ["output"]
+
+
 def _program(payload: bytes, what: str) -> Any:
     import torch.export
 
+    logged: list[BaseException] = []
+
+    def keep_errors(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        logged.extend([error] if error else [])
+        return error is None
+
+    logger = logging.getLogger("torch.export")
+    logger.addFilter(keep_errors)  # the first error is logged as a traceback, and not raised
     try:
         return torch.export.load(io.BytesIO(payload))
     except Exception as error:  # it has no errors of its own: zip, pickle, JSON and schema speak here
-        raise WeightsError(f"{what} is not a program of torch.export that this torch can load: {error}") from error
+        reason = str(logged[0] if logged else error).partition(". ")[0]  # advice follows
+        raise WeightsError(f"{what} is not a program of torch.export that this torch can load: {reason}") from error
+    finally:
+        logger.removeFilter(keep_errors)
 
 
 def _tensor(file: str, name: str, node: Any) -> TensorSignature:
