@@ -102,8 +102,7 @@ def _set(values: dict[str, Any], spec: type[BaseModel], path: str, value: object
     owner: _Owner = spec
     for name in parents:
         _require_field(owner, name, path, value)
-        if isinstance(owner, _Entries):
-            node.setdefault(name, {})
+        node.setdefault(name, {})  # an entry of which nothing is said yet, or a field of one
         owner = _owner_within(owner, name)
         if isinstance(owner, type) and not isinstance(node[name], dict):  # None, or a word that stands for a whole spec
             node[name] = _expanded(owner, node[name], path)

@@ -14,10 +14,16 @@ class Wheel(Spec):
     colour: str = "black"
 
 
+class Axle(Spec):
+    wheel: Wheel = Wheel()
+    length: int = 100
+
+
 class Cart(Spec):
     front: Wheel = Wheel()
     spare: Wheel | None = None
     wheels: dict[str, Wheel] = Field(default_factory=dict)
+    axles: dict[str, Axle] = Field(default_factory=dict)
     notes: dict[str, str] = Field(default_factory=dict)
     more: list[Wheel] = Field(default_factory=list)
 
@@ -32,6 +38,8 @@ def test_words_reach_into_mappings_of_specs() -> None:
     assert cart.wheels == {"left": Wheel(size=20, colour="red"), "right": Wheel(size=18)}
     assert cart.override(["wheels.left.size=3"]).wheels["left"] == Wheel(size=3, colour="red")
     assert Cart().override(["wheels={left: {size: 2}}"]).wheels == {"left": Wheel(size=2)}
+    axles = Cart().override(["axles.rear.wheel.size=20", "axles.rear.wheel.colour=red"]).axles
+    assert axles == {"rear": Axle(wheel=Wheel(size=20, colour="red"))}
     assert Cart().override(["notes.anything=goes"]).notes == {"anything": "goes"}
 
 
@@ -43,6 +51,8 @@ def test_words_reach_into_mappings_of_specs() -> None:
         ("wheels={left: {sise: 1}}", "wheels.left.sise = 1: no such field. did you mean 'size'?"),
         ("more=[{sise: 1}]", "more.0.sise = 1: no such field"),
         ("wheels.left.size=big", "wheels.left.size = 'big'"),
+        ("axles.rear.wheel.sise=1", "axles.rear.wheel.sise = 1: no such field. did you mean 'size'?"),
+        ("axles.rear.length.more=1", "axles.rear.length = {'more': 1}"),
         ("front.size.more=1", "'size' has no fields of its own"),
     ],
 )
