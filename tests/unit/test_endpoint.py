@@ -1,11 +1,13 @@
 """The spec of an endpoint: what cannot work is refused, and the numbers that Serve gets are derived from it."""
 
+import pickle
 from typing import Any
 
 import pytest
 
 from shoal.errors import ConfigError
 from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.options import GuardOptions, ModelOptions
 
 
 def spec(**values: Any) -> EndpointSpec:
@@ -62,6 +64,40 @@ def test_replicas_are_added_when_batches_are_full_and_never_above_what_they_may_
 def test_a_model_is_served_with_its_own_options_or_with_everybodys() -> None:
     subject = spec(model={"max_batch_size": 8}, models={"b": {"max_batch_size": 32}})
     assert (subject.options("a").max_batch_size, subject.options("b").max_batch_size) == (8, 32)
+
+
+def test_a_model_is_served_as_all_are_but_for_what_is_said_of_it_alone() -> None:
+    everybodys = {"deadline_s": 2.0, "max_batch_size": 8, "guard": {"min_requests": 5, "max_error_rate": 0.5}}
+    subject = spec(model=everybodys, models={"b": {"max_queue_size": 32, "guard": {"max_error_rate": 0.1}}})
+    guard = GuardOptions(min_requests=5, max_error_rate=0.1)
+    expected = ModelOptions(deadline_s=2.0, max_batch_size=8, max_queue_size=32, guard=guard)
+    assert subject.options("b") == subject.models["b"] == expected
+    assert EndpointSpec(name="linear", model=subject.model, models=subject.models).options("b") == expected
+
+
+def test_what_is_said_of_all_changes_a_model_of_which_something_else_is_said() -> None:
+    subject = spec(model={"deadline_s": 2.0}, models={"b": {"max_batch_size": 16, "guard": {"metric": "accuracy"}}})
+    for known in (subject, EndpointSpec.from_yaml(subject.to_yaml()), pickle.loads(pickle.dumps(subject))):
+        changed = known.override(["model.deadline_s=3", "model.max_batch_size=8", "model.guard.min_requests=7"])
+        guard = GuardOptions(metric="accuracy", min_requests=7)
+        assert changed.options("b") == ModelOptions(deadline_s=3.0, max_batch_size=16, guard=guard)
+    assert subject.override(["models.b.guard.min_value=0.9"]).options("b").guard.metric == "accuracy"
+
+
+@pytest.mark.parametrize(
+    ("model", "one", "field"),
+    [
+        ({"max_queue_size": 100}, {"max_batch_size": 200}, "models.b"),
+        ({}, {"max_batch_sise": 200}, "models.b.max_batch_sise"),
+        ({}, 7, "models.b"),
+        (7, {"deadline_s": 1.0}, "model"),
+        ({"deadline_s": 0.0}, {"deadline_s": 1.0}, "model.deadline_s"),
+    ],
+)
+def test_what_is_said_of_one_is_refused_by_its_name(model: object, one: object, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        spec(model=model, models={"b": one})
+    assert caught.value.field == field
 
 
 def test_the_token_is_never_printed() -> None:

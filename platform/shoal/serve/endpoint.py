@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+from typing import Any, Self, TypeVar
 
-from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    FieldSerializationInfo,
+    ModelWrapValidatorHandler,
+    SecretStr,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from shoal.config import Spec
 from shoal.serve.access import Access
@@ -13,6 +23,28 @@ from shoal.serve.tracing import Destination
 
 # A replica is well used when one full batch is computed while the next one gathers.
 BATCHES_PER_REPLICA = 2
+SpecT = TypeVar("SpecT", bound=Spec)
+
+
+def _said(given: Any) -> Any:
+    """As a user would write it: of specs, only what was set."""
+    if isinstance(given, Spec):
+        return given.model_dump(exclude_unset=True)
+    return {name: _said(each) for name, each in given.items()} if isinstance(given, dict) else given
+
+
+def _over(base: Any, said: Any) -> Any:
+    """What is said, over `base` where both have fields."""
+    if not (isinstance(base, dict) and isinstance(said, dict)):
+        return said
+    return {**base, **{name: _over(base.get(name), each) for name, each in said.items()}}
+
+
+def _as_said(spec: SpecT, said: dict[str, Any]) -> SpecT:
+    """The same values, of which no more is set than was said."""
+    values = dict(spec)
+    nested = {name: _as_said(values[name], each) for name, each in said.items() if isinstance(values[name], Spec)}
+    return spec.model_construct(_fields_set=set(said), **{**values, **nested})
 
 
 def unless_said(**values: object) -> BeforeValidator:
@@ -29,7 +61,7 @@ class EndpointSpec(Spec):
     num_replicas:   processes that each hold every model
     max_replicas:   above `num_replicas`: as many as the load needs; None for a fixed number
     model:          how a model is served that `models` does not name
-    models:         how the models are served, by name
+    models:         how models are served otherwise, by name: what is not said of one is as in `model`
     max_body_bytes: a larger request is refused with 413
     token:          when set, everything but the health of the server asks for `Authorization: Bearer TOKEN`
     keys:           who else may call, which models, how often
@@ -59,6 +91,25 @@ class EndpointSpec(Spec):
     hang_s: float = Field(default=60.0, gt=0)
     max_memory_gib: float | None = Field(default=None, gt=0)
     trace: str = ""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _models_begin_as_all(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fills each of `models` from `model`; its `model_fields_set` remains what was said of it alone."""
+        said = _said(values.get("models", {})) if isinstance(values, dict) else {}
+        if not isinstance(said, dict) or not said:
+            return handler(values)
+        everybodys = _said(values.get("model", {}))
+        spec = handler({**values, "models": {name: _over(everybodys, each) for name, each in said.items()}})
+        for name, each in said.items():
+            spec.models[name] = _as_said(spec.models[name], each)
+        return spec
+
+    @field_serializer("models")
+    def _only_what_is_said(self, models: dict[str, ModelOptions], info: FieldSerializationInfo) -> dict[str, Any]:
+        """So that what is changed in `model` later, by words or by hand in a record, changes these too."""
+        mode = "json" if info.mode == "json" else "python"
+        return {name: each.model_dump(mode=mode, exclude_unset=True) for name, each in models.items()}
 
     @field_validator("host")
     @classmethod
