@@ -180,6 +180,8 @@ async def test_a_registry_that_is_gone_stops_nothing(endpoint: ReplicaSet) -> No
 async def test_shadowed_answers_are_compared_and_reach_no_client(endpoint: ReplicaSet) -> None:
     await endpoint.administer(action="shadow", model="linear", version=2, percent=50)
     assert await everywhere(endpoint, 100) == {1: 200}
+    for replica in endpoint.replicas.values():
+        assert (await infer(replica, shoal_track="candidate")).version == 1
 
     def shadowed() -> Any:
         return next(each for each in endpoint.status.model("linear")["versions"] if each["version"] == 2)
@@ -188,6 +190,10 @@ async def test_shadowed_answers_are_compared_and_reach_no_client(endpoint: Repli
     assert shadowed()["track"] == "shadow"
     assert shadowed()["disagreed"] == shadowed()["compared"] <= 105
     assert endpoint.phase() == "canary"  # recorded only
+    await endpoint.administer(action="canary", model="linear", version=2, percent=10)
+    for replica in endpoint.replicas.values():  # it has a share now
+        await until(lambda replica=replica: replica.host.model("linear").table.percent == 10.0)
+        assert (await infer(replica, shoal_track="candidate")).version == 2
 
 
 @rollout(1, 2, guard=GuardOptions(max_disagreement=0.1, min_requests=20))

@@ -22,7 +22,7 @@ from shoal.serve.hosted import Answer, Hosted, describe
 from shoal.serve.live_follower import LiveFollower
 from shoal.serve.options import ModelOptions
 from shoal.serve.report import Failure, ModelReport, ReplicaReport
-from shoal.serve.rollout import EndpointPlan, ModelPlan
+from shoal.serve.rollout import EndpointPlan, ModelPlan, Shares
 from shoal.serve.sources import LiveModel, RegisteredModel
 from shoal.serve.staging import Staged, Stager, StagingFailed
 
@@ -281,7 +281,7 @@ def _point(hosted: Hosted, plan: ModelPlan) -> None:
     if plan.stable in loaded:
         table.flip(plan.stable)
     if plan.candidate in loaded:
-        table.open(plan.candidate, plan.percent)
+        table.open(plan.candidate, Shares(plan.percent, plan.shadow_percent))
     elif table.candidate is not None:
         table.shut()
     hosted.shadow.set(table.candidate, plan.shadow_percent)

@@ -171,7 +171,7 @@ class Hosted:
         if not self.version:
             self._queue.expect(self.predictor.measured)
         table, shares = self.table, answering.shares
-        table.follow(answering.stable, answering.other, shares.percent if shares else None)
+        table.follow(answering.stable, answering.other, shares)
         self.shadow.set(table.candidate, shares.shadow_percent if shares else 0.0)
         self.counts.serving(table.version, table.candidate_version, table.percent)
 

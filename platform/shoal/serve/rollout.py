@@ -189,6 +189,11 @@ class Shares:
     percent: float = 0.0
     shadow_percent: float = 0.0
 
+    @property
+    def is_shadow(self) -> bool:
+        """Whether nobody gets its answers, not even who asks for the candidate."""
+        return self.shadow_percent > 0.0 and self.percent == 0.0
+
 
 @dataclass(frozen=True)
 class LivePlan:

@@ -181,7 +181,7 @@ def _live_place(version: int, live: LiveState, reports: Sequence[ModelReport]) -
 
 
 def _beside(candidate: Rollout | Shares) -> str:
-    return "shadow" if candidate.shadow_percent > 0.0 and candidate.percent == 0.0 else "candidate"
+    return "shadow" if Shares(candidate.percent, candidate.shadow_percent).is_shadow else "candidate"
 
 
 def _version(

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from shoal.errors import InferenceError
 from shoal.serve.predictor import LoadedModel
+from shoal.serve.rollout import Shares
 
 GOLDEN = 0.6180339887498949  # of a turn: draws that are spread evenly however few there are
 
@@ -44,7 +45,7 @@ class VersionTable:
         self._stable, self._candidate = Track(), Track()
         self._tracks: dict[int, Track] = {}  # of the loaded versions, for calls that ask for one
         self._is_open = False
-        self._percent = 0.0
+        self._shares = Shares()
         self._draws = Draws()
 
     @property
@@ -67,7 +68,7 @@ class VersionTable:
     @property
     def percent(self) -> float:
         """The open candidate's share."""
-        return self._percent if self._is_open else 0.0
+        return self._shares.percent if self._is_open else 0.0
 
     @property
     def versions(self) -> list[int]:
@@ -84,9 +85,9 @@ class VersionTable:
             return found
         if self._stable.loaded is None:
             raise InferenceError(503, "no weights have been loaded yet; try again later", retry_after_s=1.0)
-        if self._is_open and track != "stable" and (track == "candidate" or self._is_drawn(sticky)):
-            return self._candidate
-        return self._stable
+        if not self._is_open or self._shares.is_shadow or track == "stable":
+            return self._stable
+        return self._candidate if track == "candidate" or self._is_drawn(sticky) else self._stable
 
     def is_stable(self, track: Track) -> bool:
         """Whether this is the track of whoever asks for nothing in particular."""
@@ -97,9 +98,10 @@ class VersionTable:
         return track is self._candidate
 
     def _is_drawn(self, sticky: str) -> bool:
+        percent = self._shares.percent
         if sticky:
-            return place(self._model, sticky) < self._percent
-        return self._percent > 0.0 and self._draws.draw(self._percent)
+            return place(self._model, sticky) < percent
+        return percent > 0.0 and self._draws.draw(percent)
 
     # -- changes ------------------------------------------------------------------------------------------------------
 
@@ -117,25 +119,25 @@ class VersionTable:
         before, self._stable.loaded = self._stable.loaded, self._tracks[version].loaded
         return before is not self._stable.loaded
 
-    def open(self, version: int, percent: float) -> None:
-        """Let a loaded version answer its share, and who asks for the candidate."""
+    def open(self, version: int, shares: Shares) -> None:
+        """Let a loaded version answer its share, and who asks for the candidate; a shadow answers neither."""
         self._candidate.loaded = self._tracks[version].loaded
-        self._percent, self._is_open = percent, True
+        self._shares, self._is_open = shares, True
 
     def shut(self) -> None:
         """No candidate any more: what was admitted for it is answered by the stable version."""
-        self._is_open, self._percent = False, 0.0
+        self._is_open, self._shares = False, Shares()
         self._candidate.loaded = self._stable.loaded
 
-    def follow(self, stable: LoadedModel, other: LoadedModel | None, percent: float | None = None) -> None:
+    def follow(self, stable: LoadedModel, other: LoadedModel | None, shares: Shares | None = None) -> None:
         """The version of a live model that answers from the next batch on, and another. From any thread.
 
-        percent: the other is the candidate, and this its share; None: it answers only who asks for its number
+        shares: of the other, which is the candidate; None: it answers only who asks for its number
         """
         self._stable.loaded = stable
         self._tracks = {each.version: Track(each) for each in (stable, other) if each is not None}
-        if other is not None and percent is not None:
-            self.open(other.version, percent)
+        if other is not None and shares is not None:
+            self.open(other.version, shares)
         else:
             self.shut()
 
