@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from shoal import runs
+from shoal.cli.job_words import job_environment
 from shoal.cli.models import models
 from shoal.cli.run import Typed
 from shoal.cli.run import _Session as Session
@@ -341,3 +342,10 @@ def test_every_help_has_examples(command: click.Command) -> None:
     shown = typed(command, "--help")
     assert "Examples:\n  " in shown
     assert "shoal " in shown
+
+
+def test_a_job_finds_what_is_found_where_it_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/here")
+    assert job_environment("one", "shoal run x")["PYTHONPATH"] == "/here"
+    monkeypatch.delenv("PYTHONPATH")
+    assert "PYTHONPATH" not in job_environment("one", "shoal run x")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,9 +29,9 @@ def make_environment(name: str) -> Any:
             missing = getattr(error.__cause__ or error, "name", None)  # gymnasium wraps it
             if missing not in (None, module.partition(".")[0], module):
                 raise  # what the module itself imports
-            places = ", ".join(dict.fromkeys((os.getcwd(), sys.path[0] or os.getcwd())))
+            problem = f"there is no module {module!r} in {os.getcwd()}, and none is installed"
             remedy = "run it in the folder that holds the module, or name that in PYTHONPATH"
-            raise ConfigError("env", name, f"there is no module {module!r} in {places}, or installed", remedy) from None
+            raise ConfigError("env", name, problem, remedy) from None
 
 
 def first_observation(environment: Any, name: str) -> Any:

@@ -35,6 +35,8 @@ def job_environment(run_id: str, command: str) -> dict[str, str]:
         "SHOAL_HOME": str(home()),
         "SHOAL_TOKEN": access_token(),
         COMMAND_VARIABLE: command,
+        # What is found here is found there, on a cluster that somebody else has started too.
+        **{name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ},
     }
 
 
