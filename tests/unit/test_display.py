@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -207,5 +208,8 @@ def test_a_resumed_run_does_not_show_the_numbers_of_its_earlier_life() -> None:
     with runs.create("job", "", "one") as run:
         run.log(1, {"return/mean_100": 500.0, "lag/actor-9": 3.0})
     with runs.reopen("one"):
-        view = view_of(runs.load("one"), "starting the endpoint", 475.0, None, [])
+        record = runs.load("one")
+        assert record.life_began_at() > record.created_at
+        view = view_of(record, "starting the endpoint", 475.0, None, [])
     assert (view.metrics, view.history) == ({}, ())
+    assert view.elapsed_s < time.time() - record.created_at  # while nobody ran it no time went by

@@ -63,7 +63,7 @@ def view_of(run: Run, phase: str, target_return: float | None, before: RunView |
     return RunView(
         run.id,
         phase,
-        time.time() - run.created_at,
+        time.time() - run.life_began_at(),
         target_return,
         metrics,
         history,

@@ -79,7 +79,7 @@ def view_of(run: Run, before: TrainView | None, notes: Sequence[str]) -> TrainVi
     loss = metrics.get("train/loss", math.nan)
     if math.isfinite(loss) and (not history or history[-1] != loss):
         history = (*history, loss)[-MAX_HISTORY:]
-    elapsed_s = time.time() - run.created_at
+    elapsed_s = time.time() - run.life_began_at()
     return TrainView(run.id, _phase(seen), elapsed_s, metrics, seen.get("training", {}), history, tuple(notes))
 
 

@@ -216,6 +216,11 @@ class Run:
         rows = self._query(f"SELECT kind, details, max(number) FROM events WHERE run = ?1{since} GROUP BY kind")
         return {row["kind"]: json.loads(row["details"]) for row in rows}
 
+    def life_began_at(self) -> float:
+        """When the run was last resumed, or else created; Unix time in seconds."""
+        (row,) = self._query(f"SELECT (SELECT time FROM events WHERE number = {_RESUMED}) AS time")
+        return self.created_at if row["time"] is None else float(row["time"])
+
     def versions(self) -> DataFrame:
         """The weight versions published: columns version, step, time, sha256."""
         rows = self._query("SELECT version, step, time - ?2, sha256 FROM versions WHERE run = ?1 ORDER BY version")

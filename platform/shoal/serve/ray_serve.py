@@ -102,7 +102,8 @@ class Endpoint:
         try:
             return answer.result(timeout_s + GRACE_S)
         except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
-            raise ClusterError(f"the replicas of {self.name!r} did not answer: {error}") from error
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]  # then come pages of advice
+            raise ClusterError(f"the replicas of {self.name!r} did not answer: {reason}") from error
 
     def status(self) -> dict[str, Any]:
         """What the endpoint says of itself: an `EndpointStatus`. Raises ClusterError."""
