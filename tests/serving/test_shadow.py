@@ -1,23 +1,33 @@
-"""What a shadow calls another answer: numbers by their values, whatever holds them."""
+"""What a shadow calls another answer, and what an error: numbers by their values, whatever holds them."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import asyncio
+from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from gated_forward import run, until
+from serving.faulty_models import RAISE, SIGNATURE, moody
+from serving.live_set import MOODY, infer
+from serving.replica_set import ReplicaSet
+from serving.replica_set import until as until_there
+from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY, bf16_bits
+from shoal.registry import Registry
 from shoal.serve.batcher import Batcher
 from shoal.serve.call import Arrays, InferCall
 from shoal.serve.metrics import ModelStatistics
 from shoal.serve.options import GuardOptions, ModelOptions
 from shoal.serve.shadow import Answer, Shadow
+from shoal.serve.snapshots import VersionSnapshot
+from shoal.serve.sources import registered
 from shoal.serve.versions import Track
 
 TOLERANCE = 0.01
+Forward = Callable[[Hashable, Sequence[Arrays]], list[Answer]]
 
 
 def array(datatype: str, values: Sequence[object]) -> np.ndarray:
@@ -43,17 +53,69 @@ def test_answers_differ_by_more_than_the_tolerance(
     def forward(group: Hashable, requests: Sequence[Arrays]) -> list[Answer]:
         return [({"y": array(datatype, candidate)}, 2) for _ in requests]
 
-    async def body() -> None:
+    version = shadowed(forward, array(datatype, stable), datatype)
+    assert (version["compared"], version["disagreed"], version["shadow_failed"]) == (1, differs, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"),
+    [
+        (RuntimeError("on purpose"), True),
+        (InferenceError(500, "an output is NaN"), True),
+        (InferenceError(422, "the stable version took it"), False),
+    ],
+)
+def test_a_failure_is_an_error_and_a_refusal_another_answer(error: Exception, failed: bool) -> None:
+    def forward(group: Hashable, requests: Sequence[Arrays]) -> list[Answer]:
+        raise error
+
+    version = shadowed(forward, array("FP32", [1.0]))
+    assert (version["shadow_failed"], version["compared"], version["disagreed"]) == (failed, not failed, not failed)
+
+
+def shadowed(forward: Forward, answer: np.ndarray, datatype: str = "FP32") -> VersionSnapshot:
+    """What is counted of version 2 when `forward` is put beside an answer of the stable version."""
+
+    async def body() -> VersionSnapshot:
         batcher: Batcher[Arrays, Answer] = Batcher()
         counts = ModelStatistics("m")
         options = ModelOptions(guard=GuardOptions(tolerance=TOLERANCE))
         shadow = Shadow("m", batcher, forward, options, counts, {"y": datatype})
         shadow.set(Track(SimpleNamespace(version=2)), 100.0)  # type: ignore[arg-type]
-        shadow.consider(InferCall({}, 1), {"y": array(datatype, stable)}, None)
+        shadow.consider(InferCall({}, 1), {"y": answer}, None)
         await until(lambda: "2" in counts.snapshot()["versions"])
         shadow.close()
         batcher.close()
-        version = counts.snapshot()["versions"]["2"]
-        assert (version["compared"], version["disagreed"]) == (1, differs)
+        return counts.snapshot()["versions"]["2"]
 
-    run(body)
+    return run(body)
+
+
+def test_a_shadow_that_fails_is_shown_and_rolled_back() -> None:
+    for version, mood in ((1, 0.0), (2, RAISE)):
+        Registry().register("moody", moody(version, mood), model=MOODY, signature=SIGNATURE)
+    guard = {"min_requests": 20, "max_error_rate": 0.1}
+
+    async def body() -> None:
+        async with ReplicaSet(registered("moody@1"), model={"guard": guard}) as endpoint:
+            [replica] = await endpoint.start()
+            await endpoint.administer(action="shadow", model="moody", version=2, percent=100)
+            for _ in range(5):
+                assert (await infer(replica, poison=True)).status == 500  # which the stable version fails at, too
+            for number in range(1, 21):
+                assert (await infer(replica)).version == 1
+                if number == 10:
+                    await until_there(lambda: errors(endpoint) == [(2, "shadow", 10, 10)])
+            await until_there(lambda: endpoint.phase("moody") == "steady")
+            event = endpoint.controller.state.events[-1]
+            assert (event.kind, event.by) == ("rollback", "guard")
+            assert "20 of 20 requests failed" in event.reason
+
+    asyncio.run(body())
+
+
+def errors(endpoint: ReplicaSet) -> list[tuple[int, str, int, int]]:
+    found = endpoint.status.model("moody")["versions"]
+    return [
+        (each["version"], each["track"], each["requests"], each["errors"]) for each in found if each["version"] == 2
+    ]

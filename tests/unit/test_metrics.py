@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.serve.metrics import MAX_VERSIONS, ROWS, SECONDS, Histogram, ModelStatistics
-from shoal.serve.snapshots import merge, quantile, since
+from shoal.serve.snapshots import merge, quantile, requests_and_errors, since
 
 
 @dataclass
@@ -78,6 +78,9 @@ def test_what_serves_and_what_waits() -> None:
     assert snapshot["serving"] == {"stable": 2, "candidate": 0, "percent": 0.0}
     assert (snapshot["swaps"], snapshot["pending"]) == (2, 5)
     assert (snapshot["versions"]["3"]["compared"], snapshot["versions"]["3"]["disagreed"]) == (2, 1)
+    statistics.shadow_failed(3)
+    assert statistics.snapshot()["versions"]["3"]["shadow_failed"] == 1
+    assert requests_and_errors(statistics.snapshot()["versions"]["3"]) == (3, 1)
 
 
 def test_however_many_versions_come_the_newest_are_kept_apart_and_nothing_is_lost() -> None:
@@ -143,6 +146,8 @@ def test_two_replicas_add_up_to_one_that_had_done_it_all(one: list, other: list)
             if version:
                 statistics.batch(Report(rows, seconds), version)
                 statistics.shadow(version, disagreed)
+                if status == 500:
+                    statistics.shadow_failed(version)
 
     def totals(snapshot) -> dict:
         every = [snapshot["older"], *snapshot["versions"].values()]
@@ -152,6 +157,7 @@ def test_two_replicas_add_up_to_one_that_had_done_it_all(one: list, other: list)
             "success_ns": sum(each["inference_stats"]["success"]["ns"] for each in every),
             "failed": sum(each["inference_stats"]["fail"]["count"] for each in every),
             "disagreed": sum(each["disagreed"] for each in every),
+            "shadow_failed": sum(each["shadow_failed"] for each in every),
             "refused": snapshot["refused"],
             "batch_rows": snapshot["batch_rows"],
             "queue": snapshot["queue_s"]["counts"],

@@ -50,6 +50,7 @@ def worked(live: bool = False) -> ModelStatistics:
         statistics.request(0, status, 0.001)
     statistics.batch(Batch(4, 0.002), 1)
     statistics.shadow(2, disagreed=True)
+    statistics.shadow_failed(2)
     return statistics
 
 
@@ -86,6 +87,7 @@ def test_what_triton_does_not_count() -> None:
     assert value(series, "shoal_candidate_percent", **labels) == 5
     assert value(series, "shoal_swaps_total", **labels) == 1
     assert value(series, "shoal_shadow_disagreed_total", **labels, version="2") == 1
+    assert value(series, "shoal_shadow_failed_total", **labels, version="2") == 1
     assert value(series, "shoal_caller_requests_total", replica="a", key="ada", result="admitted") == 3
     assert value(series, "shoal_caller_requests_total", replica="a", result="unknown") == 2
     assert value(series, "shoal_http_answers_total", replica="a", status="401") == 2

@@ -18,9 +18,10 @@ class VersionStatus(msgspec.Struct, frozen=True):
     track:          "stable", "candidate", "shadow", or "" for one that answers only who asks for its number
     share:          of the model's requests that are not aimed at a version, 0 to 1; of a live model, which each replica
                     follows by itself: of the replicas
-    requests:       taken since the version was loaded, over all replicas; `errors` of them were answered with a 5xx
+    requests:       taken since the version was loaded, over all replicas, also beside the version that answered; at
+                    `errors` of them it failed, with a 5xx
     requests_per_s, p50_s, p99_s: over the last `EndpointStatus.window_s`; None where there were none
-    compared, disagreed: requests that were put to the stable version and to this one, and those whose outputs differed
+    compared, disagreed: requests that the stable version and this one computed, and those whose outputs differed
     """
 
     version: int

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from shoal.serve.guard import Evidence
 from shoal.serve.report import ModelReport, ReplicaReport, total_forwards
+from shoal.serve.snapshots import requests_and_errors
 
 Counted = tuple[int, int, int, int]  # requests, errors, compared, disagreed
 NOTHING: Counted = (0, 0, 0, 0)
@@ -57,5 +58,4 @@ def _counted(report: ModelReport, version: int) -> Counted:
     counts = report.counts["versions"].get(str(version)) if report.counts is not None else None
     if counts is None:
         return NOTHING
-    errors = sum(count for status, count in counts["statuses"].items() if int(status) >= 500)
-    return sum(counts["statuses"].values()), errors, counts["compared"], counts["disagreed"]
+    return *requests_and_errors(counts), counts["compared"], counts["disagreed"]

@@ -22,7 +22,7 @@ NUM_COMPARED = 9  # batches that a live version and the one before it both compu
 class Evidence:
     """What is known of a candidate since it was opened, over all replicas.
 
-    requests, errors: that it answered or should have, and those that ended with a 5xx of its making
+    requests, errors: that it answered or should have, shadowed ones too, and those that ended with a 5xx of its making
     compared, disagreed: shadowed requests, and those whose outputs differed
     stable, candidate: their forwards
     metrics:          the last values that users reported for it, by name

@@ -27,7 +27,8 @@ SECONDS = tuple(0.00025 * 2**power for power in range(17))  # 0.25 ms to 16.4 s,
 ROWS = tuple(float(2**power) for power in range(11))  # 1 to 1024
 
 _COUNTERS = (
-    "batches", "compared", "compute_ns", "disagreed", "fail", "fail_ns", "queue_ns", "rows", "success", "success_ns",
+    "batches", "compared", "compute_ns", "disagreed", "fail", "fail_ns", "queue_ns", "rows", "shadow_failed",
+    "success", "success_ns",
 )  # fmt: skip
 
 
@@ -65,6 +66,7 @@ class _Version:
     fail_ns: int
     queue_ns: int
     rows: int
+    shadow_failed: int
     success: int
     success_ns: int
 
@@ -104,6 +106,7 @@ class _Version:
             "statuses": _by_status(self.statuses),
             "compared": self.compared,
             "disagreed": self.disagreed,
+            "shadow_failed": self.shadow_failed,
             "request_s": self.request_s.snapshot(),
         }
 
@@ -170,6 +173,10 @@ class ModelStatistics:
         counts = self._version(version)
         counts.compared += 1
         counts.disagreed += disagreed
+
+    def shadow_failed(self, version: int) -> None:
+        """A request that another version answered was given to `version` too, which failed at it."""
+        self._version(version).shadow_failed += 1
 
     def snapshot(self) -> ModelSnapshot:
         """Everything counted until now; a request that is answered at this moment may be half in it."""

@@ -14,7 +14,7 @@ class GuardOptions(Spec):
 
     Of a live model, each version that is published is judged so beside the one before it.
 
-    max_error_rate:    share of the candidate's requests that fail with a 5xx of the model's making
+    max_error_rate:    share of the candidate's requests, shadowed ones too, that fail with a 5xx of the model's making
     max_latency_ratio: the candidate's median compute time over the stable version's, for batches of like size
     max_disagreement:  share of shadowed requests whose outputs differ by more than `tolerance` (None: recorded only)
     metric, min_value: a user's metric, reported to the endpoint; below `min_value` the candidate goes

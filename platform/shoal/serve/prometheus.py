@@ -66,6 +66,7 @@ METRICS: dict[str, Metric] = {
         "counter", _VERSION, "Requests that this version computed beside the one that answered"
     ),
     "shoal_shadow_disagreed_total": Metric("counter", _VERSION, "Shadowed requests whose outputs differed"),
+    "shoal_shadow_failed_total": Metric("counter", _VERSION, "Shadowed requests that this version failed at"),
     "shoal_caller_requests_total": Metric(
         "counter", ("key", "result"), "Requests by the name of the key, and what became of them"
     ),
@@ -145,9 +146,10 @@ def _version(labels: Labels, counts: VersionSnapshot) -> Iterator[Series]:
     yield "nv_inference_compute_infer_duration_us", labels, stats["compute_infer"]["ns"] // 1000
     yield from _statuses(labels, counts["statuses"])
     yield "shoal_request_duration_seconds", labels, counts["request_s"]
-    if counts["compared"]:
+    if counts["compared"] or counts["shadow_failed"]:
         yield "shoal_shadow_compared_total", labels, counts["compared"]
         yield "shoal_shadow_disagreed_total", labels, counts["disagreed"]
+        yield "shoal_shadow_failed_total", labels, counts["shadow_failed"]
 
 
 def _statuses(labels: Labels, statuses: Mapping[str, int]) -> Iterator[Series]:

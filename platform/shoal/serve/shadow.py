@@ -22,6 +22,7 @@ from shoal.serve.versions import Draws, Track
 
 WEIGHT = 1e-6  # of the slots, beside a model's 1
 MAX_WAITING = 256  # calls; whatever their rows
+NOT_COMPUTED = (429, 503, 504)  # statuses of what was turned away before a forward: they say nothing of the version
 
 Answer = tuple[dict[str, np.ndarray], int]
 
@@ -84,15 +85,23 @@ class Shadow:
         except Closed:
             return
         except InferenceError as error:
-            if error.status != 429:
-                self._counts.shadow(loaded.version, True)
+            self._count_failure(group[0], loaded.version, error.status)
             return
         except Exception:  # noqa: BLE001 - whatever the candidate raised: its client would have had no answer
-            self._counts.shadow(loaded.version, True)
+            self._count_failure(group[0], loaded.version, 500)
             return
         outputs, version = batched.answer
         if group[0] is self._candidate:
             self._counts.shadow(version, not agree(expected, outputs, self._datatypes, self._tolerance))
+
+    def _count_failure(self, candidate: Track, version: int, status: int) -> None:
+        """The stable version has answered: what refuses the same input (4xx) gives another answer, it does not fail."""
+        if candidate is not self._candidate or status in NOT_COMPUTED:
+            return
+        if status < 500:
+            self._counts.shadow(version, disagreed=True)
+        else:
+            self._counts.shadow_failed(version)
 
 
 def agree(expected: Arrays, outputs: Arrays, datatypes: Mapping[str, str], tolerance: float) -> bool:

@@ -48,6 +48,7 @@ class VersionSnapshot(TypedDict):
 
     statuses:  requests by HTTP status
     compared:  requests that another version answered, and that this one computed too; `disagreed` of them differed
+    shadow_failed: requests that another version answered, and that this one failed at
     request_s: of successful requests, from arrival to answer
     """
 
@@ -59,6 +60,7 @@ class VersionSnapshot(TypedDict):
     statuses: dict[str, int]
     compared: int
     disagreed: int
+    shadow_failed: int
     request_s: HistogramSnapshot
 
 
@@ -116,6 +118,13 @@ def total(snapshot: ModelSnapshot) -> VersionSnapshot:
     return summed
 
 
+def requests_and_errors(counts: VersionSnapshot) -> tuple[int, int]:
+    """What a version was given, also beside the one that answered; and what of it ended with a 5xx of its making."""
+    errors = sum(count for status, count in counts["statuses"].items() if int(status) >= 500)
+    shadowed = counts["compared"] + counts["shadow_failed"]
+    return sum(counts["statuses"].values()) + shadowed, errors + counts["shadow_failed"]
+
+
 def _sum(one: VersionSnapshot, other: VersionSnapshot) -> VersionSnapshot:
     sizes = {each["batch_size"]: each["compute_infer"] for each in one["batch_stats"]}
     for each in other["batch_stats"]:
@@ -136,6 +145,7 @@ def _sum(one: VersionSnapshot, other: VersionSnapshot) -> VersionSnapshot:
         "statuses": dict(sorted((Counter(one["statuses"]) + Counter(other["statuses"])).items())),
         "compared": one["compared"] + other["compared"],
         "disagreed": one["disagreed"] + other["disagreed"],
+        "shadow_failed": one["shadow_failed"] + other["shadow_failed"],
         "request_s": _sum_histograms(one["request_s"], other["request_s"]),
     }
 

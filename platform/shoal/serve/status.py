@@ -19,7 +19,7 @@ from shoal.serve.controller_state import Event, LiveState, ModelState
 from shoal.serve.options import ModelOptions
 from shoal.serve.report import ModelReport
 from shoal.serve.rollout import Phase, Rollout, Shares
-from shoal.serve.snapshots import HistogramSnapshot, ModelSnapshot, VersionSnapshot, merge, quantile, since
+from shoal.serve.snapshots import HistogramSnapshot, ModelSnapshot, merge, quantile, requests_and_errors, since
 
 WINDOW_S = 10.0
 SAMPLE_S = 1.0
@@ -198,22 +198,19 @@ def _version(
     earlier = before["versions"].get(str(version)) if before else None
     recent = since(earlier["request_s"], now["request_s"]) if earlier else now["request_s"]
     num_recent = sum(now["statuses"].values()) - (sum(earlier["statuses"].values()) if earlier else 0)
+    requests, errors = requests_and_errors(now)
     return VersionStatus(
         version,
         track,
         share,
-        requests=sum(now["statuses"].values()),
-        errors=_errors(now),
+        requests=requests,
+        errors=errors,
         requests_per_s=num_recent / before_s if before_s > 0.0 else 0.0,
         p50_s=quantile(recent, 0.5),
         p99_s=quantile(recent, 0.99),
         compared=now["compared"],
         disagreed=now["disagreed"],
     )
-
-
-def _errors(counts: VersionSnapshot) -> int:
-    return sum(count for status, count in counts["statuses"].items() if int(status) >= 500)
 
 
 def _batch_rows(now: ModelSnapshot | None, before: ModelSnapshot | None) -> float | None:
