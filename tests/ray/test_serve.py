@@ -92,6 +92,12 @@ def test_errors_keep_the_protocol_through_the_whole_stack(endpoint: EndpointProc
     client.close()
 
 
+def test_the_status_says_which_port_grpc_was_given(endpoint: EndpointProcess) -> None:
+    client = Client(endpoint.url)
+    assert client.request("GET", "/shoal/v1/status")[2]["grpc"] == endpoint.grpc
+    client.close()
+
+
 @pytest.fixture
 def channel(endpoint: EndpointProcess) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(endpoint.grpc) as channel:

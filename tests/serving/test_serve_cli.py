@@ -44,6 +44,7 @@ STATUS = EndpointStatus(
     time=NOW_S,
     started_at=NOW_S - 754,
     generation=7,
+    grpc="127.0.0.1:9000",
     replicas=[ReplicaStatus("r-1", 11, 7), ReplicaStatus("r-2", 12, 6, True, "version 4 does not fit")],
     models=[FASHION, LOADING],
     events=[RolloutEvent(NOW_S - 9, "canary", "fashion", 4, "10 %", "administrator")],
@@ -110,7 +111,8 @@ def test_status_without_a_terminal_is_a_line_for_each_version(recorded: str) -> 
     assert found[0].startswith("fashion@4 candidate: share 10%, requests/s 134, p50 1.3 ms, p99 5.1 ms, errors 0.15%")
     assert "differ 0.44%, batch 11.2/32, queue 12/2048, refused 7" in found[0]
     assert found[1].startswith("fashion@3 stable: share 90%, requests/s 1,204")
-    assert found[2:] == ["syntax: loading warming up", "replica r-2: ready, at generation 6: version 4 does not fit"]
+    unwell = ["syntax: loading warming up", "replica r-2: ready, at generation 6: version 4 does not fit"]
+    assert found[2:] == [*unwell, "gRPC at 127.0.0.1:9000"]
 
 
 @pytest.mark.parametrize("words", [["shop"], ["URL"]])

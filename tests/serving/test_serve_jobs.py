@@ -124,6 +124,7 @@ def becomes_ready(recorders: list[Any], name: str = "fashion") -> Callable[[Fake
         recorder = shoal.runs.create("serve", "", job.submission_id)
         recorders.append(recorder)
         recorder.endpoint(name, "inference", "http://127.0.0.1:8000", "starting")
+        recorder.endpoint(f"{name}/grpc", "grpc", "127.0.0.1:9000", "ready")
         job.on_look = lambda: recorder.endpoint(name, "inference", "http://127.0.0.1:8000", "ready")
 
     return begin
@@ -138,7 +139,7 @@ def test_deploy_submits_what_was_typed_and_returns_when_it_is_ready(
     words = ["fashion@champion", "tabular@1", "--replicas", "2", "endpoint.models.fashion.deadline_s=0.1", keys]
     result = shoal_program("deploy", *words)
     assert result.exit_code == 0, result.exception
-    assert "endpoint fashion is ready at http://127.0.0.1:8000" in result.output
+    assert "endpoint fashion is ready at http://127.0.0.1:8000, gRPC at 127.0.0.1:9000\n" in result.output
     (entrypoint,), ((run_id, job),) = cluster.entrypoints, cluster.jobs.items()
     assert entrypoint[1:3] == ["-m", "shoal.flows.serving"]
     assert "hush" not in " ".join(entrypoint)  # which `shoal status` and the dashboard show

@@ -45,14 +45,24 @@ def audited() -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def run(body: Callable[[ControllerService], Awaitable[None]], idle_s: float = 60.0) -> None:
-    setting, _ = controller_setting(spec(), [registered("linear@champion")])
+def run(body: Callable[[ControllerService], Awaitable[None]], idle_s: float = 60.0, **fields: Any) -> None:
+    setting, _ = controller_setting(spec(**fields), [registered("linear@champion")])
 
     async def bounded() -> None:
         async with asyncio.timeout(DEADLINE_S):
             await body(ControllerService(type(setting)(**{**vars(setting), "idle_s": idle_s})))
 
     asyncio.run(bounded())
+
+
+def test_the_status_says_where_grpc_listens() -> None:
+    async def body(service: ControllerService) -> None:
+        found.append((await service.status())["grpc"])
+
+    found: list[str] = []
+    for port in (9000, None):
+        run(body, grpc_port=port)
+    assert found == ["127.0.0.1:9000", ""]
 
 
 def test_what_replicas_refuse_and_administrators_ask_is_in_the_audit_log() -> None:

@@ -30,7 +30,8 @@ def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
         parts.append(Text(note, style="red"))
     state = "[green]ready[/]" if status.ready else "[yellow]not ready[/]"
     up = f"  [dim]up {duration(status.time - status.started_at)}[/]" if status.started_at else ""
-    title = f"[bold]{status.endpoint}[/]  {state}  [dim]{url}[/]{up}"
+    where = f"{url}, gRPC at {status.grpc}" if status.grpc else url
+    title = f"[bold]{status.endpoint}[/]  {state}  [dim]{where}[/]{up}"
     return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", padding=(0, 1))
 
 
@@ -55,6 +56,7 @@ def plain_lines(status: EndpointStatus) -> list[str]:
         if not model.versions or model.state != "READY" or (model.phase == LIVE and model.reason):
             lines.append(f"{model.name}: {model.state.lower()} {model.reason}".rstrip())
     lines += [f"replica {each.id}: {_replica_state(each, status.generation)}" for each in _unwell(status)]
+    lines += [f"gRPC at {status.grpc}"] if status.grpc else []
     return lines
 
 

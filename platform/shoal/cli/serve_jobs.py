@@ -22,7 +22,7 @@ from shoal.cli.job_words import (
 )
 from shoal.cli.serve_display import shares
 from shoal.client import Client
-from shoal.client.find import INFERENCE, FoundEndpoint, find_endpoint, list_endpoints, token_for
+from shoal.client.find import GRPC, INFERENCE, FoundEndpoint, find_endpoint, list_endpoints, token_for
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import Job, list_jobs, submit
@@ -91,7 +91,8 @@ def deploy(
     except ClusterError:
         Job(cluster, run_id).end()
         raise
-    click.echo(f"endpoint {found.name} is ready at {found.url}")
+    grpc = [f", gRPC at {each.address}" for each in _endpoints(run_id) if each.kind == GRPC]
+    click.echo(f"endpoint {found.name} is ready at {found.url}{''.join(grpc)}")
     click.echo("what next:")
     click.echo(f"  shoal serve status {found.name}")
     click.echo(f"  shoal serve delete {found.name}")

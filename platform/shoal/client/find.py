@@ -14,6 +14,7 @@ from shoal.home import existing_token
 from shoal.runs import list_running
 
 INFERENCE = "inference"  # the kind of an endpoint in the record, beside gateways
+GRPC = "grpc"  # the kind of its other address, host:port
 
 
 @dataclass(frozen=True)

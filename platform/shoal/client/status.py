@@ -93,13 +93,17 @@ class RolloutEvent(msgspec.Struct, frozen=True):
 
 
 class EndpointStatus(msgspec.Struct, frozen=True):
-    """The whole endpoint. Times are seconds since the epoch; `events` are the newest, oldest first."""
+    """The whole endpoint. Times are seconds since the epoch; `events` are the newest, oldest first.
+
+    grpc: host:port where it speaks gRPC; "" when it does not
+    """
 
     endpoint: str
     time: float = 0.0
     started_at: float = 0.0
     window_s: float = 0.0
     generation: int = 0
+    grpc: str = ""
     ready: bool = True
     replicas: list[ReplicaStatus] = []
     models: list[ModelStatus] = []

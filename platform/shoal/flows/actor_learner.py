@@ -31,7 +31,7 @@ from shoal.errors import ClusterError, ConnectionLost, InferenceError, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
 from shoal.flows.policy import check, served_model
-from shoal.flows.serving import record_changes
+from shoal.flows.serving import places, record_changes
 from shoal.home import access_token
 from shoal.registry import ModelVersion, Registry
 from shoal.rl.ray_rl import ActorLearnerWorkers, RunSetting
@@ -123,7 +123,8 @@ class _Flow:
 
         self._endpoint = deploy(endpoint_spec, [ServedModel(spec.model_name, policy)])
         closing.callback(self._endpoint.close)
-        self._announce(spec.model_name, "inference", self._endpoint.url)
+        for name, (kind, address) in places(self._endpoint).items():
+            self._announce(name, kind, address)
         print(f"run {recorder.id}: the endpoint is {self._endpoint.url}/v2/models/{spec.model_name}", flush=True)
         self._server_key = keys[0].decode() if keys else ""
         self._announce_gateway(self._workers.gateway_address())

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pydantic import SecretStr
 
 import shoal.runs
+from shoal.client.find import GRPC, INFERENCE
 from shoal.cluster.driver import expected_run_id, job_main
 from shoal.cluster.room import require_cpus
 from shoal.errors import ClusterError
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from shoal.serve.ray_serve import Endpoint
 
 JOB = "serve"
-INFERENCE = "inference"  # the kind of an endpoint in the record, beside gateways
 WATCH_S = 1.0
 
 
@@ -45,16 +45,29 @@ def serve_models(spec: ServingSpec, job: str) -> None:
         endpoint = deploy(endpoint_spec, served)
         try:
             _require_all_served(endpoint)
-            recorder.endpoint(name, INFERENCE, endpoint.url, "ready")
+            _record_places(endpoint, recorder, "ready")
             for ref, model in zip(spec.models, served, strict=True):
                 now = Registry().get(ref).ref
                 print(f"serving {ref} (now {now}) at {endpoint.url}/v2/models/{model.name}", flush=True)
+            if endpoint.grpc:
+                print(f"serving gRPC at {endpoint.grpc}", flush=True)
             _record_until_interrupted(endpoint, recorder)
         finally:
             try:
-                recorder.endpoint(name, INFERENCE, endpoint.url, "closed")
+                _record_places(endpoint, recorder, "closed")
             finally:
                 endpoint.close()
+
+
+def places(endpoint: Endpoint) -> dict[str, tuple[str, str]]:
+    """Where it listens, as the record has it: name -> kind, address. The one that says that it is ready is the last."""
+    grpc = {f"{endpoint.name}/grpc": (GRPC, endpoint.grpc)} if endpoint.grpc else {}
+    return {**grpc, endpoint.name: (INFERENCE, endpoint.url)}
+
+
+def _record_places(endpoint: Endpoint, recorder: RunRecorder, state: str) -> None:
+    for name, (kind, address) in places(endpoint).items():
+        recorder.endpoint(name, kind, address, state)
 
 
 def _require_all_served(endpoint: Endpoint) -> None:

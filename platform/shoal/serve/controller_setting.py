@@ -32,6 +32,7 @@ class ControllerSetting:
     options:    how those are served, by name; "" for all others
     idle_s:     when no replica has asked for so long, there is none any more
     driver:     Ray's id of the job that keeps the endpoint up; "" when Serve does (`ray_app`)
+    grpc:       host:port where the endpoint speaks gRPC; "" when it does not
     """
 
     name: str
@@ -42,6 +43,7 @@ class ControllerSetting:
     options: Mapping[str, dict[str, Any]]
     idle_s: float = 120.0
     driver: str = ""
+    grpc: str = ""
 
     @property
     def actor(self) -> str:
@@ -87,5 +89,6 @@ def controller_setting(
         home() / "endpoints",
         str(Registry().root),
         known,
+        grpc=spec.grpc_address,
     )
     return setting, {model.name: model.source for model in models if isinstance(model.source, LiveModel)}

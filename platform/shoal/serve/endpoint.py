@@ -150,6 +150,11 @@ class EndpointSpec(Spec):
         return self.models.get(model, self.model)
 
     @property
+    def grpc_address(self) -> str:
+        """host:port where gRPC listens; "" when it does not, or when the port is yet to be found."""
+        return f"{self.host}:{self.grpc_port}" if self.grpc_port else ""
+
+    @property
     def is_autoscaled(self) -> bool:
         """Whether the number of replicas follows the load."""
         return self.max_replicas is not None and self.max_replicas > self.num_replicas

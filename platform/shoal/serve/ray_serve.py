@@ -83,7 +83,7 @@ class Endpoint:
 
     def __init__(self, spec: EndpointSpec, handle: DeploymentHandle, controller: RayController) -> None:
         self.name, self.url = spec.name, f"http://{spec.host}:{spec.port}"
-        self.grpc = f"{spec.host}:{spec.grpc_port}" if spec.grpc_port is not None else ""
+        self.grpc = spec.grpc_address
         self._handle, self._controller, self._closed = handle, controller, False
         self._seen_event = -1
 
@@ -146,14 +146,14 @@ def deploy(spec: EndpointSpec, models: Sequence[ServedModel]) -> Endpoint:
     RegistryError for models that cannot be served, ClusterError when the cluster has an endpoint already, or when the
     replicas do not start. Then, and when it is interrupted, nothing is left behind.
     """
-    setting, live = controller_setting(spec, models)
-    remove_abandoned()
     spec = spec.model_copy(
         update={
             "port": spec.port or free_port(spec.host),
             "grpc_port": free_port(spec.host) if spec.grpc_port == 0 else spec.grpc_port,
         }
     )
+    setting, live = controller_setting(spec, models)
+    remove_abandoned()
     controller = RayController(replace(setting, driver=this_driver()))
     with ExitStack() as begun:  # all of it would outlive this process, also when a signal ends that
         begun.callback(serve.shutdown)

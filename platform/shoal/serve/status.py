@@ -30,10 +30,10 @@ Counts = Mapping[str, ModelSnapshot]  # by model
 
 
 class StatusBook:
-    """Describes one endpoint. `sample()` is called once a second or so."""
+    """Describes one endpoint, which speaks gRPC at `grpc`. `sample()` is called once a second or so."""
 
-    def __init__(self, controller: EndpointController) -> None:
-        self._controller = controller
+    def __init__(self, controller: EndpointController, grpc: str = "") -> None:
+        self._controller, self._grpc = controller, grpc
         self._samples: deque[tuple[float, Counts]] = deque(maxlen=int(WINDOW_S / SAMPLE_S))
         self._sampled_s = -SAMPLE_S
 
@@ -65,6 +65,7 @@ class StatusBook:
             started_at=state.started_at,
             window_s=WINDOW_S,
             generation=state.generation,
+            grpc=self._grpc,
             ready=bool(replicas) and all(replica.ready for replica in replicas),
             replicas=replicas,
             models=models,
