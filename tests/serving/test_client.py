@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, Counting, served
@@ -83,6 +84,9 @@ def test_lists_and_other_floats_become_what_the_model_takes(client: Client) -> N
         ("two", [[1, 2]], "two has 2 inputs"),
         ("m", [[1, 2], [3]], "'x': is no array"),
         ("every", {"uint8": [[300, 1]]}, "'uint8': has values that UINT8 cannot hold"),
+        ("m", torch.ones(1, 3, requires_grad=True), "'x': is no array: .*requires grad"),
+        ("m", [torch.ones(3, requires_grad=True)], "'x': is no array: .*requires grad"),
+        ("m", torch.ones(1, 3, dtype=torch.bfloat16), "'x': is no array: .*BFloat16"),
     ],
 )
 def test_what_no_endpoint_could_take_is_not_sent(client: Client, model: str, inputs: object, message: str) -> None:
@@ -140,6 +144,48 @@ def test_what_a_call_says_of_itself_arrives(client: Client, host: FakeHost) -> N
     assert call.deadline_s is not None
     client.infer("m", ROWS)
     assert (model.calls[-1].version, model.calls[-1].deadline_s, model.calls[-1].track) == (None, None, "")
+
+
+@pytest.mark.parametrize("sticky", [" a", "a\n", "%20"])
+def test_a_word_arrives_whatever_is_in_it(client: Client, host: FakeHost, sticky: str) -> None:
+    client.infer("m", ROWS, sticky=sticky)
+    assert host.models_by_name["m"].calls[-1].sticky == sticky
+    with pytest.raises(InferenceError, match="expected stable or candidate"):
+        client.infer("m", ROWS, track=sticky)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"deadline_s": float("nan")}, "deadline_s = nan: is not a time to wait"),
+        ({"deadline_s": float("inf")}, "deadline_s = inf: is not a time to wait"),
+        ({"deadline_s": 1e300}, "deadline_s = 1e[+]300: is not a time to wait"),
+        ({"deadline_s": "soon"}, "deadline_s = 'soon': is not a time to wait"),
+        ({"deadline_s": 0.0}, "deadline_s = 0.0: is not a time to wait. give seconds, above 0"),
+        ({"sticky": 17}, "sticky = 17: is not a str"),
+        ({"track": 17}, "track = 17: is not a str"),
+        ({"outputs": []}, r"outputs = \[\]: asks for nothing. give names, or None for all"),
+        ({"model": 17}, "model = 17: is not a str"),
+    ],
+)
+def test_options_that_make_no_sense_are_named(client: Client, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        client.infer(**{"model": "m", "inputs": ROWS, **options})
+
+
+@pytest.mark.parametrize("client_type", [Client, AsyncClient])
+@pytest.mark.parametrize("timeout_s", [0, float("nan"), float("inf"), "soon"])
+def test_a_time_limit_that_is_none_is_refused(client_type: type, timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match=f"timeout_s = {timeout_s!r}: is not a time to wait"):
+        client_type("http://127.0.0.1:1", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("client_type", [Client, AsyncClient])
+@pytest.mark.parametrize("token", ["SECRET\n", "SEC RET", "SECRETß"])
+def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(client_type: type, token: str) -> None:
+    with pytest.raises(ConfigError, match=r"token = .*: has a blank, a line break or a letter") as caught:
+        client_type("http://127.0.0.1:1", token=token)
+    assert "SEC" not in f"{caught.value} {caught.value.value}"
 
 
 def test_a_full_queue_is_tried_again_within_the_deadline(client: Client, host: FakeHost) -> None:

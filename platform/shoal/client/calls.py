@@ -10,7 +10,7 @@ import msgspec
 
 from shoal.client.exchange import Reply, Request
 from shoal.client.status import ROLLOUT_PATH, STATUS_PATH
-from shoal.errors import ConnectionLost, InferenceError
+from shoal.errors import ConfigError, ConnectionLost, InferenceError
 from shoal.open_inference.messages import RepositoryRequest, Statistics, VersionStatistics
 
 T = TypeVar("T")
@@ -25,12 +25,12 @@ STATUS = Request("GET", STATUS_PATH)
 def infer(
     model: str, version: int | None, headers: Mapping[str, str], body: bytes, *, sticky: str, track: str
 ) -> Request:
-    """Inference with an encoded body; `version` None leaves the choice to the endpoint."""
+    """Inference with an encoded body; `version` None leaves the choice to the endpoint. Raises ConfigError."""
     told = dict(headers)
     if sticky:
-        told["shoal-sticky"] = quote(sticky, safe=_PLAIN)
+        told["shoal-sticky"] = _quoted("sticky", sticky, _PLAIN)
     if track:
-        told["shoal-track"] = track
+        told["shoal-track"] = _quoted("track", track, _PLAIN)
     return Request("POST", f"{_path(model)}{'' if version is None else f'/versions/{version}'}/infer", told, body)
 
 
@@ -52,12 +52,12 @@ def statistics(model: str) -> Request:
 def load(model: str, parameters: Mapping[str, bool | int | float | str]) -> Request:
     """The repository extension: load a model."""
     body = msgspec.json.encode(RepositoryRequest(dict(parameters) or None))
-    return Request("POST", f"/v2/repository/models/{quote(model, safe='')}/load", _JSON, body)
+    return Request("POST", f"/v2/repository/models/{_quoted('model', model)}/load", _JSON, body)
 
 
 def unload(model: str) -> Request:
     """The repository extension: unload a model."""
-    return Request("POST", f"/v2/repository/models/{quote(model, safe='')}/unload", _JSON, b"{}")
+    return Request("POST", f"/v2/repository/models/{_quoted('model', model)}/unload", _JSON, b"{}")
 
 
 def rollout(change: Mapping[str, Value]) -> Request:
@@ -79,9 +79,15 @@ def statistics_of(reply: Reply) -> list[VersionStatistics]:
     return decode(reply, Statistics).model_stats
 
 
-_PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # what a header can hold as it is
+_PLAIN = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")  # what a header can hold as it is, wherever it stands
 _JSON = {"content-type": "application/json"}
 
 
 def _path(model: str) -> str:
-    return f"/v2/models/{quote(model, safe='')}"
+    return f"/v2/models/{_quoted('model', model)}"
+
+
+def _quoted(field: str, word: str, safe: str = "") -> str:
+    if not isinstance(word, str):
+        raise ConfigError(field, word, "is not a str", "make it one")
+    return quote(word, safe=safe)

@@ -11,6 +11,7 @@ become what the model takes.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Mapping
 from types import TracebackType
@@ -29,16 +30,15 @@ NUM_CONNECTIONS = 100
 # A change returns when every replica has it, or with the endpoint's words when that takes longer than this.
 CHANGE_TIMEOUT_S, LOAD_TIMEOUT_S = 120.0, 300.0
 WORDS_S = 30.0  # for the words
+LONGEST_S = 1e9  # what sockets can be told, and thirty years
 
 
 class _Settings:
     """What both clients are told, and remember."""
 
     def __init__(self, url: str, timeout_s: float, num_retries: int, retry_lost: bool, binary: bool) -> None:
-        if timeout_s <= 0:
-            raise ConfigError("timeout_s", timeout_s, "is not a time to wait", "give seconds, above 0")
         self.url = url
-        self._timeout_s, self._num_retries = timeout_s, num_retries
+        self._timeout_s, self._num_retries = _seconds("timeout_s", timeout_s), num_retries
         self._retry_lost, self._binary = retry_lost, binary
         self._signatures: dict[str, ModelMetadata] = {}
 
@@ -46,14 +46,13 @@ class _Settings:
         return Patience(self._timeout_s, self._num_retries, self._retry_lost)
 
     def _change_patience(self, timeout_s: object = None) -> Patience:
-        endpoint_s = timeout_s if isinstance(timeout_s, int | float) else CHANGE_TIMEOUT_S
+        endpoint_s = CHANGE_TIMEOUT_S if timeout_s is None else _seconds("timeout_s", timeout_s)
         return Patience(endpoint_s + WORDS_S, self._num_retries, is_change=True)
 
     def _infer_patience(self, deadline_s: float | None) -> Patience:
         """Of a call that begins now, with the signature that it may have to ask for."""
-        if deadline_s is not None and deadline_s <= 0:
-            raise ConfigError("deadline_s", deadline_s, "is over", "give seconds from now, above 0")
-        timeout_s, tells = (self._timeout_s, False) if deadline_s is None else (deadline_s, True)
+        tells = deadline_s is not None
+        timeout_s = _seconds("deadline_s", deadline_s) if tells else self._timeout_s
         end_s = time.monotonic() + timeout_s
         return Patience(timeout_s, self._num_retries, self._retry_lost, tells=tells, end_s=end_s)
 
@@ -73,6 +72,17 @@ class _Settings:
         return calls.infer(model, version, headers, body, sticky=options["sticky"], track=options["track"])
 
 
+def _seconds(field: str, value: Any) -> float:
+    """A time to wait. Raises ConfigError for one that is over, endless, or no number."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 < seconds <= LONGEST_S:
+        raise ConfigError(field, value, "is not a time to wait", "give seconds, above 0")
+    return seconds
+
+
 class Client(_Settings):
     """Asks the endpoint at `url`; for any number of threads. Close it, or use it as a context manager.
 
@@ -84,7 +94,8 @@ class Client(_Settings):
                  but for the work that is done twice
     binary:      tensors as bytes behind a small header, several times as fast as JSON for large ones; off: plain JSON
 
-    Every call raises InferenceError with the endpoint's status and words, or ConnectionLost.
+    Every call raises InferenceError with the endpoint's status and words, or ConnectionLost; ConfigError for what no
+    endpoint could be asked.
     """
 
     def __init__(

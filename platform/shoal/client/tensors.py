@@ -70,6 +70,8 @@ def encode_inputs(
     signature: ModelMetadata, inputs: Inputs, outputs: Collection[str] | None, request_id: str, *, binary: bool
 ) -> tuple[dict[str, str], bytes]:
     """Headers and body of an inference request. Raises ConfigError."""
+    if outputs is not None and not len(outputs):
+        raise ConfigError("outputs", outputs, "asks for nothing", "give names, or None for all")
     arrays = as_arrays(signature, inputs)
     datatypes = {spec.name: spec.datatype for spec in signature.inputs}
     asked = None if outputs is None else [RequestedOutput(name) for name in outputs]
@@ -115,6 +117,8 @@ def _converted(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
         array = np.asarray(values)
     except ValueError as error:
         raise ConfigError("inputs", name, f"is no array: {error}", "give rows of equal length") from None
+    except (TypeError, RuntimeError) as error:  # torch says so of tensors on a GPU, of BF16, or with a gradient
+        raise ConfigError("inputs", name, f"is no array: {error}", "give a NumPy array") from None
     if datatype == "BF16" and array.dtype == np.uint16:
         return array
     is_whole = wanted.kind in "iu" and array.dtype.kind in "iu"

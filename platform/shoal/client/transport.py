@@ -22,6 +22,9 @@ def _settings(url: str, token: str, num_connections: int) -> dict[str, object]:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError("url", url, "is not the address of an endpoint", "write http://HOST:PORT")
+    if not all("!" <= letter <= "~" for letter in token):
+        problem = "has a blank, a line break or a letter that no header can hold"
+        raise ConfigError("token", "(not shown)", problem, "give it without them")
     return {
         "base_url": url,
         "headers": {**_HEADERS, "authorization": f"Bearer {token}"} if token else dict(_HEADERS),
