@@ -261,7 +261,8 @@ async def test_a_version_goes_by_what_a_user_measures(endpoint: LiveSet) -> None
     assert await everywhere(endpoint) == {2}
     await until(lambda: endpoint.controller.live.answering("moody") == [2, 2])
     await endpoint.administer(action="metric", model="moody", metric="return", value=120.0)
-    await endpoint.administer(action="metric", model="moody", metric="other", value=1.0)
+    with pytest.raises(InferenceError, match="looks at 'return', not at 'other'"):
+        await endpoint.administer(action="metric", model="moody", metric="other", value=1.0)
     assert endpoint.versions("moody") == [2, 2]
     await endpoint.administer(action="metric", model="moody", metric="return", value=80.0)
     await until(lambda: endpoint.versions("moody") == [1, 1])

@@ -12,6 +12,7 @@ import pytest
 from shoal.errors import RegistryError
 from shoal.serve.controller import EndpointController
 from shoal.serve.controller_state import Deployment, StateFile
+from shoal.serve.options import GuardOptions, ModelOptions
 from shoal.serve.rollout import Goal, Phase
 from unit.controller_setting import LEASE_S, OPTIONS, Cluster, FakeReplica
 
@@ -228,6 +229,23 @@ def test_a_rollback_that_says_what_it_leaves_does_not_go_back_further_when_it_co
     cluster.settle()
     assert (cluster.rollout.stable, cluster.refusal(action="rollback", from_version=2).status) == (1, 409)
     assert cluster.refusal(action="promote", version=3, from_version=1).status == 400
+
+
+@pytest.mark.parametrize(
+    ("looked_at", "words"),
+    [
+        ("accuracy", "the guard of 'm' looks at 'accuracy', not at 'acuracy'"),
+        ("", "the guard of 'm' looks at no metric: set guard.metric"),
+    ],
+)
+def test_a_metric_that_the_guard_does_not_look_at_is_refused(cluster: Cluster, looked_at: str, words: str) -> None:
+    options = ModelOptions(guard=GuardOptions(metric=looked_at)).model_dump(mode="json")
+    cluster.controller.redeploy(Deployment("m", "/registry", "champion", options))
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    refusal = cluster.refusal(action="metric", metric="acuracy", value=0.1)
+    assert (refusal.status, refusal.message) == (400, words)
+    assert cluster.rollout.phase is Phase.CANARY
 
 
 def test_closed_it_wakes_who_waits(cluster: Cluster) -> None:

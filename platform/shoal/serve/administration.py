@@ -17,7 +17,7 @@ from shoal.serve.changes import Change, parse_change, parse_options
 from shoal.serve.controller import EndpointController
 from shoal.serve.controller_state import Deployment, LiveState, ModelState
 from shoal.serve.guard import Evidence, judge
-from shoal.serve.options import ModelOptions
+from shoal.serve.options import GuardOptions, ModelOptions
 from shoal.serve.rollout import Goal, Phase, Rollout, Shares
 
 LOAD_TIMEOUT_S = 300.0
@@ -306,6 +306,7 @@ class Administration:
         if change.word and change.word != str(model.rollout.candidate):
             raise InferenceError(409, f"the candidate of {change.model!r} is version {model.rollout.candidate}")
         assert change.value is not None
+        _require_looked_at(change, ModelOptions.parse(model.deployment.options).guard)
         model.metrics[change.metric] = change.value
         self._controller.tick()
 
@@ -314,6 +315,7 @@ class Administration:
         name, live, model = change.model, self._controller.live, self._controller.state.models[change.model]
         assert change.value is not None
         guard = ModelOptions.parse(model.deployment.options).guard
+        _require_looked_at(change, guard)
         beside = live.candidates(name) if model.live.newest is not None else []
         version = int(change.word) if change.word.isdigit() else max(beside or live.answering(name), default=0)
         reason = judge(guard, Evidence(metrics={change.metric: change.value}))
@@ -379,6 +381,13 @@ def _require_left(change: Change, version: int) -> None:
         what = f"version {version}" if version else "no version"
         problem = f"a rollback of {change.model!r} would leave {what}, not {change.from_version}: see its status"
         raise InferenceError(409, problem)
+
+
+def _require_looked_at(change: Change, guard: GuardOptions) -> None:
+    """Of a metric that is reported. Raises InferenceError (400)."""
+    if change.metric != guard.metric:
+        looks_at = f"{guard.metric!r}, not at {change.metric!r}" if guard.metric else "no metric: set guard.metric"
+        raise InferenceError(400, f"the guard of {change.model!r} looks at {looks_at}")
 
 
 def _shares(candidate: Rollout | Shares, reason: str) -> str:
