@@ -14,7 +14,7 @@ import pytest
 
 from shoal.client import Client
 from shoal.cluster.embedded import EmbeddedCluster
-from shoal.errors import ClusterError, ConnectionLost, RunError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.controller_setting import ControllerSetting, kept_endpoint
@@ -241,13 +241,26 @@ def test_an_endpoint_is_closed_also_when_its_record_cannot_be_written(monkeypatc
         yield SimpleNamespace(endpoint=record)
 
     endpoint = SimpleNamespace(
-        url="http://127.0.0.1:1", close=lambda: done.append("close"), status=lambda: {"models": []}
+        name="m", url="http://127.0.0.1:1", grpc="", close=lambda: done.append("close"), status=lambda: {"models": []}
     )
     for name in ("check", "require_cpus"):
-        monkeypatch.setattr(serving, name, lambda asked: None)
+        monkeypatch.setattr(serving, name, lambda *asked: None)
     monkeypatch.setattr(serving, "registered", lambda ref: MODEL)
     monkeypatch.setattr("shoal.serve.ray_serve.deploy", lambda spec, models: endpoint)
     monkeypatch.setattr("shoal.runs.create", create)
     with pytest.raises(RunError, match="the record is locked"):
         serving.serve_models(ServingSpec(models=["m@1"]), "serve")
     assert done == ["close"]
+
+
+def test_an_endpoint_that_the_cluster_has_no_room_for_names_its_own_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.flows import serving
+    from shoal.flows.serving_spec import ServingSpec
+
+    monkeypatch.setattr(serving, "check", lambda spec: None)
+    monkeypatch.setattr(serving, "registered", lambda ref: MODEL)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
+    with pytest.raises(ConfigError) as caught:
+        serving.serve_models(ServingSpec(models=["m@1"]).override(["endpoint.num_cpus=100"]), "serve")
+    assert caught.value.problem == "is more than the 2 of the cluster"
+    assert caught.value.remedy == "lower endpoint.num_cpus or endpoint.num_replicas, or use a larger cluster"

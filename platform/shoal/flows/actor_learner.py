@@ -114,7 +114,8 @@ class _Flow:
         keys = curve_keys(recorder.folder) if spec.gateway.curve else None
         setting = RunSetting(recorder.id, recorder.folder, self.token, spec.target_return, keys)
         require_no_endpoint()
-        require_cpus(spec.learner.num_cpus + spec.endpoint.num_replicas * spec.endpoint.num_cpus)
+        num_cpus = spec.learner.num_cpus + spec.endpoint.num_replicas * spec.endpoint.num_cpus
+        require_cpus(num_cpus, "learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas")
         self._workers = ActorLearnerWorkers(spec, self.experience, setting)
         closing.callback(self._workers.close)
         endpoint_spec = spec.endpoint.model_copy(update={"name": spec.model_name, "token": SecretStr(self.token)})

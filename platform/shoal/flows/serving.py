@@ -40,7 +40,8 @@ def serve_models(spec: ServingSpec, job: str) -> None:
     served = [registered(model) for model in spec.models]
     name = served[0].name if spec.endpoint.name == NAMED_BY_MODEL else spec.endpoint.name
     endpoint_spec = spec.endpoint.model_copy(update={"name": name, "token": SecretStr(access_token())})
-    require_cpus(endpoint_spec.num_replicas * endpoint_spec.num_cpus)
+    num_cpus = endpoint_spec.num_replicas * endpoint_spec.num_cpus
+    require_cpus(num_cpus, "endpoint.num_cpus or endpoint.num_replicas")
     with shoal.runs.create(job, spec.to_yaml(), expected_run_id()) as recorder:
         endpoint = deploy(endpoint_spec, served)
         try:
