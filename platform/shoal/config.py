@@ -20,9 +20,9 @@ from shoal.errors import ConfigError
 
 
 class Spec(BaseModel):
-    """A frozen configuration. Subclasses declare fields; units are part of the field's name."""
+    """A frozen configuration. Subclasses declare fields; units are part of the field's name. Numbers are finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:

@@ -75,6 +75,17 @@ def test_the_total_is_the_nearest_end_that_is_known() -> None:
     assert total_steps_of(TrainSpec(), None) is None
 
 
+@pytest.mark.parametrize("name", ["constant", "cosine", "one_cycle"])
+def test_a_warm_up_that_never_ends_is_refused(name: str) -> None:
+    def total(warmup: float) -> int | None:
+        spec = TrainSpec.parse({"schedule": {"name": name, "warmup": warmup}, "stop": {"steps": 20}})
+        return total_steps_of(spec, None)
+
+    assert total(19) == total(0.9) == 20
+    with pytest.raises(ConfigError, match=r"schedule\.warmup = 20\.0: is as long as the run, of 20 steps"):
+        total(20)
+
+
 @pytest.mark.parametrize("schedule", [{"name": "one_cycle"}, {"name": "cosine"}, {"warmup": 0.1}])
 def test_a_schedule_that_needs_an_end_is_refused_without(schedule: dict[str, object]) -> None:
     spec = TrainSpec.parse({"schedule": schedule, "stop": {"epochs": 2}})

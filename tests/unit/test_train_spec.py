@@ -46,6 +46,12 @@ def test_plans_are_words_or_degrees_and_a_word_may_be_changed() -> None:
         ("batch_size=0", "batch_size"),
         ("workers=two", "workers"),
         ("schedule.name=onecycle", "one_cycle"),
+        ("optimizer.learning_rate=.inf", "finite number"),
+        ("stop.wall_s=.inf", "finite number"),
+        ("stop.target=accuracy>=nan", "finite number"),
+        ("stop.convergence={min_improvement: .inf}", "finite number"),
+        ("optimizer.betas=[1.5, 2.0]", "less than 1"),
+        (f"seed={2**70}", "less than"),
     ],
 )
 def test_a_word_that_is_wrong_says_what_was_meant(word: str, hint: str) -> None:

@@ -19,9 +19,7 @@ NAMED_BY_ENV = "named-by-env"
 class ActorLearnerSpec(RLSpec):
     """One run of the loop. `resume` names an earlier run to go on with."""
 
-    target_return: float | None = Field(
-        default=475.0, allow_inf_nan=False, description="mean of 100 episodes at which to stop"
-    )
+    target_return: float | None = Field(default=475.0, description="mean of 100 episodes at which to stop")
     max_wall_s: float = Field(default=600.0, gt=0, description="from the first segment; then the run has failed")
     eval_episodes: int = Field(default=20, ge=1)
     eval_timeout_s: float = Field(default=300.0, gt=0, description="for the episodes of one trial or evaluation")

@@ -121,7 +121,7 @@ class Manifest(Spec):
     data:            fingerprints of the datasets that it was made with, by their part: train, validation, test
     """
 
-    model_config = ConfigDict(ser_json_inf_nan="strings")  # a metric may be NaN, which JSON cannot say
+    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="strings")  # metrics, which JSON cannot say
 
     name: str
     version: int = Field(ge=1)

@@ -70,19 +70,25 @@ def total_steps_of(spec: TrainSpec, steps_per_epoch: int | None) -> int | None:
 
     steps_per_epoch: None where the data does not know its length
 
-    Returns None where nothing says it. Raises ConfigError when the schedule cannot do without.
+    Returns None where nothing says it. Raises ConfigError when the schedule cannot do without, and for a warm-up that
+    is as long as all of it.
     """
     schedule = spec.schedule
-    if schedule.total_steps is not None:
-        return schedule.total_steps
-    ends = _ends(spec.stop, steps_per_epoch)
+    ends = [schedule.total_steps] if schedule.total_steps is not None else _ends(spec.stop, steps_per_epoch)
     if ends:
-        return min(ends)
+        total = min(ends)
+        if schedule.warmup >= max(total, 1):
+            problem = f"is as long as the run, of {total} steps: it would never learn at its full rate"
+            raise ConfigError(
+                "schedule.warmup", schedule.warmup, problem, "shorten it, or let the run go on for longer"
+            )
+        return total
     if not needs_total(schedule):
         return None
     by_epochs = spec.stop.epochs is not None
     problem = "the data does not know its length, so epochs have none in steps" if by_epochs else "no end is known"
-    remedy = f"give schedule.total_steps, stop.steps or stop.epochs, which {schedule.name} needs"
+    others = "" if by_epochs else " or stop.epochs"
+    remedy = f"give schedule.total_steps, stop.steps{others}, which {schedule.name} needs"
     raise ConfigError("schedule.total_steps", None, problem, remedy)
 
 

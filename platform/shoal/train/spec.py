@@ -5,7 +5,7 @@ Called by jobs, the CLI and the Trainer. Holds no behaviour beyond the questions
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,6 +14,7 @@ from shoal.data import LoaderSpec
 from shoal.parallel import Degrees, ParallelSpec
 
 Direction = Literal["auto", "max", "min"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSpec(Spec):
@@ -23,7 +24,7 @@ class OptimizerSpec(Spec):
     learning_rate: float = Field(default=1e-3, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     momentum: float = Field(default=0.9, ge=0, lt=1, description="sgd only")
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     fused: bool = True
 
 
@@ -134,7 +135,7 @@ class TrainSpec(Spec):
     parallel: ParallelSpec = ParallelSpec()
     workers: int = Field(default=1, ge=1)
     batch_size: int = Field(default=64, ge=1)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)  # as torch takes it
     device: str = "auto"
     threads: int | None = Field(default=None, ge=1)
     optimizer: OptimizerSpec = OptimizerSpec()
