@@ -11,6 +11,7 @@ become what the model takes.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Collection, Mapping
@@ -18,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from shoal.client import calls
-from shoal.client.exchange import Patience, Reply, Request, converse
+from shoal.client.exchange import Patience, Reply, Request, converse, late
 from shoal.client.status import EndpointStatus, ModelStatus
 from shoal.client.tensors import Answer, Inputs, decode_answer, encode_inputs
 from shoal.client.transport import AsyncTransport, Transport
@@ -213,7 +214,11 @@ class Client(_Settings):
 
 
 class AsyncClient(_Settings):
-    """`Client` for one event loop: the same words, with `await`. A cancelled call leaves the endpoint's queue."""
+    """`Client` for one event loop: the same words, with `await`. A cancelled call leaves the endpoint's queue.
+
+    Any number of calls at once: each waits for one of `num_connections`, and its `timeout_s` begins when it has one.
+    The `deadline_s` of a call begins at once.
+    """
 
     def __init__(
         self,
@@ -228,6 +233,7 @@ class AsyncClient(_Settings):
     ) -> None:
         super().__init__(url, timeout_s, num_retries, retry_lost, binary)
         self._transport = AsyncTransport(url, token, num_connections)
+        self._asked: dict[str, asyncio.Task[ModelMetadata]] = {}  # signatures that are on their way
 
     async def infer(
         self,
@@ -243,8 +249,8 @@ class AsyncClient(_Settings):
     ) -> Answer:
         """See `Client.infer`."""
         options = {"outputs": outputs, "request_id": request_id, "sticky": sticky, "track": track}
-        patience = self._infer_patience(deadline_s)
-        signature = self._signatures.get(model) or await self._metadata(model, patience)
+        patience = self._patience() if deadline_s is None else self._infer_patience(deadline_s)
+        signature = self._signatures.get(model) or await self._signature(model, patience)
         try:
             request = self._request(signature, model, inputs, options, version)
             return decode_answer(await self._have(request, patience))
@@ -254,7 +260,7 @@ class AsyncClient(_Settings):
 
     async def metadata(self, model: str) -> ModelMetadata:
         """See `Client.metadata`."""
-        return await self._metadata(model, self._patience())
+        return self._remember(model, await self._have(calls.metadata(model)))
 
     async def models(self) -> list[IndexedModel]:
         """See `Client.models`."""
@@ -302,11 +308,29 @@ class AsyncClient(_Settings):
     ) -> None:
         await self.close()
 
-    async def _metadata(self, model: str, patience: Patience) -> ModelMetadata:
-        return self._remember(model, await self._have(calls.metadata(model), patience))
+    async def _signature(self, model: str, patience: Patience) -> ModelMetadata:
+        """Asked once for all who wait for it; who leaves, or has no more time, takes it from nobody."""
+        asked = self._asked.get(model)
+        if asked is None:
+            asked = self._asked[model] = asyncio.create_task(self.metadata(model))
+            asked.add_done_callback(lambda done: self._has_asked(model, done))
+        try:
+            async with asyncio.timeout(patience.left_s()):
+                return await asyncio.shield(asked)
+        except TimeoutError:
+            raise late(patience) from None
+
+    def _has_asked(self, model: str, done: asyncio.Task[ModelMetadata]) -> None:
+        del self._asked[model]
+        if not done.cancelled():
+            done.exception()  # which nobody may have waited for
 
     async def _have(self, request: Request, patience: Patience | None = None) -> Reply:
-        return await self._transport.have(converse(request, patience or self._patience()))
+        patience = patience or self._patience()
+        try:
+            return await self._transport.have(converse(request, patience), patience.left_s())
+        except TimeoutError:
+            raise late(patience) from None
 
     async def _is(self, request: Request) -> bool:
         try:

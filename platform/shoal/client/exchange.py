@@ -70,6 +70,10 @@ class Patience:
     tells: bool = False
     end_s: float | None = None
 
+    def left_s(self) -> float | None:
+        """What is left until `end_s`, by time.monotonic(); None when it has not begun."""
+        return None if self.end_s is None else self.end_s - time.monotonic()
+
 
 @dataclass(frozen=True, slots=True)
 class Send:
@@ -117,7 +121,7 @@ def converse(
 ) -> Conversation:
     """The conversation about one request; returns a reply of status 2xx. Raises InferenceError, ConnectionLost."""
     end_s = clock() + patience.timeout_s if patience.end_s is None else patience.end_s
-    failure: Exception = _late(patience)
+    failure: Exception = late(patience)
     for attempt in range(patience.num_retries + 1):
         is_last = attempt == patience.num_retries
         remaining_s = end_s - clock()
@@ -141,7 +145,7 @@ def converse(
                 if patience.is_change or not patience.retry_lost:
                     raise failure
             case _:
-                raise _late(patience)
+                raise late(patience)
         wait_s *= 1.0 + JITTER * jitter()
         if is_last or clock() + wait_s >= end_s:
             raise failure
@@ -173,5 +177,6 @@ def _told(request: Request, remaining_s: float) -> Request:
     return Request(request.method, request.path, headers, request.body)
 
 
-def _late(patience: Patience) -> InferenceError:
+def late(patience: Patience) -> InferenceError:
+    """What a caller hears whose time is over."""
     return InferenceError(504, f"no answer within {patience.timeout_s:g} s")

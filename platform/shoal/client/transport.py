@@ -22,6 +22,8 @@ def _settings(url: str, token: str, num_connections: int) -> dict[str, object]:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError("url", url, "is not the address of an endpoint", "write http://HOST:PORT")
+    if num_connections < 1:
+        raise ConfigError("num_connections", num_connections, "must be at least 1")
     if not all("!" <= letter <= "~" for letter in token):
         problem = "has a blank, a line break or a letter that no header can hold"
         raise ConfigError("token", "(not shown)", problem, "give it without them")
@@ -82,15 +84,33 @@ class Transport:
 
 
 class AsyncTransport:
-    """For one event loop."""
+    """For one event loop.
+
+    A conversation begins when a connection is free for it, so that httpx, which looks at all connections for each
+    request that waits, never has one waiting: first come, first served, by as many at once as there are connections.
+    """
 
     def __init__(self, url: str, token: str, num_connections: int) -> None:
         self._http = httpx.AsyncClient(**_settings(url, token, num_connections))  # type: ignore[arg-type]
+        self._free = asyncio.Semaphore(num_connections)
 
-    async def have(self, conversation: Conversation) -> Reply:
-        """As `Transport.have`; cancelling it closes the connection, which tells the endpoint that nobody waits."""
-        if self._http.is_closed:
+    async def have(self, conversation: Conversation, queue_s: float | None = None) -> Reply:
+        """As `Transport.have`; cancelling it closes the connection, which tells the endpoint that nobody waits.
+
+        Raises TimeoutError when no connection was free within `queue_s`; None waits for one as long as that takes.
+        """
+        try:
+            async with asyncio.timeout(queue_s):
+                await self._free.acquire()
+            try:
+                return await self._converse(conversation)
+            finally:
+                self._free.release()
+        finally:
             conversation.close()
+
+    async def _converse(self, conversation: Conversation) -> Reply:
+        if self._http.is_closed:
             raise Closed("the client is closed")
         outcome: Outcome = None
         try:
