@@ -186,9 +186,13 @@ def test_shoal_ablate_trains_every_variant_and_writes_what_it_found(
 ) -> None:
     monkeypatch.setattr("shoal.runs.write_report", lambda run: None)  # half a second each, and looked at elsewhere
     words = [spec.task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "depth", "--seeds", "1"]
-    done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")], env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
     assert "mean_error" in done.output
+    begins = [line.split()[0] for line in done.stdout.splitlines() if line.strip()]
+    assert begins[:3] == ["variant", "whole", "depth"]
+    assert "…" not in done.stdout
+    assert "±" not in done.stdout  # of one seed
     files = {path.suffix: path for path in (tmp_path / "out").iterdir()}
     assert files[".png"].read_bytes().startswith(b"\x89PNG")
     rows = list(csv.DictReader(files[".csv"].read_text().splitlines()))

@@ -108,8 +108,29 @@ def test_compare_puts_runs_side_by_side_and_draws_them(folder: Path) -> None:
     assert [run["memory_peak"] for run in found["runs"]] == [1100.0, 1100.0]
     assert "target" not in found["runs"][0]
     assert Path(found["plot"]).parent.name == "run-1"
-    with pytest.raises(ConfigError, match="target"):
-        typed(compare, "run-1", "--target", "accuracy")
+    for words, said in [
+        (("run-1", "run-2", "--target", "accuracy"), "--target = 'accuracy': is not METRIC=VALUE"),
+        (("run-1", "run-2", "--metric", "nope"), "--metric = 'nope': is in none of these runs. they have .*accuracy"),
+        (("run-1", "run-1"), "run = 'run-1 run-1': is one run"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            typed(compare, *words)
+
+
+def test_compare_marks_what_was_predicted_and_names_every_plan() -> None:
+    train("run-1", [0.5])
+    with runs.create("train", "workers: 2\n", "run-2") as run:
+        run.event(PREDICTED, memory_peak=1000.0, step_s=0.1, parameters=7.0)
+        for plan in ("single", "single", "pipeline 2"):
+            run.event("training", plan=plan, workers=2)
+    text = typed(compare, "run-1", "run-2")
+    rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
+    assert rows["peak memory of a rank"][-4:] == ["1.074", "KiB", "~1000", "B"]
+    assert rows["parameters"][-1] == "7"
+    assert "single, pipeline 2" in text
+    assert "~ predicted, and not measured" in text
+    one, other = json.loads(typed(compare, "run-1", "run-2", "--json"))["runs"]
+    assert (one["predicted"], other["predicted"]) == ([], ["memory_peak", "step_s"])
 
 
 def test_compare_takes_runs_that_did_not_train() -> None:

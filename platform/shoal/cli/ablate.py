@@ -95,34 +95,41 @@ def ablate(
         click.echo(files["json"].decode())
         return
     console = Console()
-    console.print(_table(found, judged))
+    console.print(_table(found, judged, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
     for worth in found:
         for failure in worth.failures:
             console.print(Text(f"{worth.name} did not end: {failure}", style="red"))
-    click.echo(f"Differences are from the whole, mean ± standard deviation over {seeds} seeds, seed by seed.")
+    over = f", mean ± standard deviation over {seeds} seeds, seed by seed" if seeds > 1 else ", with one seed"
+    click.echo(f"Below each part's own numbers: their differences from the whole{over}.")
     for path in paths:
         click.echo(f"  {path}")
 
 
-def _table(found: Sequence[Worth], metric: str) -> Table:
+def _table(found: Sequence[Worth], metric: str, *, shows_spread: bool) -> Table:
+    """Two lines a part, so that all numbers have room in 80 columns: its own, and what differs from the whole."""
+    names = (metric, *COSTS)
+    spread_of = frozenset(names) - {MEMORY, PARAMETERS} if shows_spread else frozenset[str]()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("variant", overflow="fold")
-    for title in (metric, "difference", "step", "difference", "memory", "difference", "parameters", "difference"):
-        table.add_column(title, justify="right", no_wrap=True)
+    for title in ("variant", metric, "step", "memory", "parameters"):
+        table.add_column(title, justify="left" if title == "variant" else "right", no_wrap=True)
     for worth in found:
-        cells = []
-        for name in (metric, *COSTS):
-            cells += [_written(worth.values.get(name), name), _written(worth.differences.get(name), name, signed=True)]
-        table.add_row(Text(worth.name, style="bold" if worth.is_whole else ""), *cells)
+        own = [_written(worth.values.get(name), name, name in spread_of) for name in names]
+        table.add_row(Text(worth.name, style="bold" if worth.is_whole else ""), *own)
+        if not worth.is_whole:
+            table.add_row("", *[_difference(worth.differences.get(name), name, name in spread_of) for name in names])
     return table
 
 
-def _written(spread: Spread | None, name: str, signed: bool = False) -> str:
+def _difference(spread: Spread | None, name: str, shows_spread: bool) -> Text:
+    sign = "+" if spread is not None and spread.mean > 0 else ""
+    return Text(sign + _written(spread, name, shows_spread), style="dim")
+
+
+def _written(spread: Spread | None, name: str, shows_spread: bool) -> str:
     if spread is None:
         return ""
-    sign = "+" if signed and spread.mean > 0 else "-" if spread.mean < 0 else ""
-    shown = sign + _unit(abs(spread.mean), name)
-    return shown if name in (MEMORY, PARAMETERS) else f"{shown} ± {_unit(spread.deviation, name)}"
+    shown = ("-" if spread.mean < 0 else "") + _unit(abs(spread.mean), name)
+    return f"{shown} ± {_unit(spread.deviation, name)}" if shows_spread else shown
 
 
 def _unit(value: float, name: str) -> str:

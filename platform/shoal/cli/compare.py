@@ -44,9 +44,13 @@ def compare(runs: tuple[str, ...], metric: str | None, target: str | None, plot:
     """
     from shoal.cost.comparison import column_of, common_metric
 
-    found = [load(run) for run in dict.fromkeys(runs)]
-    metric = metric or common_metric(found)
-    columns = [column_of(run, metric) for run in found]
+    found = list({run.id: run for run in map(load, runs)}.values())
+    if len(found) < 2:
+        raise ConfigError("run", " ".join(runs), "is one run", "name two or more: `shoal runs` lists them")
+    columns = [column_of(run, metric or common_metric(found)) for run in found]
+    if metric and not any(column.headline for column in columns):
+        known = sorted({name for run in found for name in run.latest()})
+        raise ConfigError("--metric", metric, "is in none of these runs", f"they have {', '.join(known)}")
     reached = [_reached(column, target) if target else None for column in columns]
     path = _draw(columns, plot)
     if as_json:
@@ -54,6 +58,8 @@ def compare(runs: tuple[str, ...], metric: str | None, target: str | None, plot:
         return
     console = Console(highlight=False)
     console.print(_table(columns, reached, target))
+    if any(column.predicted for column in columns):
+        click.echo("~ predicted, and not measured in that run")
     click.echo(f"The picture: {path}")
 
 
@@ -69,6 +75,8 @@ def _reached(column: Column, target: str) -> Reached | None:
         except ValueError as error:
             raise ConfigError("--target", target, str(error), "for example --target accuracy=0.9") from None
     else:
+        if not separator:
+            raise ConfigError("--target", target, "is not METRIC=VALUE", "for example --target accuracy=0.9")
         parsed = StopSpec.parse({"target": target}).target
         assert parsed is not None
         wanted = parsed
@@ -98,6 +106,7 @@ def _fields(column: Column, reached: Reached | None) -> dict[str, object]:
     facts["best"] = {"name": headline[0], "value": headline[1]} if headline else None
     if reached is not None:
         facts["target"] = {name: getattr(reached, name) for name in ("step", "value", "training_s", "money")}
+    facts["predicted"] = sorted(column.predicted)
     return facts | {name: value for name, value in column.values.items() if math.isfinite(value)}
 
 
@@ -126,5 +135,10 @@ def _table(columns: list[Column], reached: list[Reached | None], target: str | N
     for name, (unit, meaning) in ROWS.items():
         known = [column.values.get(name, math.nan) for column in columns]
         words = [duration(value) if name == "lived_s" else display(value, unit) for value in known]
-        add(meaning, [word if math.isfinite(value) else "-" for word, value in zip(words, known, strict=True)])
+        marks = ["~" if name in column.predicted else "" for column in columns]
+        told = [
+            f"{mark}{word}" if math.isfinite(value) else "-"
+            for mark, word, value in zip(marks, words, known, strict=True)
+        ]
+        add(meaning, told)
     return table

@@ -49,9 +49,11 @@ _LOGGED = {
 class Column:
     """One run.
 
-    headline: the metric that it is judged by, and its best value
-    values:   by the names in ROWS; only what is known
-    curve:    (seconds lived, value) of the headline metric
+    headline:  the metric that it is judged by, and its best value
+    plan:      all that it had, in their order
+    values:    by the names in ROWS; only what is known
+    predicted: the names of values that were predicted, and not measured
+    curve:     (seconds lived, value) of the headline metric
     """
 
     run: Run
@@ -60,6 +62,7 @@ class Column:
     price_per_device_hour: float
     headline: tuple[str, float] | None
     values: dict[str, float]
+    predicted: frozenset[str] = frozenset()
     curve: tuple[list[float], list[float]] = field(default=((), ()))  # type: ignore[assignment]
 
 
@@ -74,6 +77,7 @@ def column_of(run: Run, metric: str | None = None) -> Column:
     price = float(spec.get("price_per_device_hour") or 0.0)
     predicted, measured = (CostTable.of(last.get(kind, {})).values for kind in (PREDICTED, MEASURED))
     values = {name: value for name, value in (predicted | measured).items() if name in ROWS}
+    only_predicted = frozenset(values) - measured.keys() - {"parameters"}  # which are counted
     latest = run.latest()
     for name, candidates in _LOGGED.items():
         found = next((latest[each] for each in candidates if each in latest), math.nan)
@@ -85,9 +89,14 @@ def column_of(run: Run, metric: str | None = None) -> Column:
     if price and workers:
         values["money"] = workers * price * lived_s / _S_PER_HOUR
     headline = _best(metrics, metric) if metric else run.best()
-    plan = str(last.get("training", {}).get("plan", "-"))
     curve = _curve(metrics, headline[0], lives) if headline else ([], [])
-    return Column(run, plan, workers, price, headline, values, curve)
+    return Column(run, _plans(run), workers, price, headline, values, only_predicted - _LOGGED.keys(), curve)
+
+
+def _plans(run: Run) -> str:
+    events = run.events()
+    began = events["details"][events["kind"] == "training"]
+    return ", ".join(dict.fromkeys(str(each.get("plan", "-")) for each in began)) or "-"
 
 
 def lives_of(run: Run) -> list[tuple[float, float]]:
