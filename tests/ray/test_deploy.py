@@ -42,9 +42,9 @@ MODEL = ServedModel("m", LiveModel(ModelFactory(factory="torch.nn:Identity"), SI
 class FakeServe:
     """Ray Serve as `deploy` uses it. `fails` says which call raises what; `done` is what was asked, of others too."""
 
-    def __init__(self, *applications: str, **fails: BaseException) -> None:
+    def __init__(self, *applications: str, message: str = "the disk burns", **fails: BaseException) -> None:
         self.applications = {name: SimpleNamespace(deployments={}) for name in applications}
-        self.fails, self.done = fails, list[str]()
+        self.fails, self.message, self.done = fails, message, list[str]()
         self.proxies = {"node": "HEALTHY"} if applications else {}
 
     def status(self) -> SimpleNamespace:
@@ -54,7 +54,7 @@ class FakeServe:
         self._call("start")
 
     def run(self, application: object, name: str, route_prefix: str) -> object:
-        deployments = {"ReplicaWorker": SimpleNamespace(message="the disk burns")}
+        deployments = {"ReplicaWorker": SimpleNamespace(message=self.message)}
         self.applications[name] = SimpleNamespace(deployments=deployments)
         self._call("run")
         return object()
@@ -123,6 +123,15 @@ def test_what_did_not_come_to_be_leaves_nothing(
         deploy(serve)
     assert serve.done[0] == "make"
     assert serve.done[-2:] == ["end", "shutdown"]
+
+
+def test_of_an_error_of_ours_there_is_no_traceback() -> None:
+    message = (
+        "failed 2 times in a row. Error:\nray::ServeReplica() (pid=1)\nshoal.errors.ShoalError: model 'm': no file"
+    )
+    with pytest.raises(ClusterError) as caught:
+        deploy(FakeServe(message=message, run=RuntimeError("it failed")))
+    assert str(caught.value) == "the endpoint 'shop' did not start: model 'm': no file"
 
 
 def test_closing_goes_on_whatever_fails_and_does_nothing_twice() -> None:

@@ -19,7 +19,7 @@ from shoal.cli import cli, serve_jobs
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.errors import ClusterError, ConfigError, RunError
-from shoal.flows.serving_spec import ServingSpec, spec_from_words
+from shoal.flows.serving_spec import ServingSpec, require_hooks, spec_from_words
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs.origin import apart, joined
 from shoal.weights import WeightSnapshot
@@ -289,3 +289,29 @@ def test_what_a_file_does_not_say_of_the_endpoint_is_as_the_words_have_it(endpoi
     assert (spec.name, spec.num_cpus) == (ServingSpec().endpoint.name, endpoint.get("num_cpus", 0.5))
     with pytest.raises(ConfigError, match="a is there twice"):
         ServingSpec.parse({"models": ["a@1", "a@2"]})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["endpoint.model.preprocess=mine:nosuch"],
+            "endpoint.model.preprocess = 'mine:nosuch': 'mine' has no 'nosuch'",
+        ),
+        (["endpoint.models.fashion.postprocess=none:f"], "endpoint.models.fashion.postprocess = 'none:f': cannot be"),
+        (
+            ["endpoint.models.fashion.finite=false", "endpoint.model.preprocess=mine"],
+            "endpoint.model.preprocess = 'mine'",
+        ),
+    ],
+)
+def test_a_hook_that_is_not_there_is_told_by_its_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    (tmp_path / "mine.py").write_text("def clean(arrays): return arrays\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = ServingSpec(models=["fashion@1"]).override(["endpoint.model.postprocess=mine:clean"])
+    require_hooks(spec)
+    with pytest.raises(ConfigError) as caught:
+        require_hooks(spec.override(words))
+    assert message in str(caught.value)

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from shoal.config import Spec, last_value
 from shoal.errors import ConfigError
 from shoal.registry import Registry, split_ref
+from shoal.registry.manifest import find_callable
 from shoal.serve.endpoint import EndpointSpec, unless_said
 
 NAMED_BY_MODEL = "named-by-model"
@@ -87,3 +88,16 @@ def check(spec: ServingSpec) -> None:
     names = [split_ref(model)[0] for model in spec.models]
     if unknown := sorted(set(spec.endpoint.models) - set(names)):
         raise ConfigError("endpoint.models", unknown[0], "is not served", f"models: {', '.join(names)}")
+
+
+def require_hooks(spec: ServingSpec) -> None:
+    """Whether this process finds the hooks that the models are served with, as the replicas will. Raises ConfigError.
+
+    Imports their modules, which may take as long as torch does: not for who only looks at words.
+    """
+    for name in (split_ref(model)[0] for model in spec.models):
+        options, own = spec.endpoint.options(name), spec.endpoint.models.get(name)
+        for field in ("preprocess", "postprocess"):
+            is_own = own is not None and field in own.model_fields_set
+            if reference := getattr(options, field):
+                find_callable(f"endpoint.models.{name}.{field}" if is_own else f"endpoint.model.{field}", reference)

@@ -22,6 +22,7 @@ import ray.util.annotations
 
 from shoal.errors import ClusterError, RunError
 from shoal.serve.batch_output import incoming_for, publish, require_all_rows
+from shoal.serve.complaints import own_words
 from shoal.serve.options import ModelOptions
 from shoal.serve.sources import RegisteredModel
 from shoal.serve.table_predictor import TablePredictor
@@ -30,7 +31,6 @@ BLOCK_ROWS = 4096  # that travel to a worker together
 FILES_CPUS = 0.5  # what reading, and what writing, reserves
 LEAST_CPUS = 0.25  # of a worker
 WORKER_RESTARTS = 2  # Ray Data's default is without end, also for rows that kill each worker that they are given to
-_OURS = re.compile(r"^shoal\.errors\.\w+: (.+)$", re.MULTILINE)
 _NAMED = re.compile(r"^[\w.]*(?:Error|Exception): .+$", re.MULTILINE)
 
 
@@ -139,7 +139,7 @@ def _in_words(error: Exception) -> RunError:
         remedy = "try fewer workers, a smaller options.max_batch_size, or fewer rows"
         return RunError(f"a worker with the model died, after {WORKER_RESTARTS} others: {why}. {remedy}")
     text = str(error).strip()
-    if ours := _OURS.findall(text):
-        return RunError(ours[-1])
+    if ours := own_words(text):
+        return RunError(ours)
     named = _NAMED.findall(text) or text.splitlines() or [repr(error)]  # what Ray adds below is advice
     return RunError(f"batch prediction failed: {named[-1]}")

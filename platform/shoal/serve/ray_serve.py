@@ -23,6 +23,7 @@ from shoal.cluster.serve_environment import free_port
 from shoal.errors import ClusterError, ConnectionLost
 from shoal.loading import loading
 from shoal.serve import direct_http
+from shoal.serve.complaints import own_words
 from shoal.serve.controller_setting import controller_setting
 from shoal.serve.controller_state import Event
 from shoal.serve.deployment_options import deployment_options
@@ -172,7 +173,8 @@ def _start(spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayCon
     except (RuntimeError, TimeoutError) as error:  # it says that the application failed; its deployment says why
         status = serve.status().applications.get(spec.name)
         reasons = " ".join(each.message for each in status.deployments.values()) if status else ""
-        raise ClusterError(f"the endpoint {spec.name!r} did not start: {reasons or error}") from error
+        why = own_words(reasons) or reasons or error
+        raise ClusterError(f"the endpoint {spec.name!r} did not start: {why}") from error
 
 
 def application(spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController) -> serve.Application:

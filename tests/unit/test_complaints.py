@@ -1,0 +1,19 @@
+"""What is kept of a text in which Ray has buried an error of ours."""
+
+from shoal.serve.complaints import own_words
+
+BURIED = """The deployment failed to start 2 times in a row. See controller logs for details. Error:
+ray::ServeReplica:s:replica.initialize_and_get_metadata() (pid=23567, ip=127.0.0.1)
+  File "/site-packages/ray/serve/_private/replica.py", line 1928, in initialize
+    raise RuntimeError(traceback.format_exc()) from None
+RuntimeError: Traceback (most recent call last):
+shoal.errors.ConfigError: what was tried first
+  File "/platform/shoal/serve/replica.py", line 79, in start
+    raise ShoalError(trouble)
+shoal.errors.ShoalError: model 'm': ConfigError: preprocess = 'mine:nosuch': 'mine' has no 'nosuch'
+"""
+
+
+def test_the_last_error_of_ours_is_kept_and_nothing_else() -> None:
+    assert own_words(BURIED) == "model 'm': ConfigError: preprocess = 'mine:nosuch': 'mine' has no 'nosuch'"
+    assert own_words("RuntimeError: shoal.errors.ConfigError is not ours here") == ""
