@@ -195,3 +195,28 @@ def test_a_batch_ahead_on_a_device_does_not_count_before_it_is_given_out(monkeyp
     assert loader.state_dict()["states"] == [(4, {"next": 4})]
     assert [batch["inputs"][0] for batch in batches] == [4, 8]
     assert [batch["inputs"][0] for batch in loader] == [1000, 1004, 1008]
+
+
+class Held(IterableDataset[int]):
+    """A stream that must be told when nobody reads on."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            yield from range(1000)
+        finally:
+            self.ended += 1
+
+
+def test_a_stream_that_is_left_half_way_ends_with_its_loader() -> None:
+    source = Held()
+    kept = Loader(source, batch_size=4)
+    iterator = iter(kept)
+    next(iterator)
+    assert source.ended == 0
+    kept.close()
+    assert source.ended == 1  # while there is still somebody to end: Ray, say
+    example_batch(source, None, 2)
+    assert source.ended == 2

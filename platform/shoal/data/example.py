@@ -11,5 +11,5 @@ from shoal.data.source import Batch, Collate, Source
 
 def example_batch(source: Source, collate: Collate | None, num_samples: int) -> Batch:
     """The first `num_samples` samples (or as many as there are) as a batch. Raises DataError."""
-    loader = Loader(source, batch_size=num_samples, collate=collate, shuffle=False, drop_last=False)
-    return next(iter(loader))
+    with Loader(source, batch_size=num_samples, collate=collate, shuffle=False, drop_last=False) as loader:
+        return next(iter(loader))

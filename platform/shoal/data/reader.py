@@ -46,6 +46,10 @@ class Reader(Protocol):
         """What is asked for. Raises DataError."""
         ...
 
+    def close(self) -> None:
+        """Let go of what it reads from."""
+        ...
+
 
 class Inline:
     """Reads in the training process, when a batch is asked for. The process's random numbers are left as they were."""
@@ -71,7 +75,8 @@ class Inline:
         return []
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Let go of what is read from."""
+        self._reader.close()
 
 
 class MapReader:
@@ -94,6 +99,9 @@ class MapReader:
         except Exception as error:  # the dataset is the user's code: whatever it raises is said with its samples
             raise unreadable(error, self._source, request.indices) from error
         return Made(batch, request.num_samples, request.num_global, request.indices)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def _make(self, indices: Indices) -> Batch:
         source = self._source

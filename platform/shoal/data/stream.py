@@ -14,7 +14,7 @@ one. Called by the loader, in the training process or in a worker.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -59,6 +59,12 @@ class StreamReader(ABC):
             return self._make(request)
         except Exception as error:  # the dataset is the user's code: whatever it raises is said as the data's
             raise unreadable(error, self.source, None) from error
+
+    def close(self) -> None:
+        """Let the stream go: a generator that is left half-way ends now, and not when the interpreter does."""
+        left, self._iterator = self._iterator, iter(())
+        if isinstance(left, Generator):  # anything else may be the dataset itself, which somebody reads again
+            left.close()
 
     def _begin(self, request: StreamRequest) -> None:
         self._at, state = request.state or (self._first(request), None)

@@ -5,7 +5,7 @@ Imports no Ray: whatever has `iter_torch_batches` will do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from shoal.data.order import Share
@@ -37,8 +37,13 @@ class RayData:
         options: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
         if self.shuffle_buffer:
             options |= {"local_shuffle_buffer_size": self.shuffle_buffer, "local_shuffle_seed": epoch}
-        for batch in self.shard.iter_torch_batches(**options):
-            missing = [name for name in self.columns or () if name not in batch]
-            if missing:
-                raise ConfigError("columns", missing, "are not in the dataset", f"there are: {', '.join(batch)}")
-            yield {name: batch[name] for name in self.columns or batch}
+        batches = iter(self.shard.iter_torch_batches(**options))
+        try:
+            for batch in batches:
+                missing = [name for name in self.columns or () if name not in batch]
+                if missing:
+                    raise ConfigError("columns", missing, "are not in the dataset", f"there are: {', '.join(batch)}")
+                yield {name: batch[name] for name in self.columns or batch}
+        finally:
+            if isinstance(batches, Generator):
+                batches.close()  # its executor ends while Ray is there to be told
