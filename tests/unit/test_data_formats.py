@@ -194,6 +194,14 @@ def test_parquet(tmp_path: Path) -> None:
     ]:
         with pytest.raises(DataError, match=problem):
             Parquet(tmp_path / path, [column]).batch(np.array([0]))
+    flipped = tmp_path / "flipped.parquet"
+    how: dict[str, Any] = {"use_dictionary": False, "compression": "none", "write_page_checksum": True}
+    parquet.write_table(arrow.table({"y": Y}), flipped, **how)
+    content = bytearray(flipped.read_bytes())
+    content[content.index(Y.tobytes())] ^= 1
+    flipped.write_bytes(content)
+    with pytest.raises(DataError, match=r"cannot be read as Parquet .*CRC"):
+        Parquet(flipped, ["y"]).batch(np.array([0]))
     shutil.copy(tmp_path / "bad.parquet", folder / "c.parquet")
     with pytest.raises(DataError, match="its type differs from file to file"):
         Parquet(folder, ["y"])

@@ -41,7 +41,8 @@ class Parquet(FileDataset):
     def _open(self) -> dict[str, np.ndarray[Any, Any]]:
         columns = list(dict.fromkeys(self.places.values()))
         try:
-            table = arrow.concat_tables([parquet.read_table(file, columns=columns) for file in self.paths])
+            options = {"columns": columns, "page_checksum_verification": True}
+            table = arrow.concat_tables([parquet.read_table(file, **options) for file in self.paths])
         except (arrow.ArrowException, OSError) as error:
             raise _damaged(self.paths[0].parent, error) from error
         return {name: _values(table.column(column), column) for name, column in self.places.items()}
