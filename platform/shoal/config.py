@@ -20,7 +20,10 @@ from shoal.errors import ConfigError
 
 
 class Spec(BaseModel):
-    """A frozen configuration. Subclasses declare fields; units are part of the field's name. Numbers are finite."""
+    """A frozen configuration. Subclasses declare fields; units are part of the field's name.
+
+    Numbers are finite, unless a field says otherwise.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 

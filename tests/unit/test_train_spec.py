@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from shoal.errors import ConfigError
@@ -57,6 +59,13 @@ def test_plans_are_words_or_degrees_and_a_word_may_be_changed() -> None:
 def test_a_word_that_is_wrong_says_what_was_meant(word: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=hint):
         TrainSpec().override([word])
+
+
+def test_without_a_bound_is_a_word_where_it_means_something() -> None:
+    spec = TrainSpec().override(["clip_norm=.inf", "checkpoint.every_s=.inf"])
+    assert spec.clip_norm == spec.checkpoint.every_s == math.inf
+    with pytest.raises(ConfigError, match="clip_norm"):
+        TrainSpec().override(["clip_norm=.nan"])
 
 
 def test_a_spec_comes_back_from_its_record() -> None:

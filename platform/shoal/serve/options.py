@@ -58,7 +58,7 @@ class ModelOptions(Spec):
     deadline_s: float | None = Field(default=None, gt=0)
     weight: float = Field(default=1.0, gt=0)
     ragged: Literal["bucket", "pad"] = "bucket"
-    pad_value: float = 0.0
+    pad_value: float = Field(default=0.0, allow_inf_nan=True)
     precision: Literal["fp32", "bf16", "int8"] = "fp32"
     compile: bool = False
     cuda_graphs: bool = False

@@ -102,7 +102,7 @@ class CheckpointSpec(Spec):
     """When the run is saved, besides at its end and when it is interrupted."""
 
     every_steps: int | None = Field(default=None, ge=1)
-    every_s: float = Field(default=60.0, gt=0, description="unless every_steps is given")
+    every_s: float = Field(default=60.0, gt=0, allow_inf_nan=True, description="unless every_steps is given")
     keep: int = Field(default=2, ge=1)
     asynchronous: bool = True
 
@@ -144,7 +144,7 @@ class TrainSpec(Spec):
     stop: StopSpec = StopSpec()
     evaluate: EvaluateSpec = EvaluateSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
-    clip_norm: float | None = Field(default=None, gt=0)
+    clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=True)  # .inf: the norm is measured, and not bound
     average: float | None = Field(default=None, gt=0, lt=1)
     selective_backprop: SelectiveSpec | None = None
     price_per_device_hour: float = Field(default=0.0, ge=0)
