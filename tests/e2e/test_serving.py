@@ -150,7 +150,7 @@ def test_who_was_refused_is_in_the_audit_log(run_id: str) -> None:
         lines = [json.loads(line) for line in (home() / "audit.jsonl").read_text().splitlines()]
         return [line for line in lines if line["entry"] == "refused"]
 
-    with Client(find_endpoint().url, token="not the token") as client:
+    with Client(find_endpoint().url, token="not-the-token") as client:
         for _ in range(3):
             with pytest.raises(InferenceError, match="known key"):
                 client.infer(MODEL, ROWS)
@@ -172,14 +172,17 @@ def test_a_cluster_has_one_endpoint(run_id: str) -> None:
 def test_a_folder_is_predicted_beside_the_endpoint(run_id: str, tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     for part in range(3):
-        table = pa.table({"id": [part * 10 + row for row in range(10)], **{name: [0.5] * 10 for name in "abcd"}})
-        pyarrow.csv.write_csv(table, tmp_path / "rows" / f"{part}.csv")
+        table = pa.table(
+            {"id": [f"{part * 10 + row:03}" for row in range(10)], **{name: [0.5] * 10 for name in "abcd"}}
+        )
+        as_typed = pyarrow.csv.WriteOptions(quoting_style="none")
+        pyarrow.csv.write_csv(table, tmp_path / "rows" / f"{part}.csv", as_typed)
     words = [f"{MODEL}@2", str(tmp_path / "rows"), str(tmp_path / "out"), "--columns", "a,b,c,d", "--keep", "id"]
     said = shoal_command("batch-predict", *words, "--workers", "1")
     assert "30 rows in" in said
     assert "WARNING" not in said
     predicted = pyarrow.parquet.read_table(tmp_path / "out").to_pydict()
-    assert predicted == {"id": [*range(30)], "y": [2.0] * 30, "model_version": [2] * 30}
+    assert predicted == {"id": [f"{row:03}" for row in range(30)], "y": [2.0] * 30, "model_version": [2] * 30}
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
     assert shoal.runs.load("latest").last_events()["predicted"]["rows"] == 30
 
