@@ -264,7 +264,7 @@ def test_the_job_is_told_what_the_user_typed(
         told.append(env["SHOAL_COMMAND"])
         raise RunError("enough")
 
-    monkeypatch.setattr("shoal.cli.run._check_words", lambda path, words: None)
+    monkeypatch.setattr("shoal.cli.run.check_words", lambda path, words: None)
     monkeypatch.setattr("shoal.cli.run.ray_jobs.submit", submit)
     monkeypatch.setattr(Job, "end", lambda job: None)
     cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
@@ -287,7 +287,7 @@ def test_an_interruption_while_a_job_is_submitted_ends_the_job(home: Path, monke
         asked.append((method, path))
         raise RunError("Ray knows no such job")  # the request was interrupted before it was there
 
-    monkeypatch.setattr("shoal.cli.run._check_words", lambda path, words: None)
+    monkeypatch.setattr("shoal.cli.run.check_words", lambda path, words: None)
     monkeypatch.setattr("shoal.cli.run.ray_jobs.submit", submit)
     monkeypatch.setattr("shoal.cluster.jobs.ask", ask)
     cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})

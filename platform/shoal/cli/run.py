@@ -6,11 +6,9 @@ It owns the processes that it starts and ends them all, however it ends itself; 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,6 +22,7 @@ from rich.live import Live
 import shoal
 import shoal.runs
 from shoal.cli import display, train_display
+from shoal.cli.job_file import check_words, find_job, words_apart
 from shoal.cli.job_words import (
     end_as_by_ctrl_c,
     failure,
@@ -41,11 +40,9 @@ from shoal.errors import ConfigError, ConnectionLost, RunError
 from shoal.home import access_token
 from shoal.runs import Run
 from shoal.runs.display import duration, number
-from shoal.runs.origin import COMMAND_VARIABLE, apart, as_typed
+from shoal.runs.origin import COMMAND_VARIABLE, as_typed
 
-OUR_JOBS = Path(shoal.__file__).parents[2] / "jobs"  # of the checkout that is installed, where it is one
 REFRESH_S = 0.25
-_TAKES_CHECK = re.compile(r"\b(job|train)_main\b")  # in the file of a job whose words we read
 PLAIN_S = 2.0
 TRAINING = "train"  # the job of every recipe that trains
 ACTORS_END_S = 10.0
@@ -96,16 +93,6 @@ def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plai
             sys.exit(130)
 
 
-def find_job(job: str) -> Path:
-    """The file of a job: a path, or a name in ./jobs or in the checkout's. Raises ConfigError with what there is."""
-    for candidate in (Path(job), Path("jobs") / f"{job}.py", OUR_JOBS / f"{job}.py"):
-        if candidate.is_file():
-            return candidate.resolve()
-    here, ours = (sorted(path.stem for path in folder.glob("*.py")) for folder in (Path("jobs"), OUR_JOBS))
-    known = ", ".join(dict.fromkeys([*here, *ours])) or "none here"
-    raise ConfigError("job", job, "is neither a file nor in ./jobs", f"jobs: {known}")
-
-
 @dataclass(frozen=True)
 class Typed:
     """What the user typed, as far as it says what to run."""
@@ -146,7 +133,7 @@ class _Session:
         """Start everything, show it, and say how it ended. Raises RunError when the job failed."""
         self._console.print(f"run {self.run_id}: {self._path.stem} {as_typed(self._words)}".rstrip(), markup=False)
         if cluster is None:
-            _check_words(self._path, self._words)  # where a cluster is up, the job itself looks first, and as soon
+            check_words(self._path, self._words)  # where a cluster is up, the job itself looks first, and as soon
             self._console.print("starting a Ray cluster for this run ...")
             embedded = start()
             stack.callback(embedded.stop)
@@ -154,7 +141,7 @@ class _Session:
         env = job_environment(self.run_id, self._typed.command())
         words = [each for each in self._words if not each.startswith("resume=")]
         words += [word_of("resume", self.run_id)] if self._resumed else []
-        shown, secrets = _apart(self._path, words)
+        shown, secrets = words_apart(self._path, words)
         self._job = ray_jobs.Job(cluster, ray_jobs.new_submission_id())
         stack.callback(self._job.end)  # before it begins: an interruption may come at any moment
         stack.callback(self._end_actors)
@@ -383,7 +370,7 @@ def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Conso
     folder = Path.cwd().resolve()
     if not path.is_relative_to(folder):
         raise ConfigError("job", str(path), f"lies outside {folder}", "run from the folder that holds the job")
-    shown, secrets = _apart(path, typed.words)
+    shown, secrets = words_apart(path, typed.words)
     entrypoint = ["python", str(path.relative_to(folder)), *shown]
     env = {COMMAND_VARIABLE: typed.command(), **secrets}
     job = ray_jobs.Job(cluster, ray_jobs.new_submission_id())
@@ -399,20 +386,3 @@ def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Conso
         sys.exit(130)
     if job.status() is not ray_jobs.JobStatus.SUCCEEDED:
         raise RunError(f"job {job.submission_id} ended as {job.status().value}")
-
-
-def _apart(path: Path, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The words without secrets, which travel in the environment; all of them for a job that reads its words itself."""
-    shown, secrets = apart(words)
-    return (shown, secrets) if secrets and _TAKES_CHECK.search(path.read_text()) else (list(words), {})
-
-
-def _check_words(path: Path, words: Sequence[str]) -> None:
-    """Let the job look at its words before a cluster is started for it. Raises RunError with the job's own words."""
-    if not words or not _TAKES_CHECK.search(path.read_text()):
-        return
-    checked = subprocess.run([sys.executable, str(path), *words, "--check"], capture_output=True, text=True)
-    if checked.returncode:
-        said = checked.stderr.strip() or "it said nothing"
-        _, is_typed, error = f"\n{said}".rpartition("\nerror: ")
-        raise RunError(error if is_typed else said)  # what is not typed is the user's own, with its traceback
