@@ -94,6 +94,7 @@ def spec() -> TrainSpec:
         {
             "task": __file__,
             "name": "fashion",
+            "parallel": {"channels_last": True},
             "batch_size": 128,
             "optimizer": {"name": "adam", "learning_rate": 5e-3},
             "schedule": {"name": "one_cycle", "warmup": 0.25},

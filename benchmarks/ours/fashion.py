@@ -1,6 +1,7 @@
 """One training of LeNet on Fashion-MNIST to 90% test accuracy: by the Trainer, or by a plain loop.
 
     python -m benchmarks.ours.fashion plain SEED THREADS                                          # the plain loop
+    python -m benchmarks.ours.fashion channels_last SEED THREADS                                  # ... its model so
     [torchrun --nproc-per-node 2 -m] benchmarks.ours.fashion trainer SEED THREADS [A.B=C ...]     # the recipe
 
 Both have the recipe's batch, optimiser, schedule and evaluations. Says after how many seconds of training steps, and
@@ -9,6 +10,7 @@ after how many steps, the target was met: the start, and the evaluations, are no
 
 from __future__ import annotations
 
+import importlib
 import sys
 import tempfile
 import time
@@ -22,6 +24,7 @@ from torch import nn
 
 from benchmarks.talk import say
 from shoal.data.formats import Idx
+from shoal.loading import loading
 from shoal.models.lenet import LeNet
 from shoal.parallel import World
 from shoal.train import TrainSpec
@@ -80,11 +83,12 @@ def tensors(part: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.as_tensor(images), torch.as_tensor(labels).long()
 
 
-def plain(spec: TrainSpec, seed: int) -> None:
+def plain(spec: TrainSpec, seed: int, memory_format: torch.memory_format) -> None:
     """What one writes without a platform: tensors in memory, a permutation an epoch."""
     torch.manual_seed(seed)
     task = make_task(spec.task, spec.args)
-    model, (images, labels), (test_images, test_labels) = LeNet(), tensors("train"), tensors("t10k")
+    model: nn.Module = LeNet().to(memory_format=memory_format)
+    (images, labels), (test_images, test_labels) = tensors("train"), tensors("t10k")
     optimizer = torch.optim.Adam(model.parameters(), spec.optimizer.learning_rate, fused=True)
     steps_per_epoch = len(images) // spec.batch_size
     total = total_steps_of(spec, steps_per_epoch)
@@ -122,10 +126,12 @@ def main(side: str, seed: int, threads: int, words: list[str]) -> None:
     torch.set_num_threads(threads)
     changes = [f"seed={seed}", f"threads={threads}", "evaluate.every_epochs=0.25", *words]
     spec = recipe_of(TASK).override(changes)
-    if side == "plain":
-        plain(spec, seed)
-    else:
+    if side == "trainer":
+        with loading():  # as `python -m shoal.train` does
+            importlib.import_module("torch._dynamo")
         trainer(spec)
+    else:
+        plain(spec, seed, torch.channels_last if side == "channels_last" else torch.contiguous_format)
 
 
 if __name__ == "__main__":

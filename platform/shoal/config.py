@@ -47,6 +47,11 @@ class Spec(BaseModel):
             raise ConfigError("yaml", loaded, "is not a mapping", "write `field: value` lines")
         return cls.parse(loaded)
 
+    @classmethod
+    def from_word(cls, word: str, before: Mapping[str, Any]) -> object:
+        """What a field of this type becomes that an `override` sets to one word, and that was `before` until then."""
+        return word
+
     def to_yaml(self) -> str:
         """The whole spec as YAML, defaults included; `from_yaml` reads it back."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
@@ -113,6 +118,9 @@ def _set(values: dict[str, Any], spec: type[BaseModel], path: str, value: object
         if not isinstance(node, dict):
             raise ConfigError(path, value, f"{name!r} has no fields of its own")
     _require_field(owner, leaf, path, value)
+    inner = _owner_within(owner, leaf)
+    if isinstance(inner, type) and issubclass(inner, Spec) and isinstance(value, str) and isinstance(node[leaf], dict):
+        value = inner.from_word(value, node[leaf])
     node[leaf] = value
 
 

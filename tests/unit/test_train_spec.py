@@ -39,6 +39,17 @@ def test_plans_are_words_or_degrees_and_a_word_may_be_changed() -> None:
         TrainSpec().override(["parallel=dpd"])
 
 
+def test_a_word_for_the_plan_says_the_degrees_and_nothing_else() -> None:
+    before = {"precision": "bf16", "channels_last": True, "shard": True, "tensor": 2, "data": 1, "replicate": 2}
+    spec = TrainSpec.parse({"parallel": before}).override(["parallel=pipeline", "parallel.compile=true"])
+    assert spec.parallel.model_dump() == {
+        **TrainSpec().parallel.model_dump(),
+        **{"precision": "bf16", "channels_last": True, "compile": True, "data": 1, "pipeline": None},
+    }
+    degrees = TrainSpec.parse({"parallel": before}).override(["parallel={shard: true}"])
+    assert degrees.parallel.precision == "fp32"  # whoever writes a mapping writes all of it
+
+
 @pytest.mark.parametrize(
     ("word", "hint"),
     [

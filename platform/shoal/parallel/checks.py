@@ -9,6 +9,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from shoal.errors import PlanError
 from shoal.parallel.batch_norm import check_batch_norm
+from shoal.parallel.memory_format import check_channels_last
 from shoal.parallel.model import Learnable
 from shoal.parallel.plan import Degrees, ParallelSpec
 from shoal.parallel.precision import check_precision
@@ -30,6 +31,8 @@ def check_plan(
     if device is not None:
         check_precision(spec.precision, device)
     _check_parameters(model)
+    if spec.channels_last:
+        check_channels_last(model)
     if degrees.pipeline > 1:
         from shoal.parallel.pipeline_schedules import check
 

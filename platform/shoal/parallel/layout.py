@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.errors import PlanError
 from shoal.parallel.checks import check_plan
+from shoal.parallel.memory_format import use_channels_last
 from shoal.parallel.model import Learnable, ParallelModel
 from shoal.parallel.plan import Coordinates, Degrees, ParallelSpec
 from shoal.parallel.world import World
@@ -33,6 +34,8 @@ def spread(
     check_plan(model, learnable, spec, degrees, device=world.device.type)
     if degrees.shard or degrees.tensor > 1 or degrees.pipeline > 1:
         _check_alike(model, world)  # replicas take rank 0's weights; parts of one model must be parts of the same
+    if spec.channels_last:
+        use_channels_last(model)
     if degrees.pipeline > 1:
         from shoal.parallel.pipeline import build_pipeline
 

@@ -93,6 +93,7 @@ class ParallelSpec(Spec):
 
     replicate:     copies of the model among the data ranks when sharded: one for each host, say (HSDP)
     accumulate:    micro-steps of which each step of the optimiser consists
+    channels_last: whether convolutions take their images as [B, H, W, C] in memory, which most do sooner
     dynamic:       which parameters a step uses may change (skipped layers, experts): replicas then look each time
     backend:       of the process group; None: nccl on CUDA, else gloo, and sums through memory within a host
     schedule:      of the pipeline, see torch.distributed.pipelining
@@ -107,6 +108,7 @@ class ParallelSpec(Spec):
     accumulate: int = Field(default=1, ge=1)
     precision: Precision = "fp32"
     compile: bool = False
+    channels_last: bool = False
     dynamic: bool = False
     backend: str | None = None
     schedule: ScheduleName = "1f1b"
@@ -120,6 +122,16 @@ class ParallelSpec(Spec):
         if value not in WORDS:
             raise ValueError(f"no such plan; the words are {', '.join(WORDS)}, or give degrees such as {{tensor: 2}}")
         return WORDS[value]
+
+    @classmethod
+    def from_word(cls, word: str, before: Mapping[str, Any]) -> object:
+        """The word says all degrees; what else was said (precision, compile, ...) stays."""
+        if word not in WORDS:
+            return word
+        degrees = {
+            name: cls.model_fields[name].default for name in ("data", "replicate", "shard", "tensor", "pipeline")
+        }
+        return {**before, **degrees, **WORDS[word]}
 
     def degrees(self, workers: int) -> Degrees:
         """Every degree, for so many workers. Raises PlanError when they do not multiply to that number."""

@@ -11,6 +11,7 @@ import sys
 import shoal.runs
 from shoal.config import last_value
 from shoal.errors import ConfigError, ShoalError
+from shoal.loading import loading
 from shoal.train.alone import train_here
 from shoal.train.journal import NO_CHECKPOINT
 from shoal.train.recipe import spec_from_words
@@ -21,6 +22,8 @@ def main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(f"{__doc__}\nfields and their defaults:\n\n{spec_from_words([]).to_yaml()}")
         return 0
+    with loading():  # what has been loaded above stays for good, too
+        import torch._dynamo  # noqa: F401 - as every optimiser does
     rank, is_alone = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") == "1"
     try:
         _require_as_many(last_value(words, "workers"))
