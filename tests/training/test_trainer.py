@@ -128,6 +128,20 @@ def test_a_resumed_run_has_the_losses_of_the_undisturbed_one_to_the_bit(
     assert resumed.metrics == expected.metrics
 
 
+def test_an_average_may_begin_with_a_resumption_and_end_with_another(tmp_path: Path) -> None:
+    notes, without, last = Notes(), spec_of(stop={"steps": 4}), Notes()
+    weights = weights_of(train(tmp_path, without))
+    begun = train(tmp_path, spec_of(stop={"steps": 5}, average=0.9), notes)
+    assert ("average_begun", {"step": 4}) in notes.events
+    after = train(tmp_path / "straight", spec_of(stop={"steps": 5}))  # the weights of step 5 themselves
+    for name, average in weights_of(begun).items():
+        if average.is_floating_point() and "running" not in name:
+            torch.testing.assert_close(average, 0.1 * weights[name] + 0.9 * weights_of(after)[name])
+    ended = train(tmp_path, spec_of(stop={"steps": 8}), last)
+    assert_same(weights_of(ended), weights_of(train(tmp_path / "whole", spec_of(stop={"steps": 8}))))
+    assert "average_begun" not in [kind for kind, _ in last.events]
+
+
 class Noisy(Toy):
     """Its validation data draws random numbers."""
 

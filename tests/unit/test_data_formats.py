@@ -7,7 +7,7 @@ import os
 import pickle
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ import pyarrow as arrow
 import pytest
 import torch
 from PIL import Image
-from pyarrow import parquet
+from pyarrow import feather, ipc, parquet
 
 from shoal.data import Loader, LoaderSpec, fingerprint
-from shoal.data.formats import Hdf5, Idx, ImageFolder, NumpyFiles, Parquet, RayData
+from shoal.data.formats import Arrow, Hdf5, Idx, ImageFolder, NumpyFiles, Parquet, RayData
 from shoal.errors import ConfigError, DataError
 
 IMAGES = np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3)
@@ -167,33 +167,69 @@ def test_numpy_files(tmp_path: Path) -> None:
             NumpyFiles(fields)
 
 
-def test_parquet(tmp_path: Path) -> None:
+def write_parquet(table: arrow.Table, path: Path) -> None:
+    parquet.write_table(table, path, row_group_size=7)
+
+
+def write_arrow(table: arrow.Table, path: Path) -> None:
+    with ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+
+
+def write_stream(table: arrow.Table, path: Path) -> None:
+    with ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+
+
+def write_feather(table: arrow.Table, path: Path) -> None:
+    feather.write_feather(table, path, compression="lz4", chunksize=7)
+
+
+@pytest.mark.parametrize(
+    ("reader", "suffix", "write"),
+    [
+        (Parquet, "parquet", write_parquet),
+        (Arrow, "arrow", write_arrow),
+        (Arrow, "ipc", write_stream),
+        (Arrow, "feather", write_feather),
+    ],
+)
+def test_columns(tmp_path: Path, reader: Any, suffix: str, write: Callable[[arrow.Table, Path], None]) -> None:
     folder = tmp_path / "parts"
     folder.mkdir()
     lists = arrow.FixedSizeListArray.from_arrays(arrow.array(X.reshape(-1)), 3)
     table = arrow.table({"x": lists, "y": Y, "lists": arrow.array(X.tolist()), "word": [str(n) for n in Y]})
-    parquet.write_table(table, tmp_path / "all.parquet", row_group_size=7)
-    parquet.write_table(table.slice(0, 20), folder / "a.parquet")
-    parquet.write_table(table.slice(20), folder / "b.parquet")
-    for place in (tmp_path / "all.parquet", folder):
+    write(table, tmp_path / f"all.{suffix}")
+    write(table.slice(0, 20), folder / f"a.{suffix}")
+    write(table.slice(20), folder / f"b.{suffix}")
+    (folder / "README.md").write_text("is no part of it")
+    for place in (tmp_path / f"all.{suffix}", folder):
         for column in ("x", "lists"):
-            batch = pickle.loads(pickle.dumps(Parquet(place, {"inputs": column, "target": "y"}))).batch(MIXED)
+            batch = pickle.loads(pickle.dumps(reader(place, {"inputs": column, "target": "y"}))).batch(MIXED)
             assert_batch({**batch, "inputs": batch["inputs"].float()})
-    assert Parquet(folder, ["y"])[21] == (42,)
-    bad = arrow.table({"gap": [1.0, None], "ragged": [[1], [1, 2]], "y": [1.5, 2.5]})
-    parquet.write_table(bad, tmp_path / "bad.parquet")
-    (tmp_path / "half.parquet").write_bytes((tmp_path / "all.parquet").read_bytes()[:-20])
+        assert len(reader(place, ["y"])) == len(Y)
+    assert reader(folder, ["y"])[21] == (42,)
+    write(arrow.table({"gap": [1.0, None], "ragged": [[1], [1, 2]], "y": [1.5, 2.5]}), tmp_path / f"bad.{suffix}")
+    (tmp_path / f"half.{suffix}").write_bytes((tmp_path / f"all.{suffix}").read_bytes()[:-200])
+    (tmp_path / f"none.{suffix}").write_bytes(b"")
     (tmp_path / "empty").mkdir()
     for path, column, problem in [
-        ("all.parquet", "z", "is no column of all.parquet. there are: x, y, lists, word"),
-        ("all.parquet", "word", "holds (large_)?string, which no tensor can"),
-        ("half.parquet", "y", "cannot be read as Parquet"),
-        ("empty", "y", "has no .*parquet in it"),
-        ("bad.parquet", "gap", "has 1 missing values of 2"),
-        ("bad.parquet", "ragged", "is ragged: its lists have from 1 to 2 values"),
+        (f"all.{suffix}", "z", f"is no column of all.{suffix}. there are: x, y, lists, word"),
+        (f"all.{suffix}", "word", "holds (large_)?string, which no tensor can"),
+        (f"half.{suffix}", "y", f"cannot be read as {reader.kind}"),
+        (f"none.{suffix}", "y", f"cannot be read as {reader.kind}"),
+        ("empty", "y", f"has no .*{suffix} in it|has no .*{suffix} or .* in it"),
+        (f"bad.{suffix}", "gap", "has 1 missing values of 2"),
+        (f"bad.{suffix}", "ragged", "is ragged: its lists have from 1 to 2 values"),
     ]:
         with pytest.raises(DataError, match=problem):
-            Parquet(tmp_path / path, [column]).batch(np.array([0]))
+            reader(tmp_path / path, [column]).batch(np.array([0]))
+    shutil.copy(tmp_path / f"bad.{suffix}", folder / f"c.{suffix}")
+    with pytest.raises(DataError, match="its type differs from file to file"):
+        reader(folder, ["y"])
+
+
+def test_the_pages_of_parquet_are_checked(tmp_path: Path) -> None:
     flipped = tmp_path / "flipped.parquet"
     how: dict[str, Any] = {"use_dictionary": False, "compression": "none", "write_page_checksum": True}
     parquet.write_table(arrow.table({"y": Y}), flipped, **how)
@@ -202,9 +238,6 @@ def test_parquet(tmp_path: Path) -> None:
     flipped.write_bytes(content)
     with pytest.raises(DataError, match=r"cannot be read as Parquet .*CRC"):
         Parquet(flipped, ["y"]).batch(np.array([0]))
-    shutil.copy(tmp_path / "bad.parquet", folder / "c.parquet")
-    with pytest.raises(DataError, match="its type differs from file to file"):
-        Parquet(folder, ["y"])
 
 
 def test_image_folder(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
@@ -44,12 +44,16 @@ class Found(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """What was given to `save` beside the state. `own` is this rank's of `per_rank`, if as many ranks wrote it."""
+    """What was given to `save` beside the state. `own` is this rank's of `per_rank`, if as many ranks wrote it.
+
+    absent: what of `may_lack` the checkpoint has nothing of
+    """
 
     step: int
     extras: dict[str, Any]
     per_rank: list[dict[str, Any]]
     own: dict[str, Any] | None
+    absent: frozenset[str]
 
 
 class Checkpointer:
@@ -170,18 +174,20 @@ class Checkpointer:
         step = self._ranks.broadcast(record.best_step(self.folder))
         return None if step is None else self.find(step)
 
-    def load(self, found: Found, state: dict[str, Any]) -> Extras:
+    def load(self, found: Found, state: dict[str, Any], may_lack: Collection[str] = ()) -> Extras:
         """Fill `state` in place; its tensors may be sharded in another way and over another number of ranks.
 
-        What the state has must be in the checkpoint. What the checkpoint has under a top-level name that any rank's
-        state has must be in some rank's state. Raises SpecMismatch naming the first entry that does not fit, before
-        anything is changed, and CheckpointError.
+        What the state has must be in the checkpoint, but for top-level names that it `may_lack` altogether. What the
+        checkpoint has under a top-level name that any rank's state has must be in some rank's state. Raises
+        SpecMismatch naming the first entry that does not fit, before anything is changed, and CheckpointError.
         """
         self.wait()
         index = self._ranks.broadcast(record.read_index(found.path) if self._ranks.first else {})
         if isinstance(index, str):
             raise CheckpointError(f"{found.path.name}: {index}")
-        leaves = flatten(state)
+        known = {name.partition(".")[0] for name in [*index["tensors"], *index["values"]]}
+        absent = frozenset(may_lack) - known
+        leaves = flatten({name: part for name, part in state.items() if name not in absent})
         tensors = _tensors(leaves)
         held = self._ranks.all_gather((list(state), list(leaves), _misfit(index, leaves, tensors, found)))
         misfit = next((one for _, _, one in held if one), None) or _left_over(index, held, found)
@@ -198,7 +204,7 @@ class Checkpointer:
             leaves[name].container[leaves[name].key] = decode(index["values"][name])
         per_rank = [decode(one) for one in index["per_rank"]]
         own = per_rank[self._ranks.rank] if len(per_rank) == self._ranks.size else None
-        return Extras(found.step, decode(index["extras"]), per_rank, own)
+        return Extras(found.step, decode(index["extras"]), per_rank, own, absent)
 
     def close(self) -> None:
         """Wait for a save in flight and let everything go. Idempotent. Raises CheckpointError when that save failed."""

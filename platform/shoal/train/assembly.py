@@ -36,6 +36,8 @@ from shoal.train.selective_backprop import SelectiveBackprop
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, data_of, model_of
 
+AVERAGE = "average"  # its part of the state, which a run that began without one has not saved
+
 
 class Stream:
     """The training data without end: epoch after epoch, from wherever the loader stands."""
@@ -134,14 +136,16 @@ class Assembly:
         """What the network is, and its average: to be saved, or to be filled."""
         state: dict[str, Any] = {"model": self.model.model_state()}
         if self.average is not None:
-            state["average"] = self.average.state_dict()
+            state[AVERAGE] = self.average.state_dict()
         return state
 
     def load_network_state(self, state: dict[str, Any]) -> None:
-        """Take what `network_state` gave and a checkpoint has filled."""
+        """Take what `network_state` gave and a checkpoint has filled; an average that it has not begins anew."""
         self.model.load_model_state(state["model"])
-        if self.average is not None:
-            self.average.load_state_dict(state["average"])
+        if self.average is not None and AVERAGE in state:
+            self.average.load_state_dict(state[AVERAGE])
+        elif self.average is not None:
+            self.average.begin_anew()
 
     def state(self) -> dict[str, Any]:
         """All that is tensors: the network, and the optimiser."""

@@ -61,6 +61,13 @@ class Average:
             for name, average in self._averages.items():
                 average.copy_(state["weights"][name])
 
+    def begin_anew(self) -> None:
+        """From the weights as they are now, as if there had been no step before."""
+        self.num_updates = 0
+        with torch.no_grad():
+            for name, average in self._averages.items():
+                average.copy_(self._weights[name])
+
     @torch.no_grad()
     def _swap(self) -> None:
         """Exchange weights and averages in place, one at a time, so that only one is held twice."""

@@ -15,10 +15,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint import Checkpointer, Found, write_synced
+from shoal.checkpoint import Checkpointer, Extras, Found, write_synced
 from shoal.errors import CheckpointError, NotFinite
 from shoal.parallel import World, gradients
-from shoal.train.assembly import Assembly
+from shoal.train.assembly import AVERAGE, Assembly
 from shoal.train.journal import Journal
 from shoal.train.random_state import random_state, set_random_state
 from shoal.train.spec import CheckpointSpec
@@ -77,8 +77,10 @@ class Keeper:
         if found is None:
             self._checkpointer.prepare(state)
             return None
-        extras = self._checkpointer.load(found, state)
+        extras = self._load(found, state)
         self._assembly.load_state(state)
+        if self._assembly.average is not None and AVERAGE in extras.absent:
+            self._journal.event("average_begun", step=found.step)
         own = extras.own["position"] if extras.own else None
         self._assembly.load_position(extras.extras["position"], own)
         if "counts" in extras.extras:  # older checkpoints have none
@@ -86,10 +88,17 @@ class Keeper:
         self._restore_selective(own, found)
         if extras.own is not None:  # else another number of ranks goes on, whose randomness is its own
             set_random_state(extras.own["random"])
-        self._checkpointer.prepare(state)
+        self._checkpointer.prepare(self._assembly.state())
         progress = Progress(**extras.extras["progress"])
         self._saved_step, self._saved_elapsed_s = progress.step, progress.elapsed_s
         return Restored(progress, found.damaged)
+
+    def _load(self, found: Found, state: dict[str, Any]) -> Extras:
+        """Fill `state`; an average that the run was begun without is taken out of it."""
+        extras = self._checkpointer.load(found, state, may_lack=(AVERAGE,))
+        for name in extras.absent & state.keys():
+            del state[name]
+        return extras
 
     def _restore_selective(self, own: dict[str, Any] | None, found: Found) -> None:
         """The chosen samples that wait are of this rank's share of the data: under another plan it is another one."""
@@ -155,7 +164,7 @@ class Keeper:
         if found is None:
             return None
         state = self._assembly.network_state()
-        extras = self._checkpointer.load(found, state)
+        extras = self._load(found, state)
         self._assembly.load_network_state(state)
         return Progress(**extras.extras["progress"])
 

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.data.formats.arrow_files import Arrow
     from shoal.data.formats.hdf5 import Hdf5
     from shoal.data.formats.idx import Idx
     from shoal.data.formats.image_folder import ImageFolder
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
     from shoal.data.formats.parquet import Parquet
     from shoal.data.formats.ray_data import RayData
 
-__all__ = ["Hdf5", "Idx", "ImageFolder", "NumpyFiles", "Parquet", "RayData"]
+__all__ = ["Arrow", "Hdf5", "Idx", "ImageFolder", "NumpyFiles", "Parquet", "RayData"]
 
 _MODULES = {
+    "Arrow": "arrow_files",
     "Hdf5": "hdf5",
     "Idx": "idx",
     "ImageFolder": "image_folder",
