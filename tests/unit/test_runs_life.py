@@ -101,12 +101,16 @@ def test_a_run_that_nobody_finished_is_stopped_by_close(run: RunRecorder) -> Non
 
 
 def test_a_run_without_a_heartbeat_is_lost_and_found_again(run: RunRecorder, shoal_home: Path) -> None:
+    run.endpoint("gateway", "gateway", "tcp://h:1", "closed")
+    run.endpoint("policy", "inference", "http://h:2", "ready")
     execute(shoal_home, "UPDATE runs SET heartbeat_at = ?", time.time() - runs.HEARTBEAT_TIMEOUT_S + 3)
     assert runs.load("one").status is Status.RUNNING
     execute(shoal_home, "UPDATE runs SET heartbeat_at = ?", time.time() - runs.HEARTBEAT_TIMEOUT_S - 1)
     assert runs.load("one").status is Status.LOST
+    assert [point.state for point in runs.load("one").endpoints()] == ["closed", "lost"]
     run.heartbeat()
     assert runs.load("one").status is Status.RUNNING
+    assert [point.state for point in runs.load("one").endpoints()] == ["closed", "ready"]
 
 
 def test_the_recorder_beats_by_itself(monkeypatch: pytest.MonkeyPatch, shoal_home: Path) -> None:

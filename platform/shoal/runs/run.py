@@ -13,7 +13,7 @@ import sqlite3
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -233,9 +233,12 @@ class Run:
         return _frame(models, ["name", "version", "time", "aliases"])
 
     def endpoints(self) -> list[Endpoint]:
-        """Where the run listens or listened, by name."""
+        """Where the run listens or listened, by name. Of what a lost run had not closed, the state is `lost` too."""
         rows = self._query("SELECT name, kind, address, state FROM endpoints WHERE run = ? ORDER BY name")
-        return [Endpoint(*row) for row in rows]
+        found = [Endpoint(*row) for row in rows]
+        if self.status is Status.LOST:
+            return [replace(each, state="lost") if each.state != "closed" else each for each in found]
+        return found
 
     def to_dict(self) -> dict[str, object]:
         """Everything but the histories, ready for JSON (a value that is not finite becomes None)."""
