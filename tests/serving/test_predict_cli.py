@@ -130,6 +130,7 @@ def test_json_rows_may_be_objects() -> None:
         ),
         ("two", '{"a": [1, 2], "c": 3}', "the model has no input 'c'. inputs: a: FP32 [any, 2], b: INT64 [any]"),
         ("m", '{"inputs": [{"name": "x"}]}', "is no request of the protocol: KeyError('data')"),
+        ("m", '{"inputs": [{"name": "x", "shape": [], "data": [1]}]}', "the input 'x' has the shape [], which has no"),
     ],
 )
 def test_json_that_says_too_little_is_refused_with_what_to_write(model: str, text: str, message: str) -> None:

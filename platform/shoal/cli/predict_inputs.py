@@ -63,9 +63,12 @@ def from_json(path: str, inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
 
 def _requested(path: str, tensors: list[Any]) -> dict[str, ArrayLike]:
     try:
-        return {each["name"]: np.array(each["data"]).reshape(each["shape"]) for each in tensors}
+        found = {each["name"]: np.array(each["data"]).reshape(each["shape"]) for each in tensors}
     except (KeyError, TypeError, ValueError) as error:
         raise DataError("json", path, f"is no request of the protocol: {error!r}") from None
+    if alone := [name for name, array in found.items() if not array.ndim]:
+        raise DataError("json", path, f"the input {alone[0]!r} has the shape [], which has no rows", "give [rows, ...]")
+    return {**found}
 
 
 def _by_name(path: str, content: Mapping[str, Any], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
