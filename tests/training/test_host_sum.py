@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from programs import RanksFailed, run_ranks
-from shoal.parallel import World, host_sum
+from shoal.parallel import World, host, host_sum
 from shoal.parallel.host_sum import HostSum
 
 
@@ -104,7 +104,7 @@ def test_ranks_that_sum_different_things_are_told() -> None:
 
 
 def waits_too_long(world: World) -> None:
-    host_sum.TIMEOUT_S = 1.0
+    host.TIMEOUT_S = 1.0
     mine = formed()
     if world.rank == 0:
         with pytest.raises(RuntimeError, match="Timed out"):
@@ -119,7 +119,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
 def on_two_hosts(world: World, what: str) -> list[bool]:
     """Ranks that cannot share memory, for a reason that all of them know, or that only one meets."""
     if what == "host" and world.rank == 1:
-        host_sum._host = lambda: "elsewhere"
+        host._host = lambda: "elsewhere"
     if what == "refused" and world.rank == 1:
 
         def refused(*args: Any) -> Any:
@@ -138,7 +138,7 @@ def test_ranks_that_cannot_share_memory_all_know_it(what: str) -> None:
 
 def stranger(world: World) -> list[float]:
     """Somebody else connects to the first rank before the others do."""
-    gathered_by_all = host_sum._gathered
+    gathered_by_all = host._gathered
 
     def gathered_and_told(value: Any, group: Any) -> list[Any]:
         found = gathered_by_all(value, group)
@@ -148,7 +148,7 @@ def stranger(world: World) -> list[float]:
             line.sendall(bytes(16) + (1).to_bytes(4, "little"))
         return found
 
-    host_sum._gathered = gathered_and_told
+    host._gathered = gathered_and_told
     with socket.socket(socket.AF_UNIX) as line:
         total: list[float] = formed().sum(torch.tensor([float(world.rank)])).tolist()
     return total

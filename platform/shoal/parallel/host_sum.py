@@ -16,23 +16,20 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import socket
 import struct
 import time
-from contextlib import ExitStack, suppress
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.parallel.host import GONE, Peers, formed, wait_in_the_system
 from shoal.parallel.world import TIMEOUT_S
 
-T = TypeVar("T")
 CHUNK_BYTES = 4 << 20  # of larger values so much is summed at a time
 _WORD = struct.Struct("<I")
-_FORMING_S = 10.0
 
 
 class _Rows(NamedTuple):
@@ -47,13 +44,13 @@ class HostSum:
     sent_bytes: what it would have sent for them in a ring, as the cost of collectives is counted
     """
 
-    def __init__(self, rank: int, peers: list[socket.socket], memory: mmap.mmap) -> None:
-        self._rank, self._peers = rank, peers
+    def __init__(self, rank: int, peers: Peers) -> None:
+        """Raises OSError."""
+        self._rank, self._peers = rank, list(peers.values())
         self.size = len(peers) + 1
         self.waited_s = self.sent_bytes = 0.0
-        for peer in peers:
-            peer.settimeout(None)  # the system's own limit saves a call to poll
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(TIMEOUT_S), 0))
+        memory = _shared(self._peers, rank, 2 * self.size * CHUNK_BYTES)
+        wait_in_the_system(peers)
         self._turns = torch.frombuffer(memory, dtype=torch.uint8).view(2, self.size, CHUNK_BYTES)
         self._turn = 0
         self._rows: dict[tuple[int, int, torch.dtype], _Rows] = {}
@@ -61,45 +58,7 @@ class HostSum:
     @classmethod
     def form(cls, group: dist.ProcessGroup) -> HostSum | None:
         """Meet the other ranks of `group`; None, on all of them, unless gloo carries it within one host. Collective."""
-        if dist.get_backend(group) != "gloo" or not hasattr(os, "memfd_create"):
-            return None
-        with ExitStack() as undo:
-            listener = undo.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind("")  # Linux finds a name, which no file has
-            listener.listen(dist.get_world_size(group))
-            found = _gathered((_host(), listener.getsockname(), secrets.token_bytes(16)), group)
-            if len({host for host, _, _ in found}) > 1:
-                return None
-            made: HostSum | None = None
-            with suppress(OSError):
-                made = cls._joined(dist.get_rank(group), listener, [(name, token) for _, name, token in found])
-            if all(_gathered(made is not None, group)):
-                return made
-            if made is not None:
-                made.close()
-            return None
-
-    @classmethod
-    def _joined(cls, rank: int, listener: socket.socket, known: list[tuple[bytes, bytes]]) -> HostSum:
-        """Connect to the ranks before this one, and be connected to by those after it. Raises OSError."""
-        size = len(known)
-        with ExitStack() as undo:
-            peers: dict[int, socket.socket] = {}
-            for other, (name, token) in enumerate(known[:rank]):
-                peers[other] = peer = undo.enter_context(socket.socket(socket.AF_UNIX))
-                peer.settimeout(_FORMING_S)
-                peer.connect(name)
-                peer.sendall(token + _WORD.pack(rank))
-            listener.settimeout(_FORMING_S)
-            while len(peers) < size - 1:
-                peer = undo.enter_context(listener.accept()[0])
-                peer.settimeout(_FORMING_S)
-                said = peer.recv(20, socket.MSG_WAITALL)
-                if said[:16] == known[rank][1]:  # anybody on this host can connect
-                    peers[_WORD.unpack(said[16:])[0]] = peer
-            memory = _shared([peers[other] for other in sorted(peers)], rank, 2 * size * CHUNK_BYTES)
-            undo.pop_all()
-        return cls(rank, [peers[other] for other in sorted(peers)], memory)
+        return formed(group, socket.SOCK_STREAM, cls, cls.close)
 
     def sum(self, values: Tensor, factor: float = 1.0) -> Tensor:
         """Make `values`, which are contiguous, the sum over all ranks times `factor`, and return them. Collective.
@@ -168,7 +127,7 @@ class HostSum:
         except BlockingIOError as error:
             raise RuntimeError(f"Timed out: a rank of this host did not come within {TIMEOUT_S:.0f} s") from error
         except OSError as error:
-            raise RuntimeError("Connection closed by peer: a rank of this host is gone") from error
+            raise RuntimeError(GONE) from error
 
     def close(self) -> None:
         """Leave; who waits for this rank is told. Idempotent."""
@@ -176,18 +135,6 @@ class HostSum:
             peer.close()
         self._rows.clear()
         self._turns = self._turns.new_empty(0)  # the last that keeps the memory mapped
-
-
-def _host() -> str:
-    """The same for two processes that can reach each other's sockets and memory."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-
-
-def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:
-    found: list[T] = [value] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
 
 
 def _shared(peers: list[socket.socket], rank: int, size: int) -> mmap.mmap:

@@ -25,6 +25,7 @@ from shoal.parallel.batch_norm import DataRanks, globalise_batch_norm
 from shoal.parallel.batches import map_tensors, micro_batches, num_samples, tensors_of
 from shoal.parallel.buffers import check_buffers
 from shoal.parallel.dropout import seed_dropout
+from shoal.parallel.host_messages import HostMessages
 from shoal.parallel.layout import make_mesh
 from shoal.parallel.model import Learnable, ParallelModel
 from shoal.parallel.pipeline_exchange import Groups, receive, send, sum_gradients
@@ -108,6 +109,9 @@ class Pipelined(ParallelModel):
         own = [stage for stage, rank in enumerate(self._stage_ranks) if rank == self._rank]
         self._has_last = len(self._stage_ranks) - 1 in own
         self._num_micro_batches = spec.num_micro_batches(degrees)
+        self._messages: HostMessages | None = None  # unless the user has named what is to carry them
+        if world.device.type == "cpu" and spec.backend is None and self._groups.pipeline is not None:
+            self._messages = HostMessages.form(self._groups.pipeline)
         self._data_ranks = DataRanks(self._groups.data) if self._groups.data is not None else None
         if self._data_ranks is not None:
             globalise_batch_norm(model, self._data_ranks)
@@ -204,6 +208,7 @@ class Pipelined(ParallelModel):
                 self._world.device,
                 self._groups.pipeline,
                 self.clock,
+                self._messages,
             )
             self._schedules[key] = made, self._handed
         made, self._handed = self._schedules[key]
@@ -344,9 +349,15 @@ class Pipelined(ParallelModel):
         dist.all_reduce(total_s, dist.ReduceOp.MAX, group=group)
         return 1.0 - float(busy_s / total_s) / dist.get_world_size(group)
 
+    @property
+    def sent_past_group_bytes(self) -> float:
+        return self._messages.sent_bytes if self._messages else 0.0
+
     def close(self) -> None:
         self._gated.remove()
         self._schedules.clear()
+        if self._messages:
+            self._messages.close()
 
 
 def _slices(batch: Any, parts: int) -> Iterator[tuple[Any, float]]:

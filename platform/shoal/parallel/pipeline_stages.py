@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from shoal.parallel.cuts import Call, Cut
 from shoal.parallel.dropout import Draws, mixed
+from shoal.parallel.host_messages import HostMessages
 from shoal.parallel.pipeline_schedules import CLASSES, SINGLE
 from shoal.parallel.plan import ScheduleName
 
@@ -73,6 +74,22 @@ class TimedStage(PipelineStage):
 
     clock: Clock
     submod: StageModule
+    messages: HostMessages | None = None
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._carried(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._carried(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._carried(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._carried(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _carried(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        return self.messages.take_over(ops) if self.messages is not None else ops
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.micro_batch = fwd_chunk_id
@@ -118,10 +135,12 @@ def build_schedule(
     device: torch.device,
     group: dist.ProcessGroup,
     clock: Clock,
+    messages: HostMessages | None,
 ) -> Any:
     """The schedule over this rank's stages, for tensors of these shapes.
 
-    shapes: by stage, an empty tensor like the one that it hands on
+    shapes:   by stage, an empty tensor like the one that it hands on
+    messages: what carries them; the group itself when None
     """
     index, loss = torch.empty(1, dtype=torch.int64), torch.empty((), device="meta", requires_grad=True)
     stages = []
@@ -129,7 +148,7 @@ def build_schedule(
         takes = shapes[stage - 1] if stage else index
         gives = shapes[stage] if stage < num_stages - 1 else loss
         made = TimedStage(module, stage, num_stages, device, takes, gives, group=group)
-        made.clock = clock
+        made.clock, made.messages = clock, messages
         stages.append(made)
     # The loss is computed within the last stage, whose outputs may be anything; what torch takes for it is the output.
     # Gradients are scaled there, too.

@@ -1,0 +1,154 @@
+"""Messages through memory that the ranks of one host share: whole, in order, never waiting to be sent; told of ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from programs import RanksFailed, run_ranks
+from shoal.parallel import World, host
+from shoal.parallel.host_messages import HostMessages
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+
+
+def formed() -> HostMessages:
+    group = dist.group.WORLD
+    assert group is not None
+    found = HostMessages.form(group)
+    assert found is not None
+    return found
+
+
+def tensor_of(index: int) -> Tensor:
+    """Many shapes and dtypes, one without an element, one with many."""
+    size = [0, 1, 7, 1000, 100_000][index % 5]
+    values = torch.arange(size).add(index).remainder(3).to(DTYPES[index % len(DTYPES)])
+    return values.view(-1, 1) if index % 2 else values
+
+
+def exchanged(world: World, count: int) -> tuple[list[Tensor], float]:
+    """Everybody sends everything to everybody before anybody reads: a send that waited would wait for ever."""
+    mine, others = formed(), [rank for rank in range(world.size) if rank != world.rank]
+    for index in range(count):
+        for other in others:
+            mine.send(tensor_of(index + world.rank), other)
+    asked = []
+    for other in others:
+        for index in range(count):
+            wanted = torch.empty_like(tensor_of(index + other))
+            asked.append((wanted, mine.receive(wanted, other)))
+    for _, work in reversed(asked):  # in another order than they come
+        work.wait()
+    world.barrier()
+    mine.close()
+    return [wanted for wanted, _ in asked], mine.sent_bytes
+
+
+def test_whatever_is_sent_arrives_in_its_order() -> None:
+    count = 500  # the notes of which fill a socket
+    for rank, (found, sent_bytes) in enumerate(run_ranks(exchanged, 3, count)):
+        others = [other for other in range(3) if other != rank]
+        expected = [tensor_of(index + other) for other in others for index in range(count)]
+        assert len(found) == len(expected)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert sent_bytes == 2 * sum(tensor_of(index + rank).nbytes for index in range(count))
+
+
+def in_turn(world: World) -> tuple[list[float], int]:
+    """There and back, many times: pieces of memory are used again."""
+    mine, other, values = formed(), 1 - world.rank, torch.zeros(1000)
+    found = []
+    for _ in range(100):
+        if world.rank == 0:
+            mine.send(values, other)
+        mine.receive(values, other).wait()
+        values += 1
+        found.append(float(values[-1]))
+        if world.rank == 1:
+            mine.send(values, other)
+    return found, len(mine._lines[other].pieces)
+
+
+def test_memory_is_used_again() -> None:
+    (first, pieces), (second, others) = run_ranks(in_turn, 2)
+    assert (first[-1], second[-1]) == (200.0, 199.0)
+    assert max(pieces, others) <= 2
+
+
+def strided(world: World) -> Tensor:
+    mine = formed()
+    if world.rank == 0:
+        mine.send(torch.arange(12.0).view(3, 4).t(), 1)
+        return torch.empty(0)
+    found = torch.empty(4, 3)
+    mine.receive(found, 0).wait()
+    return found
+
+
+def test_a_view_is_sent_as_it_is_read() -> None:
+    assert torch.equal(run_ranks(strided, 2)[1], torch.arange(12.0).view(3, 4).t())
+
+
+def left_alone(world: World) -> None:
+    mine = formed()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        mine.receive(torch.empty(3), 1).wait()
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        mine.send(torch.empty(3), 1)
+
+
+def test_a_dead_rank_is_noticed_at_once() -> None:
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(left_alone, 3)
+    assert list(raised.value.causes) == [1]
+
+
+def surprised(world: World) -> str:
+    mine = formed()
+    mine.send(torch.ones(4), 1 - world.rank)
+    with pytest.raises(RuntimeError, match="sent 16 bytes, where 12 were expected") as raised:
+        mine.receive(torch.empty(3), 1 - world.rank).wait()
+    world.barrier()
+    return str(raised.value)
+
+
+def test_a_message_of_another_size_is_no_message() -> None:
+    run_ranks(surprised, 2)
+
+
+def waits_too_long(world: World) -> None:
+    host.TIMEOUT_S = 1.0
+    mine = formed()
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match="Timed out"):
+            mine.receive(torch.empty(3), 1).wait()
+    world.barrier()
+
+
+def test_a_rank_that_sends_nothing_is_not_waited_for_for_ever() -> None:
+    run_ranks(waits_too_long, 2)
+
+
+def open_files(world: World) -> tuple[list[str], list[str]]:
+    before = sorted(os.listdir("/proc/self/fd"))
+    mine: Any = formed()
+    mine.send(torch.ones(3), 1 - world.rank)
+    mine.receive(torch.empty(3), 1 - world.rank).wait()
+    world.barrier()
+    mine.close()
+    mine.close()
+    return before, sorted(os.listdir("/proc/self/fd"))
+
+
+def test_nothing_is_left_open() -> None:
+    for before, after in run_ranks(open_files, 2):
+        assert after == before
