@@ -5,7 +5,7 @@ python -m benchmarks.cost
 Predicted by `shoal inspect` in one process; measured by the probe of a real run of two ranks with one thread each
 (under torchrun; one process for `single`): memory as the allocator tells it, arithmetic operator by operator, bytes by
 collective. A pipeline is cut by both where the prediction cuts it, as the search goes by measured times. The bubble is
-also told for where computing dominates, a transformer of width 256: small stages wait for messages more than predicted.
+also told for where computing dominates: a transformer of width 256.
 """
 
 from __future__ import annotations

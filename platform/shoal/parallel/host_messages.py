@@ -175,8 +175,9 @@ class HostMessages:
 
     def take_over(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         """The same messages, as torch's schedules make them up, by this way instead of the group's."""
+        ours = {dist.isend: self._isend, dist.irecv: self._irecv}
         for op in ops:
-            op.op = self._isend if op.op is dist.isend else self._irecv
+            op.op = ours[op.op]
         return ops
 
     # torch calls whatever is neither of its own functions with the other rank as `group_src`.

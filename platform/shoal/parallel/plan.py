@@ -7,7 +7,7 @@ TrainSpec, by the CLI and by `parallelize`. Knows no model and no process group.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -95,7 +95,7 @@ class ParallelSpec(Spec):
     accumulate:    micro-steps of which each step of the optimiser consists
     channels_last: whether convolutions take their images as [B, H, W, C] in memory, which most do sooner
     dynamic:       which parameters a step uses may change (skipped layers, experts): replicas then look each time
-    backend:       of the process group; None: nccl on CUDA, else gloo, and sums through memory within a host
+    backend:       of the process group; None: nccl on CUDA, else gloo, and memory within a host
     schedule:      of the pipeline, see torch.distributed.pipelining
     micro_batches: into which the pipeline splits a batch; None: two for each stage
     """
@@ -128,10 +128,7 @@ class ParallelSpec(Spec):
         """The word says all degrees; what else was said (precision, compile, ...) stays."""
         if word not in WORDS:
             return word
-        degrees = {
-            name: cls.model_fields[name].default for name in ("data", "replicate", "shard", "tensor", "pipeline")
-        }
-        return {**before, **degrees, **WORDS[word]}
+        return {**before, **{each.name: cls.model_fields[each.name].default for each in fields(Degrees)}, **WORDS[word]}
 
     def degrees(self, workers: int) -> Degrees:
         """Every degree, for so many workers. Raises PlanError when they do not multiply to that number."""
