@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from click.testing import CliRunner
 
-from shoal.errors import RunError
+from shoal.errors import ClusterError, RunError
 
 if TYPE_CHECKING:
     from shoal.cluster.embedded import EmbeddedCluster
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 Write = Callable[[Path], None]
 
 
-def predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write) -> dict[str, object]:
+def predicted(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    write: Write,
+    free: Callable[[], dict[str, float]] = lambda: {"CPU": 2.0},
+) -> dict[str, object]:
     """Predict a file of three rows with a Ray Data that calls `write` with the folder; what the workers were to be."""
     import ray
 
@@ -33,7 +38,7 @@ def predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write) -> 
         said.update(options)
         return SimpleNamespace(write_parquet=lambda folder, **_: write(Path(folder)))
 
-    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr(ray, "available_resources", free)
     monkeypatch.setattr(ray.data, "read_parquet", lambda *_, **__: SimpleNamespace(map_batches=map_batches))
     pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "in.parquet")
     ray_batch_predict.predict_files(None, [tmp_path / "in.parquet"], tmp_path / "out", 1)  # type: ignore[arg-type]
@@ -106,6 +111,22 @@ def test_a_model_that_ends_its_process_ends_the_prediction(
     pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "in.parquet")
     with pytest.raises(RunError, match=r"a worker with the model died, after 2 others: .* try fewer workers"):
         ray_batch_predict.predict_files(None, [tmp_path / "in.parquet"], tmp_path / "out", 1)  # type: ignore[arg-type]
+    assert folders(tmp_path) == []
+
+
+def test_places_of_what_has_just_ended_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    views = iter([{"CPU": 0.5}, {}, {"CPU": 2.0}])
+    said = predicted(tmp_path, monkeypatch, write_rows, lambda: next(views))
+    assert said["num_cpus"] == 1.0
+    assert next(views, None) is None
+
+
+def test_where_no_place_becomes_free_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.serve import ray_batch_predict
+
+    monkeypatch.setattr(ray_batch_predict, "ROOM_S", 0.1)
+    with pytest.raises(ClusterError, match=r"1 workers need 0\.75 CPUs free: wait for what runs"):
+        predicted(tmp_path, monkeypatch, write_rows, lambda: {"CPU": 0.5})
     assert folders(tmp_path) == []
 
 

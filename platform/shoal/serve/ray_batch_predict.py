@@ -20,6 +20,7 @@ import ray
 import ray.data
 import ray.util.annotations
 
+from shoal.cluster.room import wait_for_free
 from shoal.errors import ClusterError, RunError
 from shoal.serve.batch_output import incoming_for, publish, require_all_rows
 from shoal.serve.complaints import own_words
@@ -30,6 +31,7 @@ from shoal.serve.table_predictor import TablePredictor
 BLOCK_ROWS = 4096  # that travel to a worker together
 FILES_CPUS = 0.5  # what reading, and what writing, reserves
 LEAST_CPUS = 0.25  # of a worker
+ROOM_S = 2.0  # how long places are waited for: those of what has just ended are free
 WORKER_RESTARTS = 2  # Ray Data's default is without end, also for rows that kill each worker that they are given to
 _NAMED = re.compile(r"^[\w.]*(?:Error|Exception): .+$", re.MULTILINE)
 
@@ -124,7 +126,8 @@ def _share(workers: int | None) -> tuple[int, float]:
 
     Raises ClusterError when there is no room for them and for one that reads.
     """
-    free = ray.available_resources().get("CPU", 0.0) - FILES_CPUS
+    least = FILES_CPUS + (workers or 1) * LEAST_CPUS
+    free = wait_for_free("CPU", least, ROOM_S) - FILES_CPUS
     count = workers or max(1, int(free))
     if free < count * LEAST_CPUS:
         remedy = "wait for what runs (`shoal status`), or use fewer workers"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import ray
 
+from shoal.cluster.room import wait_for_free
 from shoal.errors import ClusterError, PlanError
 from shoal.train.spec import TrainSpec
-
-POLL_S = 0.25
 
 
 def placed(spec: TrainSpec) -> TrainSpec:
@@ -27,9 +24,7 @@ def require_room(spec: TrainSpec, wait_s: float) -> None:
     if there < spec.workers:
         remedy = f"use workers={there}, or a larger cluster" if there else f"start a cluster with {resource}s"
         raise PlanError("workers", spec.workers, f"the cluster has {there} {resource}s", remedy)
-    deadline = time.monotonic() + wait_s
-    while (free := int(ray.available_resources().get(resource, 0))) < spec.workers and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    free = wait_for_free(resource, spec.workers, wait_s)
     if free < spec.workers:
-        problem = f"{spec.workers} workers need a {resource} each, and {free} of {there} are free"
+        problem = f"{spec.workers} workers need a {resource} each, and {int(free)} of {there} are free"
         raise ClusterError(f"{problem}: wait for what runs (`shoal status`), or use fewer workers")
