@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from torch.utils.data import TensorDataset
 
 from shoal.cost import CostTable
 from shoal.cost.alone import first_batch
-from shoal.cost.message import transfer_s
-from shoal.cost.prediction import predict
-from shoal.cost.probe import CostProbe, Timed, bubble
+from shoal.cost.dry_run import DryRun
+from shoal.cost.message import way_s
+from shoal.cost.prediction import _messages, predict
+from shoal.cost.pretence import Handled
+from shoal.cost.probe import LONG_S, MOST_MORE, TIMED, WARM, CostProbe, Timed, bubble
 from shoal.cost.table import most, off, shown
 from shoal.data import Data
 from shoal.errors import DataError, PlanError
@@ -145,18 +148,35 @@ def test_a_probe_measures_one_step_and_what_was_predicted() -> None:
     optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
     probe = CostProbe(model, optimizer, world)
     due = []
-    for step in range(12):
+    for step in range(WARM + TIMED + 1 + MOST_MORE + 1):
         with probe.step():
             model.train_step(batch, step)
             optimizer.step()
         if probe.is_due:
             due.append(step)
             measured = probe.measured()
-    assert len(due) == 1
+    assert due == [WARM + TIMED, WARM + TIMED + MOST_MORE]  # of such short steps, more are timed
     assert probe.is_done
     predicted = table()
     for name in ("memory_peak", "memory_activations", "flops_step", "sent_bytes", "memory_optimizer"):
         assert measured[name] == predicted[name], name
+
+
+def test_of_long_steps_a_few_are_timed() -> None:
+    task, spec, world = Blocks(), TrainSpec(batch_size=BATCH), World.alone("cpu")
+    batch = first_batch(task.data(), BATCH, world.device)
+    model = parallelize(task.model(), task, spec.parallel, spec.degrees(), world, batch)
+    optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
+    probe = CostProbe(model, optimizer, world)
+    for step in range(WARM + TIMED + 1):
+        assert not probe.is_due
+        with probe.step():
+            model.train_step(batch, step)
+            time.sleep(1.1 * LONG_S / TIMED if WARM <= step < WARM + TIMED else 0.0)
+    assert probe.is_due
+    assert probe.measured()["step_s"] >= 1.1 * LONG_S / TIMED
+    assert probe.is_done
+    assert not probe.is_due
 
 
 def test_a_rank_that_leaves_the_schedule_early_waits_all_the_same() -> None:
@@ -168,25 +188,41 @@ def test_a_rank_that_leaves_the_schedule_early_waits_all_the_same() -> None:
     assert bubble([first, last, slower, slower]) == pytest.approx(0.2)
 
 
-def test_messages_between_ranks_take_longer_the_larger_they_are() -> None:
+def test_a_message_takes_its_way() -> None:
     threads = threading.active_count()
-    found = transfer_s([1 << 24, 8, 8])
-    assert 0 < found[8] < found[1 << 24] < 10
+    assert 0 < way_s() < 1
     assert threading.active_count() == threads
 
 
 def test_messages_that_take_long_lengthen_the_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def slow(sizes_bytes: Any) -> dict[int, float]:
-        asked.extend(sizes_bytes)
-        return dict.fromkeys(asked, 60.0)
-
-    monkeypatch.setattr("shoal.cost.prediction.transfer_s", slow)
+    monkeypatch.setattr("shoal.cost.prediction.way_s", lambda: 60.0)
     found = table("parallel=pipeline", "workers=2")
-    assert asked == [4 * WIDTH * BATCH // 4]  # of each of four micro-batches
     assert found["bubble"] > 0.9
     assert found["step_s"] == pytest.approx(4 * 60.0, rel=0.01)  # there and back, twice: two are under way at a time
+
+
+def test_what_a_rank_does_with_messages_lengthens_the_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four micro-batches: the last rank takes in as many tensors and sends as many gradients, one after the other."""
+    handled = []
+
+    def slow(self: Handled) -> dict[int, tuple[float, float]]:
+        handled.append(set(self.send_s))
+        return {4 * WIDTH * BATCH // 4: (30.0, 60.0)}
+
+    monkeypatch.setattr(Handled, "medians", slow)
+    found = table("parallel=pipeline", "workers=2")
+    assert handled == [{4 * WIDTH * BATCH // 4}] * 4  # of each of four micro-batches, on both ranks, twice
+    assert found["step_s"] == pytest.approx(30.0 + 4 * (60.0 + 30.0) + 60.0, rel=0.01)
+
+
+def test_larger_messages_take_longer_also_those_that_were_not_tried() -> None:
+    pipeline = replace(DryRun({}), messages_s={1000: (1.0, 2.0), 3000: (2.0, 2.0)}, handed_bytes={0: 1000.0, 1: 5000.0})
+    found = _messages({0: pipeline})
+    assert [(each.send_s, each.take_s) for each in found] == [
+        pytest.approx((1.0, 2.0)),
+        pytest.approx((3.0, 2.0)),
+    ]
+    assert [(each.send_s, each.take_s) for each in _messages({0: replace(pipeline, messages_s={})})] == [(0, 0)] * 2
 
 
 def test_a_stage_is_as_slow_as_its_own_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import PlanError
-from shoal.parallel.pipeline_bubble import predict
+from shoal.parallel.pipeline_bubble import Message, predict
 from shoal.parallel.pipeline_schedules import CLASSES, SINGLE, order, stage_ranks
 
 
@@ -28,11 +28,21 @@ def test_two_stages_for_each_rank_halve_the_bubble(ranks: int) -> None:
 
 def test_what_is_handed_on_takes_its_time_both_ways() -> None:
     """GPipe, two micro-batches: F F then B B on each rank, the second behind the first, by hand."""
-    found = predict("gpipe", 2, 2, [1.0, 1.0], [2.0, 2.0], transfer_s=[0.25])
+    found = predict("gpipe", 2, 2, [1.0, 1.0], [2.0, 2.0], messages=[Message(way_s=0.25)])
     assert found.step_s == pytest.approx(1.0 + 0.25 + 2 * 1.0 + 2 * 2.0 + 0.25 + 2.0)
-    found = predict("gpipe", 3, 1, [1.0] * 3, [2.0] * 3, transfer_s=[0.25, 0.5], between_s=0.125)
+    ways = [Message(way_s=0.25), Message(way_s=0.5)]
+    found = predict("gpipe", 3, 1, [1.0] * 3, [2.0] * 3, messages=ways, between_s=0.125)
     assert found.step_s == pytest.approx(0.125 + 3 * 1.0 + 3 * 2.0 + 2 * (0.25 + 0.5) + 0.125)
     assert found.busy_s == [3.0] * 3
+
+
+def test_who_sends_and_who_takes_in_computes_nothing_meanwhile() -> None:
+    """GPipe, two micro-batches, by hand: each rank sends twice and takes in twice, some of it while others compute."""
+    plain = predict("gpipe", 2, 2, [1.0, 1.0], [2.0, 2.0])
+    found = predict("gpipe", 2, 2, [1.0, 1.0], [2.0, 2.0], messages=[Message(send_s=0.25, way_s=0.125, take_s=0.5)])
+    # F, sent, under way | taken in, F, taken in, F, B, sent, under way | taken in, B, taken in, B
+    assert found.step_s == pytest.approx(1.0 + 0.375 + 2 * 1.5 + 2.0 + 0.375 + 2 * 2.5)
+    assert found.busy_s == plain.busy_s == [6.0, 6.0]
 
 
 @pytest.mark.parametrize("schedule", CLASSES)
@@ -52,7 +62,12 @@ def test_what_all_schedules_have_in_common(schedule: str) -> None:
     plain = predict(schedule, 2, 8, [1.0] * stages, [2.0] * stages)
     assert sum(plain.busy_s) == pytest.approx(8 * 3 * stages)
     assert 0 < plain.idle_share < 0.2
-    slower = predict(schedule, 2, 8, [1.0] * stages, [2.0] * stages, transfer_s=[0.5] * (stages - 1))
+    slower = predict(schedule, 2, 8, [1.0] * stages, [2.0] * stages, messages=[Message(way_s=0.5)] * (stages - 1))
+    busier = predict(
+        schedule, 2, 8, [1.0] * stages, [2.0] * stages, messages=[Message(send_s=0.25, take_s=0.25)] * (stages - 1)
+    )
+    assert busier.step_s > plain.step_s
+    assert busier.busy_s == pytest.approx(plain.busy_s)
     assert slower.step_s > plain.step_s
     halting = predict(schedule, 2, 8, [1.0] * stages, [2.0] * stages, between_s=0.1)
     assert halting.step_s > plain.step_s

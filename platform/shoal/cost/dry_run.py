@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.cost.alone import Costed, first_batch
-from shoal.cost.pretence import Play, pretended
+from shoal.cost.pretence import Handled, Play, pretended
 from shoal.cost.reading import metering
 from shoal.data import Data
 from shoal.parallel import Degrees, ParallelSpec
@@ -26,7 +27,7 @@ from shoal.parallel.pipeline import Pipelined
 from shoal.parallel.pipeline_layout import Layout
 
 MOST_TIMED, TIMED_S = 5, 0.2
-LEAST_OF_PIPELINE = 3
+OF_PIPELINE = 3  # at least
 NUM_WARM = 2  # DDP arranges its buckets anew before its second step, optimisers make their states in the first
 
 MakeOptimizer = Callable[[Any, Any, Iterable[nn.Parameter]], Optimizer]  # of task, spec.optimizer, parameters
@@ -61,7 +62,8 @@ class DryRun:
     """What one rank did in a step. In a pipeline:
 
     busy_s:       seconds by (stage, "forward" or "backward")
-    besides_s:    seconds that its schedules took besides, though nobody kept them waiting
+    besides_s:    seconds that its schedules took besides, though nobody kept them waiting, and without messages
+    messages_s:   by their bytes, the seconds of a message that it sends, and of one that it takes in
     handed_bytes: by stage, the tensor that it hands on for each micro-batch
     layout:       which stage has what
     """
@@ -69,8 +71,22 @@ class DryRun:
     values: dict[str, float]
     busy_s: dict[tuple[int, str], float] = field(default_factory=dict)
     besides_s: float = 0.0
+    messages_s: dict[int, tuple[float, float]] = field(default_factory=dict)
     handed_bytes: dict[int, float] = field(default_factory=dict)
     layout: Layout | None = None
+
+    def at_best(self, again: DryRun) -> DryRun:
+        """The same with the shorter times of two runs: whatever else the machine did has made neither shorter."""
+        messages_s = dict(self.messages_s)
+        for size, both in again.messages_s.items():
+            before = messages_s.get(size, both)
+            messages_s[size] = (min(before[0], both[0]), min(before[1], both[1]))
+        return replace(
+            self,
+            busy_s={name: min(seconds, again.busy_s.get(name, seconds)) for name, seconds in self.busy_s.items()},
+            besides_s=min(self.besides_s, again.besides_s),
+            messages_s=messages_s,
+        )
 
 
 def dry_run(
@@ -100,10 +116,10 @@ def dry_run(
             parameters = [parameter for _, parameter in model.named_parameters()]
             optimizer = make(task, spec.optimizer, parameters)
             steps = count()
-            *_, warm = (_timed(model, optimizer, batch, next(steps), spec.clip_norm) for _ in range(NUM_WARM))
-            timed = [
-                _timed(model, optimizer, batch, next(steps), spec.clip_norm) for _ in range(_repeats(warm, degrees))
-            ]
+            timer = partial(_timed, model, optimizer, batch, clip_norm=spec.clip_norm, handled=play.handled)
+            *_, warm = (timer(next(steps)) for _ in range(NUM_WARM))
+            timed = [timer(next(steps)) for _ in range(_repeats(warm, degrees))]
+            messages_s = play.handled.medians()
             with metering(model, optimizer, is_pretended=True) as found:
                 _step(model, optimizer, batch, next(steps), spec.clip_norm)
             values = {**found, "step_s": min(each.step_s for each in timed)}
@@ -112,7 +128,7 @@ def dry_run(
             busy_s = {name: min(each.busy_s[name] for each in timed) for name in warm.busy_s}
             besides_s = min(each.besides_s for each in timed)
             handed_bytes = {stage: float(size) for stage, size in model.handed_bytes.items()}
-            return DryRun(values, busy_s, besides_s, handed_bytes, model.layout)
+            return DryRun(values, busy_s, besides_s, messages_s, handed_bytes, model.layout)
         finally:
             model.close()
 
@@ -125,7 +141,7 @@ def _eager(parallel: ParallelSpec) -> ParallelSpec:
 
 @dataclass(frozen=True)
 class _Timed:
-    """One step: seconds of all of it; by stage and way, of what was computed; and of the schedules besides."""
+    """One step: seconds of all of it; by stage and way, of what was computed; the schedules besides messages."""
 
     step_s: float
     busy_s: dict[tuple[int, str], float]
@@ -133,18 +149,22 @@ class _Timed:
 
 
 def _repeats(warm: _Timed, degrees: Degrees) -> int:
-    least = LEAST_OF_PIPELINE if degrees.pipeline > 1 else 1
+    least = OF_PIPELINE if degrees.pipeline > 1 else 1
     return max(least, min(MOST_TIMED, int(TIMED_S / max(warm.step_s, 1e-9))))
 
 
-def _timed(model: ParallelModel, optimizer: Optimizer, batch: Any, step: int, clip_norm: float | None) -> _Timed:
-    before_s, scheduled_s, began_s = model.busy_by_stage, model.scheduled_s, time.perf_counter()
+def _timed(
+    model: ParallelModel, optimizer: Optimizer, batch: Any, step: int, clip_norm: float | None, handled: Handled
+) -> _Timed:
+    before_s, scheduled_s, handled_s = model.busy_by_stage, model.scheduled_s, handled.total_s
+    began_s = time.perf_counter()
     _step(model, optimizer, batch, step, clip_norm)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     step_s = time.perf_counter() - began_s
     busy_s = {name: seconds - before_s.get(name, 0.0) for name, seconds in model.busy_by_stage.items()}
-    return _Timed(step_s, busy_s, model.scheduled_s - scheduled_s - sum(busy_s.values()))
+    besides_s = model.scheduled_s - scheduled_s - sum(busy_s.values()) - (handled.total_s - handled_s)
+    return _Timed(step_s, busy_s, besides_s)
 
 
 def _step(model: ParallelModel, optimizer: Optimizer, batch: Any, step: int, clip_norm: float | None) -> None:

@@ -11,15 +11,17 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
+import numpy as np
 import torch
 from torch import nn
 
 from shoal.cost.alone import Alone, Costed, first_batch, look, undisturbed
 from shoal.cost.dry_run import Configured, DryRun, MakeOptimizer, dry_run, representatives
-from shoal.cost.message import transfer_s
+from shoal.cost.message import way_s
 from shoal.cost.pretence import NotSaidYet, Play
 from shoal.cost.table import CostTable, most
 from shoal.data import Batch, Data
+from shoal.parallel.pipeline_bubble import Message
 from shoal.parallel.pipeline_bubble import predict as play
 from shoal.parallel.pipeline_layout import Layout
 from shoal.parallel.pipeline_schedules import order, stage_ranks
@@ -28,6 +30,7 @@ from shoal.parallel.plan import Degrees
 from shoal.parallel.tensor_plan import tensor_plan
 from shoal.parallel.world import choose_device
 
+OF_PIPELINE = 2  # dry runs of each rank
 BUDGET_S = 1.5  # of a step of a dry run; a longer one is scaled
 
 
@@ -105,7 +108,11 @@ def _sizes(sample_s: float, samples: int) -> tuple[int, int]:
 
 
 def _round(run: Callable[[int, Play], DryRun], degrees: Degrees) -> dict[int, DryRun]:
-    """Each representative rank, once; a rank that needs to hear from a later one is run again after that one."""
+    """Each representative rank; one that needs to hear from a later one is run again after that one.
+
+    Ranks of a pipeline are run several times, in turn: their bubble tells how unlike their times are, and so would all
+    that slows a machine while it times one of them.
+    """
     play, found = Play(), dict[int, DryRun]()
     waiting = representatives(degrees)
     for _ in range(2 * degrees.pipeline):
@@ -115,6 +122,8 @@ def _round(run: Callable[[int, Play], DryRun], degrees: Degrees) -> dict[int, Dr
                 waiting.remove(rank)
         waiting.reverse()
     assert not waiting, "the stages wait for each other"
+    for rank in sorted(found) * (OF_PIPELINE - 1 if degrees.pipeline > 1 else 0):
+        found[rank] = found[rank].at_best(run(rank, play))
     return dict(sorted(found.items()))
 
 
@@ -125,7 +134,7 @@ def _scaled(one: DryRun, two: DryRun, by: float) -> DryRun:
     values["memory_peak"] = max(values["memory_peak"], sum(values[name] for name in alive))
     busy_s = {name: one.busy_s[name] + (two.busy_s[name] - one.busy_s[name]) * by for name in one.busy_s}
     handed = {stage: size + (two.handed_bytes[stage] - size) * by for stage, size in one.handed_bytes.items()}
-    return DryRun(values, busy_s, two.besides_s, handed, two.layout)
+    return DryRun(values, busy_s, two.besides_s, one.messages_s | two.messages_s, handed, two.layout)
 
 
 def _placed(
@@ -150,10 +159,28 @@ def _pipeline(spec: Configured, degrees: Degrees, runs: dict[int, DryRun], devic
     forward_s, backward_s = (
         [busy_s.get((stage, way), 0.0) / (micro * accumulate) for stage in stages] for way in ("forward", "backward")
     )
-    handed = {stage: int(size) for run in runs.values() for stage, size in run.handed_bytes.items()}
-    took_s = transfer_s(handed.values()) if device.type == "cpu" else dict.fromkeys(handed.values(), 0.0)
     num_works = sum(len(works) for works in order(schedule, degrees.pipeline, micro)) * accumulate
     between_s = sum(run.besides_s for run in runs.values()) / num_works
-    messages_s = [took_s[handed[stage]] for stage in stages[:-1]]
-    played = play(schedule, degrees.pipeline, micro, forward_s, backward_s, messages_s, between_s)
+    messages = _messages(runs) if device.type == "cpu" else []
+    played = play(schedule, degrees.pipeline, micro, forward_s, backward_s, messages, between_s)
     return {"bubble": played.idle_share, "step_s": played.step_s * accumulate}
+
+
+def _messages(runs: dict[int, DryRun]) -> list[Message]:
+    """By each stage but the last, what it hands on, as the dry runs have sent and taken it in."""
+    known = {size: both for run in runs.values() for size, both in run.messages_s.items()}
+    handed = {stage: size for run in runs.values() for stage, size in run.handed_bytes.items()}
+    on_the_way_s = way_s()
+    found = []
+    for _, size in sorted(handed.items()):
+        send_s, take_s = (_along_a_line({each: both[way] for each, both in known.items()}, size) for way in (0, 1))
+        found.append(Message(send_s, on_the_way_s, take_s))
+    return found
+
+
+def _along_a_line(known: dict[int, float], size: float) -> float:
+    """The seconds of a message of this size, from those of some sizes; none are known of what a group carries."""
+    if len(known) < 2:
+        return next(iter(known.values()), 0.0)
+    slope, at_zero = np.polyfit(list(known), list(known.values()), 1)
+    return max(0.0, float(at_zero + slope * size))

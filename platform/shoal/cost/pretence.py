@@ -7,10 +7,14 @@ another about shapes, is kept from rank to rank. Called by `dry_run`. Nothing of
 from __future__ import annotations
 
 import pickle
+import socket
+import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shoal.errors import PlanError
 from shoal.parallel import World
+from shoal.parallel.host_messages import HostMessages
 from shoal.parallel.host_sum import HostSum
 
 T = TypeVar("T")
@@ -32,11 +37,34 @@ class NotSaidYet(Exception):
 
 
 @dataclass
+class Handled:
+    """Seconds of processor time that one rank spends with messages, each by its bytes; and with playing the others."""
+
+    send_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    take_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    total_s: float = 0.0
+
+    def note(self, of: dict[int, list[float]], size_bytes: int, began_s: float) -> None:
+        seconds = time.thread_time() - began_s
+        of[size_bytes].append(seconds)
+        self.total_s += seconds
+
+    def medians(self) -> dict[int, tuple[float, float]]:
+        """By bytes: (of a message sent, of one taken in)."""
+        found = {}
+        for size in {*self.send_s, *self.take_s}:
+            both = (statistics.median(each.get(size, [0.0])) for each in (self.send_s, self.take_s))
+            found[size] = (next(both), next(both))
+        return found
+
+
+@dataclass
 class Play:
-    """What has been said in one round: by rank 0 to all, and from rank to rank."""
+    """What has been said in one round: by rank 0 to all, and from rank to rank. `handled`: by the rank that plays."""
 
     said: list[bytes] = field(default_factory=list)
     sent: dict[tuple[int, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    handled: Handled = field(default_factory=Handled)
 
 
 @dataclass(frozen=True)
@@ -72,14 +100,16 @@ def pretended(rank: int, size: int, device: torch.device, play: Play) -> Iterato
     if dist.is_initialized():
         raise PlanError("workers", size, "the cost of a plan is told before a process joins a group", "ask earlier")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    originals = DistributedDataParallel.__init__, HostSum.form, dist.send, dist.recv
+    originals = DistributedDataParallel.__init__, HostSum.form, HostMessages.form, dist.send, dist.recv
     DistributedDataParallel.__init__ = _made_to_answer(originals[0])  # type: ignore[method-assign]
     HostSum.form = _PretendedSum  # type: ignore[method-assign]
+    play.handled = Handled()
+    HostMessages.form = partial(_PretendedMessages, handled=play.handled)  # type: ignore[method-assign]
     dist.send, dist.recv = _post(rank, play)
     try:
         yield _Pretended(rank, size, device, play=play)
     finally:
-        DistributedDataParallel.__init__, HostSum.form, dist.send, dist.recv = originals  # type: ignore[method-assign]
+        DistributedDataParallel.__init__, HostSum.form, HostMessages.form, dist.send, dist.recv = originals  # type: ignore[method-assign]
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # of distributed tensors, which still names this rank's groups
 
@@ -104,6 +134,55 @@ class _PretendedSum(HostSum):
 
     def close(self) -> None:
         """There is nothing to leave."""
+
+
+class _PretendedMessages(HostMessages):
+    """The same messages through the same memory. The other ranks are played at once: they read what is sent, and have
+    sent what is expected; what they send is whatever the receiver's tensor held."""
+
+    def __init__(self, group: dist.ProcessGroup, handled: Handled) -> None:
+        rank, pairs = dist.get_rank(group), {}
+        for other in range(dist.get_world_size(group)):
+            if other != rank:
+                pairs[other] = socket.socketpair()
+        super().__init__(rank, {other: ours for other, (ours, _) in pairs.items()})
+        self._others = {other: HostMessages(other, {rank: theirs}) for other, (_, theirs) in pairs.items()}
+        self._own_rank, self._handled = rank, handled
+
+    def send(self, tensor: Tensor, to: int) -> Any:
+        began_s = time.thread_time()
+        sent = super().send(tensor, to)
+        self._handled.note(self._handled.send_s, tensor.nbytes, began_s)
+        began_s = time.thread_time()
+        self._others[to].receive(tensor, self._own_rank).wait()
+        self._handled.total_s += time.thread_time() - began_s
+        return sent
+
+    def receive(self, tensor: Tensor, sender: int) -> Any:
+        began_s = time.thread_time()
+        self._others[sender].send(tensor, self._own_rank)
+        self._handled.total_s += time.thread_time() - began_s
+        return _Arrived(super().receive(tensor, sender), tensor.nbytes, self._handled)
+
+    def close(self) -> None:
+        super().close()
+        for other in self._others.values():
+            other.close()
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """A message that is there. `message`: what the real thing would wait for."""
+
+    message: Any
+    size_bytes: int
+    handled: Handled
+
+    def wait(self) -> bool:
+        began_s = time.thread_time()
+        self.message.wait()
+        self.handled.note(self.handled.take_s, self.size_bytes, began_s)
+        return True
 
 
 def _made_to_answer(original: Callable[..., None]) -> Callable[..., None]:

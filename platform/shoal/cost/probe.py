@@ -1,7 +1,8 @@
 """What a running Trainer's steps cost, measured on a few of them.
 
-Owns the counting of a life's first steps: some to warm up, some on the clock, and one looked at operator by operator;
-all others run as if there were no probe. Called by the Trainer, on every rank at the same steps.
+Owns the counting of a life's first steps: some to warm up, some on the clock, and one looked at operator by operator.
+Then all is told; where steps are short, more are on the clock, and it is told again. All others run as if there were no
+probe. Called by the Trainer, on every rank at the same steps.
 
 The bubble of a step is the share of its schedule in which ranks do not compute. A rank that has done its last action
 before the others leaves the schedule, and waits later: in `clip`, or for the first message of the next step. So the
@@ -10,7 +11,7 @@ schedule is as long as it is on the rank that is in it for longest.
     probe = CostProbe(model, optimizer, world)
     with probe.step():                    # around train_step, clip and optimizer.step
         ...
-    if probe.is_due:                      # true once, after the last of its steps, on every rank alike
+    if probe.is_due:                      # true once or twice, on every rank alike
         journal.event(MEASURED, **probe.measured().details())
 """
 
@@ -31,6 +32,7 @@ from shoal.parallel.model import ParallelModel
 from shoal.parallel.world import World
 
 WARM, TIMED = 3, 7
+LONG_S, MOST_MORE = 1.0, 60  # a few short steps say more of the machine's moment than of the plan: go on for so long
 
 
 @dataclass(frozen=True)
@@ -51,27 +53,27 @@ class CostProbe:
 
     def __init__(self, model: ParallelModel, optimizer: Optimizer, world: World) -> None:
         self._model, self._optimizer, self._world = model, optimizer, world
-        self._num_seen = 0
+        self._num_seen, self._num_timed = 0, TIMED
         self._timed_steps: list[Timed] = []
         self._found: dict[str, float] = {}
-        self._is_told = False
+        self._num_told = 0
 
     @property
     def is_due(self) -> bool:
-        """Whether all is measured and nobody has asked for it yet."""
-        return bool(self._found) and not self._is_told
+        """Whether something is measured that nobody has asked for yet."""
+        return bool(self._found) and not self.is_done and len(self._timed_steps) == self._num_timed
 
     @property
     def is_done(self) -> bool:
         """Whether the probe can be dropped."""
-        return self._is_told
+        return self._num_told == 2
 
     def step(self) -> AbstractContextManager[object]:
         """The context of the next step."""
         self._num_seen += 1
-        if self._num_seen <= WARM or self._found:
+        if self._num_seen <= WARM or self.is_due or self.is_done:
             return nullcontext()
-        return self._timed() if self._num_seen <= WARM + TIMED else self._metered()
+        return self._timed() if len(self._timed_steps) < self._num_timed else self._metered()
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -86,7 +88,6 @@ class CostProbe:
     def _metered(self) -> Iterator[None]:
         with metering(self._model, self._optimizer) as found:
             yield
-        found["step_s"] = statistics.median(timed.step_s for timed in self._timed_steps)
         self._found = found
 
     def _now_s(self) -> float:
@@ -96,8 +97,14 @@ class CostProbe:
 
     def measured(self) -> CostTable:
         """The table of all ranks. Collective."""
-        self._is_told = True
+        self._num_told += 1
+        self._found["step_s"] = statistics.median(timed.step_s for timed in self._timed_steps)
         everyone = self._world.gather((self._found, self._timed_steps))
+        longest_s = max(found["step_s"] for found, _ in everyone)
+        more = min(MOST_MORE, int(LONG_S / longest_s) - self._num_timed)
+        self._num_timed += max(0, more)
+        if more <= 0:
+            self._num_told = 2
         ranks = {rank: found for rank, (found, _) in enumerate(everyone)}
         values = most(ranks)
         if self._model.busy_by_stage:

@@ -179,7 +179,8 @@ class Trainer:
             self._tell_the_cost(self._probe)
 
     def _tell_the_cost(self, probe: CostProbe) -> None:
-        cost, self._probe = probe.measured(), None
+        cost = probe.measured()
+        self._probe = None if probe.is_done else probe
         self._meter.flops_per_sample = cost["flops_step"] / self.spec.batch_size
         self._journal.event(MEASURED, **cost.details())
 
