@@ -73,6 +73,19 @@ def _every(tensor: Tensor, first: int, stride: int) -> Tensor:
     return tensor[first::stride] if tensor.ndim else tensor
 
 
+def pieces(batch: Any, parts: int) -> Iterator[tuple[Any, float]]:
+    """At most `parts` contiguous pieces of any batch, each with its share of the samples."""
+    size = num_samples(batch)
+    each = max(1, -(-size // parts))
+    for begin in range(0, size, each):
+        end = min(size, begin + each)
+        yield map_tensors(batch, partial(_rows, begin=begin, end=end)), (end - begin) / size
+
+
+def _rows(tensor: Tensor, begin: int, end: int) -> Tensor:
+    return tensor[begin:end] if tensor.ndim else tensor
+
+
 def moved(batch: Any, device: torch.device) -> Any:
     """`batch` on `device`."""
     return map_tensors(batch, lambda tensor: tensor.to(device))

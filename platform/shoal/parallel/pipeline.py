@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 from shoal.errors import ConfigError, PlanError
 from shoal.parallel import gradients, state
 from shoal.parallel.batch_norm import DataRanks, globalise_batch_norm
-from shoal.parallel.batches import map_tensors, micro_batches, num_samples, tensors_of
+from shoal.parallel.batches import micro_batches, num_samples, pieces, tensors_of
 from shoal.parallel.buffers import check_buffers
 from shoal.parallel.dropout import seed_dropout
 from shoal.parallel.host_messages import HostMessages
@@ -109,8 +108,8 @@ class Pipelined(ParallelModel):
         own = [stage for stage, rank in enumerate(self._stage_ranks) if rank == self._rank]
         self._has_last = len(self._stage_ranks) - 1 in own
         self._num_micro_batches = spec.num_micro_batches(degrees)
-        self._messages: HostMessages | None = None  # unless the user has named what is to carry them
-        if world.device.type == "cpu" and spec.backend is None and self._groups.pipeline is not None:
+        self._messages: HostMessages | None = None
+        if self._groups.pipeline is not None and spec.goes_through_memory(world.device.type):
             self._messages = HostMessages.form(self._groups.pipeline)
         self._data_ranks = DataRanks(self._groups.data) if self._groups.data is not None else None
         if self._data_ranks is not None:
@@ -234,7 +233,7 @@ class Pipelined(ParallelModel):
         self._handed = {}
         # Data ranks that gather one another's parameters must all do so equally often, however many samples they have.
         with evaluating(self._model), torch.no_grad():
-            for part, share in _slices(batch, 1 if self._degrees.is_sharded else self._num_micro_batches):
+            for part, share in pieces(batch, 1 if self._degrees.is_sharded else self._num_micro_batches):
                 outputs = self._forward(part)
                 if self._has_last:
                     with autocast(self._spec.precision, self._world.device):
@@ -358,19 +357,6 @@ class Pipelined(ParallelModel):
         self._schedules.clear()
         if self._messages:
             self._messages.close()
-
-
-def _slices(batch: Any, parts: int) -> Iterator[tuple[Any, float]]:
-    """At most `parts` contiguous pieces of any batch, each with its share of the samples."""
-    size = num_samples(batch)
-    each = max(1, -(-size // parts))
-    for begin in range(0, size, each):
-        end = min(size, begin + each)
-        yield map_tensors(batch, partial(_rows, begin, end)), (end - begin) / size
-
-
-def _rows(begin: int, end: int, tensor: Tensor) -> Tensor:
-    return tensor[begin:end] if tensor.ndim else tensor
 
 
 def _like(tensor: Tensor) -> Tensor:

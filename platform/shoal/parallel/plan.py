@@ -160,6 +160,10 @@ class ParallelSpec(Spec):
             raise PlanError("batch_size", batch_size, f"cannot be divided by {product}", f"use {near}")
         return batch_size // parts
 
+    def goes_through_memory(self, device_type: str) -> bool:
+        """Whether ranks of one host hand tensors to each other past torch.distributed, unless a back end is named."""
+        return device_type == "cpu" and self.backend is None
+
     def num_micro_batches(self, degrees: Degrees) -> int:
         """Micro-batches that go through the pipeline at each micro-step; 1 without one."""
         if degrees.pipeline == 1:

@@ -46,7 +46,9 @@ class Whole(ParallelModel):
         self.num_data_ranks = dist.get_world_size(data_group) if data_group else 1
         self._learnable, self._spec, self._world = learnable, spec, world
         self._data_group = data_group
-        self._on_host = _on_host(data_group, spec, world) if data_group else None
+        self._on_host: HostSum | None = None
+        if data_group is not None and spec.goes_through_memory(world.device.type):
+            self._on_host = HostSum.form(data_group)
         self._ranks = DataRanks(data_group, self._on_host) if data_group else None
         if self._ranks:
             globalise_batch_norm(model, self._ranks)
@@ -176,11 +178,6 @@ class Watched(Whole):
     @property
     def communication_s(self) -> float:
         return self._waiting.waited_s + (self._on_host.waited_s if self._on_host else 0.0)
-
-
-def _on_host(group: dist.ProcessGroup, spec: ParallelSpec, world: World) -> HostSum | None:
-    """Sums through memory, unless the user has named what is to carry them. Collective."""
-    return HostSum.form(group) if world.device.type == "cpu" and spec.backend is None else None
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
