@@ -180,6 +180,8 @@ def _cluster_environment(
         **serve,
         # Ray would start a worker for each CPU when somebody connects; a job, with its own environment, uses others.
         "RAY_prestart_worker_first_driver": "0",
+        # An actor for each training run, which would hear of this machine being taken away by a provider.
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_JOB_STOP_WAIT_TIME_S": "15",  # a job that is asked to stop may save what it has
         "TMPDIR": str(temp_dir / "tmp"),  # where Ray's own Python processes leave sockets when they are ended
         "DASHBOARD_METRIC_PORT": str(free_port()),
