@@ -233,7 +233,7 @@ def test_from_a_loss_that_is_not_finite_to_an_endpoint(cluster: EmbeddedCluster,
     samples = json.loads((tmp_path / "samples-0.jsonl").read_text().splitlines()[7])
     checkpoint = failed.folder / "checkpoints" / "step-000000006"
     shown = ", ".join(str(index) for index in sorted(samples)[:16]) + " and 16 more"
-    reason = f"the loss is not finite at step 7, samples {shown}; the last good checkpoint is {checkpoint}"
+    reason = f"the loss is not finite in step 8, samples {shown}; the last good checkpoint is {checkpoint}"
     assert status == 1
     assert f"error: {reason}" in said
     assert "Traceback" not in said

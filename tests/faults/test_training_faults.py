@@ -64,6 +64,9 @@ def losses_without_ray(world: World, folder: Path, spec: TrainSpec) -> dict[int,
         def histogram(self, *given: object) -> None:
             pass
 
+        def flush(self) -> None:
+            pass
+
     Trainer(spec, Toy(**spec.args), world, folder, journal=Journal()).run()
     return losses
 

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from shoal.data import Data
 from shoal.data.formats import Idx
-from shoal.errors import ConfigError, DataError, PlanError
+from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError
 from shoal.train.checks import Checked, check
 from shoal.train.spec import TrainSpec
 from train_task import Toy
@@ -50,9 +50,46 @@ class Locked(Toy):
         self.lock = threading.Lock()
 
 
+class Wrapped:
+    """A dataset that cannot be handed to another process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+        return torch.zeros(8), index, 0
+
+
 class Empty(Toy):
     def data(self) -> Data:
         return Data(TensorDataset(torch.zeros(0, 8), torch.zeros(0), torch.zeros(0)))
+
+
+class NothingToValidate(Toy):
+    def data(self) -> Data:
+        return Data(super().data().train, Empty().data().train)
+
+
+class Shortened(Wrapped):
+    """It says that it has more than there is."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+        if index >= 200:
+            raise IndexError("past the end")
+        return super().__getitem__(index)
+
+
+class Short(Toy):
+    def data(self) -> Data:
+        return Data(Shortened())
+
+
+class Huge(Toy):
+    def model(self) -> nn.Module:
+        return nn.Linear(8, 10**12)
 
 
 class NoValidation(Toy):
@@ -91,19 +128,6 @@ class Unsplittable(Toy):
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 3))
-
-
-class Wrapped:
-    """A dataset that cannot be handed to another process."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return 256
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
-        return torch.zeros(8), index, 0
 
 
 class Unsendable(Toy):
@@ -224,8 +248,11 @@ def test_what_cannot_be_sent_to_workers() -> None:
 
 def test_data_that_is_not_there(tmp_path: Path) -> None:
     assert "No such file" in refused(spec_of("Missing"), DataError).problem
-    with pytest.raises(DataError, match="is empty"):
-        check(spec_of("Empty"))
+    error = refused(spec_of("Empty"), DataError)
+    assert (error.field, error.problem) == ("data.train", "is empty")
+    error = refused(spec_of("NothingToValidate"), DataError)
+    assert (error.field, error.remedy) == ("data.validation", "give it samples, or leave it out")
+    assert "cannot be read (in samples 202): IndexError: past the end" in refused(spec_of("Short"), DataError).problem
     error = refused(spec_of(batch_size=300), DataError)
     assert "256 samples, not one whole batch of 300" in error.problem
     assert "neither a map-style nor an iterable" in refused(spec_of("OnlyItems")).problem
@@ -249,6 +276,18 @@ def test_an_end_that_cannot_come() -> None:
     assert (error.field, error.remedy) == ("stop.target.metric", "give Data(validation=...)")
     error = refused(spec_of("NoValidation", stop={"convergence": {"metric": "loss"}}))
     assert (error.field, error.value) == ("stop.convergence.metric", "loss")
+
+
+def test_a_back_end_that_this_torch_has_not() -> None:
+    error = refused(spec_of(parallel={"backend": "cpu:gloo,cuda:nobody", "data": 2}, workers=2), PlanError)
+    assert (error.field, error.value) == ("parallel.backend", "cpu:gloo,cuda:nobody")
+    assert (error.problem, error.remedy) == ("is not in this torch", "use gloo, or leave it out")
+    check(spec_of(parallel={"backend": "cpu:gloo", "data": 2}, workers=2))
+
+
+def test_a_model_that_no_memory_holds() -> None:
+    with pytest.raises(OutOfMemory, match=r"Huge\.model needs more memory than there is .* Make it smaller"):
+        check(spec_of("Huge"))
 
 
 def test_a_device_that_is_none() -> None:

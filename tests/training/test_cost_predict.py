@@ -179,6 +179,28 @@ def test_of_long_steps_a_few_are_timed() -> None:
     assert not probe.is_due
 
 
+def test_steps_that_are_not_alike_are_averaged() -> None:
+    """Every other one has no backward pass: the FLOPs are those of a mean step, the memory that of the largest."""
+    task, spec, world = Blocks(), TrainSpec(batch_size=BATCH), World.alone("cpu")
+    batch = first_batch(task.data(), BATCH, world.device)
+    model = parallelize(task.model(), task, spec.parallel, spec.degrees(), world, batch)
+    optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
+    probe = CostProbe(model, optimizer, world, num_metered=4)
+    for step in range(WARM + TIMED + 4):
+        assert not probe.is_due
+        with probe.step():
+            if step % 2:
+                model.train_step(batch, step)
+            else:
+                with torch.no_grad():
+                    model.modules[0](*task.inputs(batch))
+    assert probe.is_due
+    measured, whole = probe.measured(), table()
+    forward = whole["flops_forward_sample"] * BATCH
+    assert measured["flops_step"] == pytest.approx((whole["flops_step"] + forward) / 2)
+    assert measured["memory_activations"] == whole["memory_activations"] > 0
+
+
 def test_a_rank_that_leaves_the_schedule_early_waits_all_the_same() -> None:
     """Four micro-batches of 1 s forward and 2 s backward in two stages: the last rank is done 2 s before the first."""
     played = play("1f1b", 2, 4, [1.0, 1.0], [2.0, 2.0])

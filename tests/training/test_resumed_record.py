@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +45,21 @@ def test_words_with_which_it_trained_stay_whatever_comes_then() -> None:
     assert "steps: 9" in shoal.runs.load(run.id).spec
 
 
+def test_what_a_checkpoint_outlives_is_in_the_record_when_the_process_is_killed(tmp_path: Path) -> None:
+    """The record is written now and then, and steps are quicker; who goes on does not log them again."""
+    program = "import sys; from shoal.runs import recorder; from shoal.train.__main__ import main;"
+    program += "recorder.FLUSH_INTERVAL_S = 1000.0; sys.exit(main(sys.argv[1:]))"
+    words = [*WORDS, "stop.steps=200", "checkpoint.every_steps=30", f"args.notes={tmp_path}"]
+    fault = ["args.fault=kill", "args.fault_step=66"]
+    killed = subprocess.run([sys.executable, "-c", program, *words, *fault], check=False, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    run = shoal.runs.load("latest")
+    saved = max(int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").glob("step-*"))
+    assert saved in (30, 60)
+    losses = run.metrics()["train/loss"].dropna()
+    assert [step for step in losses.index if step <= saved] == list(range(1, saved + 1))
+
+
 def test_a_run_without_a_checkpoint_says_that_it_begins_again(capsys: pytest.CaptureFixture[str]) -> None:
     run = trained()
     shutil.rmtree(run.folder / "checkpoints")
@@ -49,6 +67,13 @@ def test_a_run_without_a_checkpoint_says_that_it_begins_again(capsys: pytest.Cap
     assert f"run {run.id} had no checkpoint: it began again, at step 0" in capsys.readouterr().out
     assert main([f"resume={run.id}", "stop.steps=7"]) == 0
     assert "had no checkpoint" not in capsys.readouterr().out
+
+
+def test_what_is_wrong_is_said_before_a_cost_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(f"from {TASK.stem} import Toy\n\nclass Wrong(Toy):\n    def data(self):\n        return [1, 2]\n")
+    assert main([f"task={file}:Wrong", "stop.steps=2"]) == 1
+    assert "Wrong.data gave a list. return shoal.data.Data(train=...)" in capsys.readouterr().err
 
 
 def test_more_processes_than_there_are_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

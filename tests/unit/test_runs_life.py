@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shoal import runs
@@ -137,6 +138,23 @@ def test_resuming_goes_on_where_the_run_was(run: RunRecorder) -> None:
     [event] = seen.events().to_dict("records")
     assert (event["kind"], event["details"]["after"]) == ("resumed", "failed")
     assert len(list((run.folder / "tensorboard").iterdir())) == 2
+
+
+def test_tensorboard_shows_each_step_once_as_it_was_last_logged(run: RunRecorder) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    counts, edges = np.array([1, 2]), np.array([0.0, 0.5, 1.0])
+    for step in range(1, 6):
+        run.log(step, {"loss": float(step)})
+        run.histogram(step, "weights", counts, edges)
+    run.close()
+    with runs.reopen("one") as again:
+        again.log(4, {"loss": 4.0})  # as it was: a cluster that dies may take along what was said last
+        again.histogram(6, "weights", counts, edges)
+        again.log(5, {"loss": 50.0})
+    shown = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"histograms": 0}).Reload()
+    assert [(each.step, each.value) for each in shown.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 50)]
+    assert [each.step for each in shown.Histograms("weights")] == [1, 2, 3, 6]
 
 
 def test_resuming_replaces_the_spec_only_when_one_is_given(run: RunRecorder) -> None:

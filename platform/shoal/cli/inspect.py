@@ -65,15 +65,14 @@ def _run(what: str) -> Run | None:
 
 
 def _show_task(console: Console, word: str, words: tuple[str, ...], as_json: bool) -> None:
-    from shoal.cost.prediction import predict
-    from shoal.train.optimizers import make_optimizer
+    from shoal.train.prediction import predicted_table
     from shoal.train.recipe import spec_from_words
     from shoal.train.task import make_task
 
     with redirect_stdout(sys.stderr):  # what a Task prints is no part of the answer
         spec = spec_from_words([word_of("task", word), *words])
         task = make_task(word, spec.args)
-        table = predict(task, spec, make_optimizer)
+        table = predicted_table(task, spec)
     if as_json:
         plan = {"task": word, "plan": spec.degrees().words, "workers": spec.workers, "batch_size": spec.batch_size}
         placed = [asdict(line) for line in table.placed]

@@ -137,8 +137,9 @@ def _way(view: TrainView) -> RenderableType:
 
 
 def _loss(view: TrainView) -> RenderableType:
+    loss = number(view.value("train/loss")) if "train/loss" in view.metrics else "-"
     shown = sparkline(view.history, 40, min(view.history, default=0.0))
-    return Text.assemble(("loss      ", "dim"), (f"{number(view.value('train/loss')):>6} ", "bold"), (shown, "green"))
+    return Text.assemble(("loss      ", "dim"), (f"{loss:>6} ", "bold"), (shown, "green"))
 
 
 def _rates(view: TrainView) -> RenderableType:

@@ -49,10 +49,14 @@ class Timed:
 
 
 class CostProbe:
-    """One for each rank and life of a run."""
+    """One for each rank and life of a run.
 
-    def __init__(self, model: ParallelModel, optimizer: Optimizer, world: World) -> None:
+    num_metered: of steps that are not all alike, how many to look at; more than one are averaged
+    """
+
+    def __init__(self, model: ParallelModel, optimizer: Optimizer, world: World, num_metered: int = 1) -> None:
         self._model, self._optimizer, self._world = model, optimizer, world
+        self._num_metered, self._metered_steps = num_metered, list[dict[str, float]]()
         self._num_seen, self._num_timed = 0, TIMED
         self._timed_steps: list[Timed] = []
         self._found: dict[str, float] = {}
@@ -88,7 +92,9 @@ class CostProbe:
     def _metered(self) -> Iterator[None]:
         with metering(self._model, self._optimizer) as found:
             yield
-        self._found = found
+        self._metered_steps.append(found)
+        if len(self._metered_steps) == self._num_metered:
+            self._found = _together(self._metered_steps)
 
     def _now_s(self) -> float:
         if self._world.device.type == "cuda":
@@ -98,7 +104,8 @@ class CostProbe:
     def measured(self) -> CostTable:
         """The table of all ranks. Collective."""
         self._num_told += 1
-        self._found["step_s"] = statistics.median(timed.step_s for timed in self._timed_steps)
+        typical = statistics.median if self._num_metered == 1 else statistics.mean
+        self._found["step_s"] = typical(timed.step_s for timed in self._timed_steps)
         everyone = self._world.gather((self._found, self._timed_steps))
         longest_s = max(found["step_s"] for found, _ in everyone)
         more = min(MOST_MORE, int(LONG_S / longest_s) - self._num_timed)
@@ -111,6 +118,15 @@ class CostProbe:
             steps = zip(*(timed_steps for _, timed_steps in everyone), strict=True)
             values["bubble"] = statistics.median(bubble(step) for step in steps)
         return CostTable(values, ranks=ranks)
+
+
+def _together(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """What a step does on average, and holds at most."""
+    combined: dict[str, float] = {}
+    for name in steps[0]:
+        values = [step[name] for step in steps]
+        combined[name] = max(values) if name.startswith(("memory", "parameters")) else statistics.mean(values)
+    return combined
 
 
 def bubble(step: Sequence[Timed]) -> float:

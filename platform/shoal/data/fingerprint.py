@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.formats.files import FileDataset
-from shoal.data.reader import random_state_kept, seed_all
+from shoal.data.reader import random_state_kept, seed_all, unreadable
 from shoal.data.source import Source, is_iterable
 
 _END_BYTES = 2**20
@@ -67,7 +67,11 @@ def _add_samples(digest: Any, source: Source) -> None:
         for index in _spread(len(source)):
             seed_all(0, 0, index)
             whole = not hasattr(source, "__getitem__")
-            _add(digest, source.batch(np.array([index])) if whole else source[index])
+            try:
+                sample = source.batch(np.array([index])) if whole else source[index]
+            except Exception as error:  # the dataset is the user's code: whatever it raises is said with the sample
+                raise unreadable(error, source, np.array([index])) from error
+            _add(digest, sample)
 
 
 def _spread(count: int) -> list[int]:

@@ -96,6 +96,9 @@ class Posted:
     def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         self._add(("histogram", (step, name, counts, edges)))
 
+    def flush(self) -> None:
+        """Nothing: what the mailbox has outlives this process, and what it has not yet is said again after a resume."""
+
     def close(self) -> None:
         """Deliver the rest. Idempotent."""
         self._closing.set()

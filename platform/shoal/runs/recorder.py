@@ -17,6 +17,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -202,11 +203,13 @@ class RunRecorder:
         """Add a distribution to the TensorBoard files, which alone hold it: counts [bins] between edges [bins + 1]."""
         with self._buffering:
             self._require_open()
+        if self._tensorboard is None:  # what was logged before, and may be of an earlier step, begins the file
+            with suppress(RunError):  # it is written later, and whoever calls flush is told
+                self.flush()
+            self._mirror()
         with self._mirroring:
             try:
-                if self._tensorboard is None:
-                    self._tensorboard = EventFile(self.folder / "tensorboard")
-                self._tensorboard.add_histogram(int(step), time.time(), name, counts, edges)
+                self._mirror_from(int(step)).add_histogram(int(step), time.time(), name, counts, edges)
             except OSError as error:
                 self._warn_of_tensorboard(error)
 
@@ -350,13 +353,23 @@ class RunRecorder:
             if not logged:
                 return
             try:
-                if self._tensorboard is None:
-                    self._tensorboard = EventFile(self.folder / "tensorboard")
+                file = self._mirror_from(min(step for step, _, _ in logged))
                 for step, at, values in logged:
-                    self._tensorboard.add(step, at, values)
-                self._tensorboard.flush()
+                    file.add(step, at, values)
+                file.flush()
             except OSError as error:
                 self._warn_of_tensorboard(error)
+
+    def _mirror_from(self, step: int) -> EventFile:
+        """The file of this life, which is told `step` first; a life that goes on repeats some steps of the one before.
+
+        Raises OSError. Called under `_mirroring`.
+        """
+        if self._tensorboard is None:
+            self._tensorboard = EventFile(self.folder / "tensorboard", self._incarnation)
+            if self._incarnation > 1:
+                self._tensorboard.begin_again(step)
+        return self._tensorboard
 
     def _warn_of_tensorboard(self, error: OSError) -> None:
         _log.warning("run %s: TensorBoard files cannot be written: %s", self.id, error)

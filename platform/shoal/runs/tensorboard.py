@@ -17,19 +17,28 @@ import numpy as np
 class EventFile:
     """One append-only event file in `folder`, made at once.
 
+    life: of the run; readers take the files in the order of their names, also of two within a second
+
     Written with TensorBoard's own record writer. The SummaryWriters of TensorBoard and tensorboardX start a thread or
     a multiprocessing queue for each run, and importing tensorboardX imports torch.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, life: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
         from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
-        name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{secrets.token_hex(4)}"
+        name = f"events.out.tfevents.{int(now):010d}.{life:06d}.{socket.gethostname()}.{secrets.token_hex(4)}"
         self._writer = RecordWriter((folder / name).open("wb"))
         self._writer.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+
+    def begin_again(self, step: int) -> None:
+        """Have readers forget what earlier files of the folder say of this step and of later ones."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        again = SessionLog(status=SessionLog.START)
+        self._writer.write(Event(wall_time=time.time(), step=step, session_log=again).SerializeToString())
 
     def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """Append the values of one step, logged `at` seconds since the epoch; they need not be finite."""

@@ -42,12 +42,12 @@ def train_here(spec: TrainSpec, job: str = JOB, *, registers: bool = True, predi
     """
     workers = int(os.environ.get("WORLD_SIZE", "1"))
     is_told = predicts and os.environ.get("RANK", "0") == "0"
-    cost = predicted_cost(spec.model_copy(update={"workers": workers})) if is_told else {}
+    spec = spec.model_copy(update={"workers": workers})
+    checked = check(spec)
+    cost = predicted_cost(spec) if is_told else {}
     with ExitStack() as closing:
         world = World.from_environment(spec.device, spec.parallel.backend)
         closing.callback(world.close)
-        spec = spec.model_copy(update={"workers": world.size})
-        checked = check(spec)
         set_threads(spec, os.cpu_count() or 1)
         recorder, problem = None, ""
         if world.is_first:

@@ -10,15 +10,17 @@ import pickle
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.data import Data, Loader
 from shoal.data.example import example_batch
 from shoal.data.fingerprint import fingerprint
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError
 from shoal.parallel.checks import check_plan
 from shoal.parallel.world import choose_device
 from shoal.registry import ModelFactory, Signature
+from shoal.train.fitting import is_out_of_memory
 from shoal.train.random_state import random_state, seed_everything, set_random_state
 from shoal.train.registered import factory_of, model_name
 from shoal.train.schedules import total_steps_of
@@ -51,11 +53,13 @@ def check(spec: TrainSpec) -> Checked:
     samples = spec.parallel.samples(spec.batch_size, degrees)
     if spec.stop.is_empty:
         raise ConfigError("stop", None, "nothing says when to end", "give stop.epochs=3, say, or stop.steps=1000")
+    _require_backend(spec)
     task = make_task(spec.task, spec.args)
     _require_methods(task, spec)
     if spec.workers > 1:
         _require_pickles(task, spec)
     data = data_of(task, spec.task)
+    _require_samples(data)
     before = random_state()
     try:
         return _try_out(spec, task, data, samples)
@@ -75,7 +79,7 @@ def _try_out(spec: TrainSpec, task: Task, data: Data, samples: int) -> Checked:
         loader.close()
     total_steps_of(spec, steps_per_epoch)
     seed_everything(spec.seed)
-    model = model_of(task, spec.task)
+    model = _model_that_fits(task, spec)
     # Where the workers run there may be a CUDA that is not here.
     device = "cuda" if spec.device == "cuda" else choose_device(spec.device, 0).type
     check_plan(model, task, spec.parallel, degrees, batch, device)
@@ -89,6 +93,34 @@ def _try_out(spec: TrainSpec, task: Task, data: Data, samples: int) -> Checked:
     model_name(spec)
     evaluated = tuple(measured) if data.validation is not None else ()
     return Checked(factory_of(spec), signature, known, num_parameters, steps_per_epoch, evaluated)
+
+
+def _require_backend(spec: TrainSpec) -> None:
+    """Named alone, or by device as in cpu:gloo,cuda:nccl."""
+    for part in (spec.parallel.backend or "").split(",") if spec.parallel.backend else ():
+        if not dist.is_backend_available(part.rpartition(":")[2]):
+            remedy = "use gloo, or leave it out" if spec.device != "cuda" else "install a torch that has it"
+            raise PlanError("parallel.backend", spec.parallel.backend, "is not in this torch", remedy)
+
+
+def _model_that_fits(task: Task, spec: TrainSpec) -> nn.Module:
+    try:
+        return model_of(task, spec.task)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = f"{type(task).__name__}.model needs more memory than there is ({str(error).splitlines()[0][:200]})"
+        raise OutOfMemory(f"{problem}. Make it smaller: each worker builds the whole of it first") from error
+
+
+def _require_samples(data: Data) -> None:
+    for name, part, remedy in (
+        ("train", data.train, "look at the file or the split that it is made of"),
+        ("validation", data.validation, "give it samples, or leave it out"),
+        ("test", data.test, "give it samples, or leave it out"),
+    ):
+        if part is not None and hasattr(part, "__len__") and not len(part):
+            raise DataError(f"data.{name}", type(part).__name__, "is empty", remedy)
 
 
 def _require_methods(task: Task, spec: TrainSpec) -> None:

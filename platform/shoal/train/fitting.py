@@ -25,7 +25,7 @@ _PEER = re.compile(r"Connection (closed|reset) by peer|Connection refused|Broken
 
 
 def explained(error: BaseException, parts: Assembly, batch: Any, step: int) -> BaseException:
-    """OutOfMemory saying what would have fitted, or the error itself."""
+    """OutOfMemory saying what would have fitted, or the error itself. `step`: how many were done before."""
     if is_out_of_memory(error):
         accumulate = parts.spec.parallel.accumulate
         size = num_samples(batch) // accumulate
@@ -36,7 +36,7 @@ def explained(error: BaseException, parts: Assembly, batch: Any, step: int) -> B
                 return parts.model.train_step(_first(batch, num * accumulate), step)  # which divides it again
 
             fitting = largest_that_fits(attempt, size)
-        return explain(error, step, size, fitting)
+        return explain(error, step + 1, size, fitting)
     return error
 
 
@@ -84,6 +84,7 @@ def _first(batch: Any, size: int) -> Any:
 def explain(error: BaseException, step: int, size: int, fitting: int | None) -> OutOfMemory:
     """The error that a user sees.
 
+    step:    as the record counts them, from 1
     size:    samples that one micro-step had on this rank
     fitting: how many would have fitted; None when that could not be tried
     """

@@ -7,17 +7,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
 
+from shoal.errors import RunError
 from shoal.runs import RunRecorder
 
 NO_CHECKPOINT = "no_checkpoint"  # the event of a resumed run that begins again
 
 
 class Journal(Protocol):
-    """Receives what happens in a run. Every method returns at once."""
+    """Receives what happens in a run. Every method but `flush` returns at once."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Metrics of one step."""
@@ -31,6 +33,10 @@ class Journal(Protocol):
         """A distribution at one step: counts [bins] between edges [bins + 1]."""
         ...
 
+    def flush(self) -> None:
+        """What was said so far must outlive this process, before a checkpoint does: nobody says it again."""
+        ...
+
 
 class Silent:
     """The journal of ranks that write nothing."""
@@ -42,6 +48,9 @@ class Silent:
         """Nothing."""
 
     def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        """Nothing."""
+
+    def flush(self) -> None:
         """Nothing."""
 
 
@@ -59,3 +68,7 @@ class Recorded:
 
     def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         self._recorder.histogram(step, name, counts, edges)
+
+    def flush(self) -> None:
+        with suppress(RunError):  # a full disk: it is kept, and tried again
+            self._recorder.flush()

@@ -133,6 +133,7 @@ class Keeper:
         own = {"random": random_state(), "position": parts.own_position()}
         extras = {"progress": asdict(progress), "position": parts.position(), "counts": parts.counts()}
         state, plan = parts.state(), parts.degrees.words
+        self._journal.flush()
         try:
             self._checkpointer.save(progress.step, state, extras, per_rank=own, plan=plan, best=best)
         except CheckpointError as error:
@@ -180,7 +181,7 @@ class Keeper:
         found = self._world.gather(first_not_finite(self._assembly.model.named_parameters()))
         name = next((name for name in found if name is not None), None)
         if name is not None:
-            raise NotFinite(f"the weight {name}", step - 1, None, self.newest())
+            raise NotFinite(f"the weight {name}", step, None, self.newest())
 
     def _lost(self, error: CheckpointError, step: int | None, must: bool) -> None:
         if must:

@@ -15,6 +15,7 @@ default costs one call of the loss a sample.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,10 +27,16 @@ from shoal.parallel.batches import map_tensors, num_samples, tensors_of
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.whole import evaluating
 from shoal.train.average import gather_anew
-from shoal.train.spec import SelectiveSpec
+from shoal.train.spec import SelectiveSpec, TrainSpec
 from shoal.train.task import Task
 
 _REMEDY = "write Task.sample_losses(outputs, batch), which gives the loss of each sample"
+
+
+def num_unlike(spec: TrainSpec) -> int:
+    """How many steps to look at for what one costs: here, about one in beta + 1 has a backward pass."""
+    chosen = spec.selective_backprop
+    return 1 if chosen is None else 4 * math.ceil(chosen.beta + 1)
 
 
 class SelectiveBackprop:

@@ -32,6 +32,7 @@ from shoal.train.journal import NO_CHECKPOINT, Journal, Silent
 from shoal.train.keeping import Keeper, Progress, write_weights
 from shoal.train.meter import Meter
 from shoal.train.outcome import Outcome
+from shoal.train.selective_backprop import num_unlike
 from shoal.train.spec import TrainSpec
 from shoal.train.stopping import Stop, StopPolicy
 from shoal.train.task import Task
@@ -87,7 +88,7 @@ class Trainer:
             self._agreement = Agreement(world)
             self._keeper = Keeper(spec.checkpoint, parts, world, folder / "checkpoints", self._journal)
         self._meter = Meter(world.size * peak_flops(world.device, spec.parallel.precision))
-        self._probe: CostProbe | None = CostProbe(parts.model, parts.optimizer, world)
+        self._probe: CostProbe | None = CostProbe(parts.model, parts.optimizer, world, num_unlike(spec))
         self._policy = StopPolicy(spec.stop, world.size, spec.price_per_device_hour)
         self._progress = Progress()
         self._num_evaluations_due = 0
@@ -235,7 +236,7 @@ class Trainer:
         guilty = [indices or [] for at, only, indices in found if (at, only) == (step, is_gradient)]
         indices = sorted({index for each in guilty for index in each})
         what = "the gradient" if is_gradient else "the loss"
-        raise NotFinite(what, step, indices or None, self._keeper.newest())
+        raise NotFinite(what, step + 1, indices or None, self._keeper.newest())
 
     def _log(self) -> None:
         self._logged_s = self._elapsed_s
