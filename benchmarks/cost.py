@@ -34,7 +34,7 @@ LARGE = ("args.width=256", "args.depth=4", "args.heads=8", "batch_size=64")  # c
 OF_PIPELINE = 3
 BAR = 0.10
 TIMEOUT_S = 300.0
-STEPS = WARM + TIMED + 1 + MOST_MORE
+SHORT, ALL = WARM + TIMED + 1, WARM + TIMED + 1 + MOST_MORE  # steps that a probe looks at, of long ones and of short
 JUDGED = {"memory_peak": "memory", "flops_step": "FLOPs", "sent_bytes": "bytes sent", "bubble": "pipeline bubble"}
 _PINNED = """
 from shoal.train.recipe import recipe_of
@@ -100,7 +100,8 @@ def measured(case: Case, cuts: object, folder: Path) -> dict[str, float]:
         task = f"{pinned}:Pinned"
     home = Path(tempfile.mkdtemp(dir=folder))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.workers}"]
-    words = [f"task={task}", *case.all_words(), f"stop={{steps: {STEPS}}}", "name=cost-benchmark"]
+    steps = SHORT if case.words else ALL
+    words = [f"task={task}", *case.all_words(), f"stop={{steps: {steps}}}", "name=cost-benchmark"]
     subprocess.run(
         [sys.executable, *launcher, "-m", "shoal.train", *words],
         cwd=ROOT,
