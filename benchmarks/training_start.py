@@ -2,10 +2,10 @@
 
     python -m benchmarks.training_start [--runs N] [--quick]
 
-A cluster of `shoal up`. Ours: `shoal run train` as typed, with everything that it does before (words checked in a
-process of their own, plan and data checked, record opened). The peer: the same small model in a bare TorchTrainer on
-two workers, submitted as a Ray job in the same way. Both end with the first loss on rank 0. What of the peer's time
-lies within `TorchTrainer.fit` is Ray Train's own share, the rest is Ray Jobs'.
+A cluster of `shoal up`. Ours: `shoal run train` as typed, with everything that it does before (words, plan and data
+checked by the job, record opened). The peer: the same small model with the same optimiser (making one loads PyTorch's
+compiler) in a bare TorchTrainer on two workers, submitted as a Ray job in the same way. Both end with the first loss on
+rank 0. What of the peer's time lies within `TorchTrainer.fit` is Ray Train's own share, the rest is Ray Jobs'.
 """
 
 from __future__ import annotations

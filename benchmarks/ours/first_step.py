@@ -21,12 +21,14 @@ from torch import nn
 
 
 def train(config: dict[str, Any]) -> None:
-    """One rank: a step of a small model under DDP."""
+    """One rank: a step of a small model under DDP, with the optimiser that ours has by default."""
     model = prepare_model(nn.Linear(8, 3))
+    optimizer = torch.optim.Adam(model.parameters())
     loss = nn.functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(3, (16,)))
     if get_context().get_world_rank() == 0:
         Path(config["file"]).write_text(json.dumps({"first_step": time.time(), "fit": config["fit"]}))
     loss.backward()
+    optimizer.step()
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def test_state_goes_and_comes_back(two_ranks: list[dict[str, Any]]) -> None:
 
 def test_what_cannot_be_cut_is_refused_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
     for found in two_ranks:
-        assert "name 3 modules" in found["trouble"]["too few cuts"]
+        assert "name 3 of its modules" in found["trouble"]["too few cuts"]
         assert "blocks.1.inner" in found["trouble"]["inside a residual"]
         assert "cut at" in found["trouble"]["inside a residual"]
 

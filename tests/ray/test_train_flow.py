@@ -213,6 +213,24 @@ def test_more_workers_than_the_cluster_has(fit: type[FakeFit], monkeypatch: pyte
     assert not fit.made
 
 
+def test_a_job_looks_at_its_task_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.flows import training
+
+    spec, looked_at = spec_of(), list[TrainSpec]()
+    ran: list[tuple[object, ...]] = []
+
+    def as_job(given: Callable[[list[str]], TrainSpec], run: Any, job: str, check: Any) -> None:
+        check(spec)
+        run(spec, job)
+
+    monkeypatch.setattr(training, "job_main", as_job)
+    monkeypatch.setattr(training, "check", lambda spec: looked_at.append(spec) or "what is known")
+    monkeypatch.setattr(training, "run_training", lambda *given: ran.append(given) or "run")
+    training.train_main()
+    assert looked_at == [spec]
+    assert ran == [(spec, "train", "what is known")]
+
+
 def test_a_place_that_becomes_free_is_waited_for(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 

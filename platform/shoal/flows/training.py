@@ -44,10 +44,18 @@ ATTEMPTS_WITHOUT_PROGRESS = 3
 
 def train_main(spec: TrainSpec | None = None) -> None:
     """The main function of a recipe's file, and of jobs/train.py, which has no spec of its own."""
+    found: list[Checked] = []  # kept: a look at a Task makes its data and its model
+
+    def look(chosen: TrainSpec) -> None:
+        found.append(check(chosen))
+
+    def run(chosen: TrainSpec, job: str) -> str:
+        return run_training(chosen, job, found.pop())
+
     if spec is None:
-        job_main(spec_from_words, run_training, job=JOB, check=check)
+        job_main(spec_from_words, run, job=JOB, check=look)
         return
-    job_main(spec.model_copy(update={"task": _as_others_find_it(spec.task or sys.argv[0])}), run_training, JOB, check)
+    job_main(spec.model_copy(update={"task": _as_others_find_it(spec.task or sys.argv[0])}), run, JOB, look)
 
 
 def _as_others_find_it(task: str) -> str:
@@ -56,9 +64,12 @@ def _as_others_find_it(task: str) -> str:
     return str(file.relative_to(here)) if file.is_relative_to(here) else task
 
 
-def run_training(spec: TrainSpec, job: str) -> str:
-    """Train to the end and return the run's id. Raises a ShoalError when that is not possible."""
-    checked = check(spec)
+def run_training(spec: TrainSpec, job: str, checked: Checked | None = None) -> str:
+    """Train to the end and return the run's id. Raises a ShoalError when that is not possible.
+
+    checked: what `check` has found, when it has looked already
+    """
+    checked = checked or check(spec)
     with record_of(spec, job, spec.resume, expected_run_id()) as recorder:
         _Flow(spec, checked, recorder).run()
     shoal.runs.write_report(shoal.runs.load(recorder.id))

@@ -150,7 +150,7 @@ def balance(costs: Sequence[float], num_stages: int) -> list[int]:
 def _wanted(found: Survey, num_stages: int, wanted: Sequence[str]) -> list[Cut]:
     if len(wanted) != num_stages - 1:
         problem = f"names {len(wanted)} cuts for {num_stages} stages"
-        raise PlanError("pipeline_cuts", list(wanted), problem, f"name {num_stages - 1} modules")
+        raise PlanError("pipeline_cuts", list(wanted), problem, f"name {num_stages - 1} of its modules")
     known = found.inner | {cut.module: cut for cut in reversed(found.cuts)}
     cuts: list[Cut] = []
     for name in wanted:

@@ -82,7 +82,7 @@ def tensor_plan(model: nn.Module, learnable: Learnable, size: int, example: Any 
     plan.written = trace.written & plan.styles.keys()
     _explain(model, plan)
     if not plan.styles:
-        listed = "; ".join(f"{name}: {reason}" for name, reason in list(plan.whole.items())[:4])
+        listed = "; ".join(f"{name or 'the model itself'}: {reason}" for name, reason in list(plan.whole.items())[:4])
         remedy = "change the layer's size or the degree, use fsdp, or write Task.tensor_plan()"
         raise PlanError("parallel.tensor", size, f"no layer can be split ({listed})", remedy)
     return plan
