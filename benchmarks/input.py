@@ -125,6 +125,9 @@ class Clock:
     def histogram(self, step: int, name: str, counts: Any, edges: Any) -> None:
         """Not of interest."""
 
+    def flush(self) -> None:
+        """Nothing is kept elsewhere."""
+
 
 def ours(file: Path, width: int, steps: int) -> tuple[float, float]:
     """(samples per second, share of the time spent waiting), the medians of the reports after the first two."""
