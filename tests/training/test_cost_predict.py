@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from shoal.cost import CostTable
@@ -26,7 +27,7 @@ from shoal.cost.table import most, off, shown
 from shoal.data import Data
 from shoal.errors import DataError, PlanError
 from shoal.parallel import World
-from shoal.parallel.model import parallelize
+from shoal.parallel.model import ParallelModel, parallelize
 from shoal.parallel.pipeline_bubble import predict as play
 from shoal.train import Task, TrainSpec
 from shoal.train.optimizers import make_optimizer
@@ -141,12 +142,17 @@ def test_what_cannot_be_is_refused() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_probe_measures_one_step_and_what_was_predicted() -> None:
+def probed(num_metered: int = 1) -> tuple[ParallelModel, Optimizer, Any, CostProbe]:
+    """The model of Blocks in one process, its optimiser, a batch, and a probe of its steps."""
     task, spec, world = Blocks(), TrainSpec(batch_size=BATCH), World.alone("cpu")
     batch = first_batch(task.data(), BATCH, world.device)
     model = parallelize(task.model(), task, spec.parallel, spec.degrees(), world, batch)
     optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
-    probe = CostProbe(model, optimizer, world)
+    return model, optimizer, batch, CostProbe(model, optimizer, world, num_metered)
+
+
+def test_a_probe_measures_one_step_and_what_was_predicted() -> None:
+    model, optimizer, batch, probe = probed()
     due = []
     for step in range(WARM + TIMED + 1 + MOST_MORE + 1):
         with probe.step():
@@ -163,11 +169,7 @@ def test_a_probe_measures_one_step_and_what_was_predicted() -> None:
 
 
 def test_of_long_steps_a_few_are_timed() -> None:
-    task, spec, world = Blocks(), TrainSpec(batch_size=BATCH), World.alone("cpu")
-    batch = first_batch(task.data(), BATCH, world.device)
-    model = parallelize(task.model(), task, spec.parallel, spec.degrees(), world, batch)
-    optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
-    probe = CostProbe(model, optimizer, world)
+    model, _, batch, probe = probed()
     for step in range(WARM + TIMED + 1):
         assert not probe.is_due
         with probe.step():
@@ -181,11 +183,7 @@ def test_of_long_steps_a_few_are_timed() -> None:
 
 def test_steps_that_are_not_alike_are_averaged() -> None:
     """Every other one has no backward pass: the FLOPs are those of a mean step, the memory that of the largest."""
-    task, spec, world = Blocks(), TrainSpec(batch_size=BATCH), World.alone("cpu")
-    batch = first_batch(task.data(), BATCH, world.device)
-    model = parallelize(task.model(), task, spec.parallel, spec.degrees(), world, batch)
-    optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
-    probe = CostProbe(model, optimizer, world, num_metered=4)
+    model, _, batch, probe = probed(num_metered=4)
     for step in range(WARM + TIMED + 4):
         assert not probe.is_due
         with probe.step():
@@ -193,7 +191,7 @@ def test_steps_that_are_not_alike_are_averaged() -> None:
                 model.train_step(batch, step)
             else:
                 with torch.no_grad():
-                    model.modules[0](*task.inputs(batch))
+                    model.modules[0](*Blocks().inputs(batch))
     assert probe.is_due
     measured, whole = probe.measured(), table()
     forward = whole["flops_forward_sample"] * BATCH

@@ -27,7 +27,7 @@ from shoal.parallel.pipeline import Pipelined
 from shoal.parallel.pipeline_layout import Layout
 
 MOST_TIMED, TIMED_S = 5, 0.2
-OF_PIPELINE = 3  # at least
+LEAST_OF_PIPELINE = 3
 NUM_WARM = 2  # DDP arranges its buckets anew before its second step, optimisers make their states in the first
 
 MakeOptimizer = Callable[[Any, Any, Iterable[nn.Parameter]], Optimizer]  # of task, spec.optimizer, parameters
@@ -149,7 +149,7 @@ class _Timed:
 
 
 def _repeats(warm: _Timed, degrees: Degrees) -> int:
-    least = OF_PIPELINE if degrees.pipeline > 1 else 1
+    least = LEAST_OF_PIPELINE if degrees.pipeline > 1 else 1
     return max(least, min(MOST_TIMED, int(TIMED_S / max(warm.step_s, 1e-9))))
 
 

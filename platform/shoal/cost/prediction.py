@@ -30,7 +30,7 @@ from shoal.parallel.plan import Degrees
 from shoal.parallel.tensor_plan import tensor_plan
 from shoal.parallel.world import choose_device
 
-OF_PIPELINE = 2  # dry runs of each rank
+ROUNDS_OF_PIPELINE = 2  # dry runs of each rank
 BUDGET_S = 1.5  # of a step of a dry run; a longer one is scaled
 
 
@@ -122,7 +122,7 @@ def _round(run: Callable[[int, Play], DryRun], degrees: Degrees) -> dict[int, Dr
                 waiting.remove(rank)
         waiting.reverse()
     assert not waiting, "the stages wait for each other"
-    for rank in sorted(found) * (OF_PIPELINE - 1 if degrees.pipeline > 1 else 0):
+    for rank in sorted(found) * (ROUNDS_OF_PIPELINE - 1 if degrees.pipeline > 1 else 0):
         found[rank] = found[rank].at_best(run(rank, play))
     return dict(sorted(found.items()))
 

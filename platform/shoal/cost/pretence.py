@@ -51,11 +51,13 @@ class Handled:
 
     def medians(self) -> dict[int, tuple[float, float]]:
         """By bytes: (of a message sent, of one taken in)."""
-        found = {}
-        for size in {*self.send_s, *self.take_s}:
-            both = (statistics.median(each.get(size, [0.0])) for each in (self.send_s, self.take_s))
-            found[size] = (next(both), next(both))
-        return found
+
+        def median_s(of: dict[int, list[float]], size_bytes: int) -> float:
+            return statistics.median(of.get(size_bytes, [0.0]))
+
+        return {
+            size: (median_s(self.send_s, size), median_s(self.take_s, size)) for size in {*self.send_s, *self.take_s}
+        }
 
 
 @dataclass

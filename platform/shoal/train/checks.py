@@ -97,7 +97,7 @@ def _try_out(spec: TrainSpec, task: Task, data: Data, samples: int) -> Checked:
 
 def _require_backend(spec: TrainSpec) -> None:
     """Named alone, or by device as in cpu:gloo,cuda:nccl."""
-    for part in (spec.parallel.backend or "").split(",") if spec.parallel.backend else ():
+    for part in filter(None, (spec.parallel.backend or "").split(",")):
         if not dist.is_backend_available(part.rpartition(":")[2]):
             remedy = "use gloo, or leave it out" if spec.device != "cuda" else "install a torch that has it"
             raise PlanError("parallel.backend", spec.parallel.backend, "is not in this torch", remedy)
