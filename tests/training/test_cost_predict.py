@@ -27,6 +27,7 @@ from shoal.cost.table import most, off, shown
 from shoal.data import Data
 from shoal.errors import DataError, PlanError
 from shoal.parallel import World
+from shoal.parallel.host_messages import HostMessages
 from shoal.parallel.model import ParallelModel, parallelize
 from shoal.parallel.pipeline_bubble import predict as play
 from shoal.train import Task, TrainSpec
@@ -208,10 +209,18 @@ def test_a_rank_that_leaves_the_schedule_early_waits_all_the_same() -> None:
     assert bubble([first, last, slower, slower]) == pytest.approx(0.2)
 
 
-def test_a_message_takes_its_way() -> None:
-    threads = threading.active_count()
-    assert 0 < way_s() < 1
+def test_a_message_takes_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time where it is taken in before the call that sends it returns."""
+    threads, receive = threading.active_count(), HostMessages.receive
+    assert 0 <= way_s() < 1
     assert threading.active_count() == threads
+
+    def late(self: HostMessages, tensor: Tensor, sender: int) -> Any:
+        time.sleep(0.03)
+        return receive(self, tensor, sender)
+
+    monkeypatch.setattr(HostMessages, "receive", late)
+    assert way_s() > 0.03
 
 
 def test_messages_that_take_long_lengthen_the_bubble(monkeypatch: pytest.MonkeyPatch) -> None:

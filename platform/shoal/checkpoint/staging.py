@@ -36,7 +36,7 @@ class Staging:
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's part of the state. When it returns, the state may change (in stream order, on CUDA).
 
-        By one thread: on the host a second one found no memory bandwidth left (measured, docs/decisions/006).
+        On the host by torch's own threads, as many as this rank was given (measured, docs/decisions/006).
         """
         for slot, target in zip(self.layout.slots, self._targets, strict=True):
             tensor = tensors[slot.name]
