@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shoal.runs
-from shoal.errors import ShoalError
+from shoal.errors import ConfigError, ShoalError
 from shoal.runs import Status
 from shoal.train.__main__ import main
 from shoal.train.alone import train_here
@@ -67,6 +67,14 @@ def test_a_run_without_a_checkpoint_says_that_it_begins_again(capsys: pytest.Cap
     assert f"run {run.id} had no checkpoint: it began again, at step 0" in capsys.readouterr().out
     assert main([f"resume={run.id}", "stop.steps=7"]) == 0
     assert "had no checkpoint" not in capsys.readouterr().out
+
+
+def test_a_run_that_has_ended_is_not_resumed_for_nothing() -> None:
+    run = trained()
+    with pytest.raises(ConfigError, match=rf"resume = '{run.id}': has ended already \(4 steps\). say when it ends now"):
+        train_here(spec_from_words([f"resume={run.id}", "seed=0"]))
+    ended = shoal.runs.load(run.id)
+    assert (ended.status, ended.incarnation) == (Status.FINISHED, run.incarnation)
 
 
 def test_what_is_wrong_is_said_before_a_cost_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

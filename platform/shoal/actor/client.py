@@ -22,17 +22,9 @@ from typing import Self
 import numpy as np
 import zmq
 
-from shoal.actor.connection import check_address, connect
+from shoal.actor.connection import Attempts, check_address, connect
 from shoal.actor.outbox import Outbox
-from shoal.errors import (
-    Closed,
-    ConnectionLost,
-    InvalidSegment,
-    ProtocolViolation,
-    Refused,
-    RunChanged,
-    ShoalError,
-)
+from shoal.errors import Closed, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged, ShoalError
 from shoal.weights import decode_tensors
 from shoal.wire import ExperienceSpec, Limits, Segment, decode, encode, pack_segment
 from shoal.wire.messages import (
@@ -53,7 +45,7 @@ from shoal.wire.segment import check_dtypes, segment_bytes
 
 _log = logging.getLogger(__name__)
 _AGAIN = frozenset({"hello_required", "sequence_gap"})  # errors after which a new hello helps
-_LONGEST_PAUSE_S, _HELLO_TIMEOUT_S = 1.0, 2.0  # between attempts to connect; for the answer to one
+_HELLO_TIMEOUT_S = 2.0
 
 
 def _reason(error: BaseException | None) -> str:
@@ -91,7 +83,7 @@ class ActorClient:
         self.actor_id = actor_id or f"{network.gethostname()[:40]}-{os.getpid()}"
         self.incarnation = time.time_ns() if incarnation is None else incarnation
         self._address, self._token, self._server_key = address, token, server_key
-        self._timeout_s, self._first_pause_s = timeout_s, first_pause_s
+        self._timeout_s, self._attempts = timeout_s, Attempts(first_pause_s)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._lock = threading.RLock()  # whoever holds it owns the socket
@@ -102,8 +94,6 @@ class ActorClient:
         self._welcome: Welcome | None = None
         self._outbox = Outbox()
         self._lost = False  # the session is over: say hello again
-        self._attempts = 0  # to connect, since the last acknowledgement
-        self._next_attempt_at = 0.0
         self._latest: tuple[int, dict[str, np.ndarray]] | None = None
         self._heard_at = time.monotonic()
         self._used_at = time.monotonic()
@@ -295,7 +285,7 @@ class ActorClient:
             self._on_error(message)
 
     def _on_ack(self, ack: Ack) -> None:
-        self._attempts, self._next_attempt_at = 0, 0.0
+        self._attempts.forget()
         self.acknowledged[ack.status] = self.acknowledged.get(ack.status, 0) + 1
         if ack.status == "dropped":
             self._on_drop(ack)
@@ -336,13 +326,11 @@ class ActorClient:
         deadline = min(deadline, began + self._timeout_s)
         self._lost = True  # until a welcome, whatever ends this call
         while not self._closing.is_set():
-            self._closing.wait(max(0.0, min(self._next_attempt_at, deadline) - time.monotonic()))
+            self._closing.wait(max(0.0, min(self._attempts.next_at, deadline) - time.monotonic()))
             if time.monotonic() >= deadline:
                 raise ConnectionLost(f"no gateway answers at {self._address} (tried for {deadline - began:.1f} s)")
             welcome = self._say_hello(min(deadline, time.monotonic() + _HELLO_TIMEOUT_S))
-            # Counted from here on, not from the next call: short calls in a row must get to an attempt, too.
-            pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(self._attempts, 10))
-            self._attempts, self._next_attempt_at = self._attempts + 1, time.monotonic() + pause_s
+            self._attempts.count()
             if welcome is not None:
                 self._begin_session(welcome)
                 return

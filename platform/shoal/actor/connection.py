@@ -1,9 +1,11 @@
-"""A connection to a gateway: a DEALER socket, encrypted when the gateway's key is known.
+"""A connection to a gateway: a DEALER socket, encrypted when the gateway's key is known; and when to try again.
 
 Called by the client for each attempt. An address or a key that cannot be one ends in ConfigError, never in ZMQError.
 """
 
 from __future__ import annotations
+
+import time
 
 import zmq
 
@@ -11,6 +13,7 @@ from shoal.errors import ConfigError
 
 _ADDRESS_REMEDY = "give tcp://host:port, as the job prints it"
 _KEY_REMEDY = "give the gateway's public key: 40 characters of Z85 text, as the job prints it"
+_LONGEST_PAUSE_S = 1.0
 
 
 def check_address(address: str, server_key: str) -> None:
@@ -41,3 +44,23 @@ def connect(
         socket.close(linger=0)
         raise ConfigError(field, value, f"{problem}: {error}", remedy) from None
     return socket
+
+
+class Attempts:
+    """Attempts to connect, since something was last acknowledged: each pause is twice the one before, up to a second.
+
+    next_at: before which (time.monotonic()) there should be no other
+    """
+
+    def __init__(self, first_pause_s: float) -> None:
+        self._first_pause_s, self._number = first_pause_s, 0
+        self.next_at = 0.0
+
+    def count(self) -> None:
+        """One has been made. The pause is counted from here on: short calls in a row must get to an attempt, too."""
+        pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(self._number, 10))
+        self._number, self.next_at = self._number + 1, time.monotonic() + pause_s
+
+    def forget(self) -> None:
+        """The connection is good."""
+        self._number, self.next_at = 0, 0.0

@@ -28,10 +28,10 @@ import numpy as np
 from shoal.errors import Closed, ConfigError, RunError
 from shoal.home import home
 from shoal.runs.database import BUSY_TIMEOUT_S, connect, transaction
+from shoal.runs.mirror import Logged, Mirror
 from shoal.runs.origin import command_line, git_revision
 from shoal.runs.run import find_row
 from shoal.runs.status import TERMINAL, Status, observed, transition
-from shoal.runs.tensorboard import EventFile
 
 FLUSH_INTERVAL_S = 0.5
 HEARTBEAT_INTERVAL_S = 3.0
@@ -138,14 +138,11 @@ def _start(connection: sqlite3.Connection, number: int, *, is_resumed: bool, spe
     return incarnation
 
 
-_Logged = tuple[int, float, dict[str, float]]  # step, time, values
-
-
 @dataclass
 class _Pending:
     """What was said but not yet written."""
 
-    logged: list[_Logged] = field(default_factory=list)
+    logged: list[Logged] = field(default_factory=list)
     versions: list[tuple[int, int, int, float, str]] = field(default_factory=list)
     others: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
     num_rows: int = 0
@@ -175,15 +172,13 @@ class RunRecorder:
         self.id, self.folder = run_id, folder
         self._number, self._incarnation = number, incarnation
         self._connection = connection
-        self._tensorboard: EventFile | None = None
+        self._mirror = Mirror(run_id, folder / "tensorboard", incarnation)
         self._pending = _Pending()
-        self._unmirrored: list[_Logged] = []
         self._status = Status.RUNNING
         self._closed = False
         self._heartbeat_monotonic_s = time.monotonic()
-        self._buffering = threading.Lock()  # guards _pending, _unmirrored and _closed; held for moments
+        self._buffering = threading.Lock()  # guards _pending and _closed; held for moments
         self._writing = threading.RLock()  # guards the connection and _status; held for a transaction
-        self._mirroring = threading.Lock()  # guards _tensorboard
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._write_until_stopped, name=f"run-{run_id}", daemon=True)
         self._thread.start()
@@ -203,15 +198,11 @@ class RunRecorder:
         """Add a distribution to the TensorBoard files, which alone hold it: counts [bins] between edges [bins + 1]."""
         with self._buffering:
             self._require_open()
-        if self._tensorboard is None:  # what was logged before, and may be of an earlier step, begins the file
+        if not self._mirror.has_begun:  # what was logged before, and may be of an earlier step, begins the file
             with suppress(RunError):  # it is written later, and whoever calls flush is told
                 self.flush()
-            self._mirror()
-        with self._mirroring:
-            try:
-                self._mirror_from(int(step)).add_histogram(int(step), time.time(), name, counts, edges)
-            except OSError as error:
-                self._warn_of_tensorboard(error)
+            self._mirror.write()
+        self._mirror.add_histogram(int(step), name, counts, edges)
 
     def weights_published(self, version: int, step: int, sha256: str, published_at: float) -> None:
         """Record that version `version` of the weights was handed out after step `step`."""
@@ -323,8 +314,7 @@ class RunRecorder:
                     self._pending = pending
                 raise
             self._heartbeat_monotonic_s = time.monotonic()
-            with self._buffering:
-                self._unmirrored += pending.logged
+            self._mirror.take(pending.logged)
 
     def _commit(self, pending: _Pending) -> None:
         run, connection = self._number, self._connection
@@ -342,44 +332,12 @@ class RunRecorder:
             for statement, row in pending.others:
                 connection.execute(statement, row)
 
-    def _mirror(self) -> None:
-        """Repeat what was committed in the TensorBoard file; the record is whole without it.
-
-        Left to the thread, and to the end of the run: that reader can wait.
-        """
-        with self._mirroring:
-            with self._buffering:
-                logged, self._unmirrored = self._unmirrored, []
-            if not logged:
-                return
-            try:
-                file = self._mirror_from(min(step for step, _, _ in logged))
-                for step, at, values in logged:
-                    file.add(step, at, values)
-                file.flush()
-            except OSError as error:
-                self._warn_of_tensorboard(error)
-
-    def _mirror_from(self, step: int) -> EventFile:
-        """The file of this life, which is told `step` first; a life that goes on repeats some steps of the one before.
-
-        Raises OSError. Called under `_mirroring`.
-        """
-        if self._tensorboard is None:
-            self._tensorboard = EventFile(self.folder / "tensorboard", self._incarnation)
-            if self._incarnation > 1:
-                self._tensorboard.begin_again(step)
-        return self._tensorboard
-
-    def _warn_of_tensorboard(self, error: OSError) -> None:
-        _log.warning("run %s: TensorBoard files cannot be written: %s", self.id, error)
-
     def _write_until_stopped(self) -> None:
         last_problem = ""
         while not self._stopping.wait(FLUSH_INTERVAL_S):
             try:
                 self.flush()
-                self._mirror()
+                self._mirror.write()
             except RunError as error:  # kept, and tried again; whoever calls flush or event is told
                 if str(error) != last_problem:
                     _log.warning("run %s: %s", self.id, error)
@@ -387,12 +345,8 @@ class RunRecorder:
 
     def _release(self) -> None:
         self._stopping.set()
-        self._mirror()
         try:
-            if self._tensorboard is not None:
-                self._tensorboard.close()
-        except OSError as error:
-            self._warn_of_tensorboard(error)
+            self._mirror.close()
         finally:
             self._connection.close()
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import shoal.runs
 from shoal.data import Data, Loader
 from shoal.data.example import example_batch
 from shoal.data.fingerprint import fingerprint
@@ -20,6 +21,7 @@ from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError
 from shoal.parallel.checks import check_plan
 from shoal.parallel.world import choose_device
 from shoal.registry import ModelFactory, Signature
+from shoal.runs import Status
 from shoal.train.fitting import is_out_of_memory
 from shoal.train.random_state import random_state, seed_everything, set_random_state
 from shoal.train.registered import factory_of, model_name
@@ -53,6 +55,7 @@ def check(spec: TrainSpec) -> Checked:
     samples = spec.parallel.samples(spec.batch_size, degrees)
     if spec.stop.is_empty:
         raise ConfigError("stop", None, "nothing says when to end", "give stop.epochs=3, say, or stop.steps=1000")
+    _require_more_to_do(spec)
     _require_backend(spec)
     task = make_task(spec.task, spec.args)
     _require_methods(task, spec)
@@ -93,6 +96,16 @@ def _try_out(spec: TrainSpec, task: Task, data: Data, samples: int) -> Checked:
     model_name(spec)
     evaluated = tuple(measured) if data.validation is not None else ()
     return Checked(factory_of(spec), signature, known, num_parameters, steps_per_epoch, evaluated)
+
+
+def _require_more_to_do(spec: TrainSpec) -> None:
+    if not spec.resume:
+        return
+    before = shoal.runs.load(spec.resume)
+    if before.status is Status.FINISHED and TrainSpec.from_yaml(before.spec).stop == spec.stop:
+        detail = before.last_events().get("stopped", {}).get("detail", "its end was reached")
+        remedy = "say when it ends now, as in stop.epochs=10"
+        raise ConfigError("resume", before.id, f"has ended already ({detail})", remedy)
 
 
 def _require_backend(spec: TrainSpec) -> None:
