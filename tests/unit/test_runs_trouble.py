@@ -18,6 +18,7 @@ import pytest
 from shoal import runs
 from shoal.errors import RunError
 from shoal.runs import RunRecorder, Status, recorder
+from shoal.runs.tensorboard import EventFile
 from waiting import wait_for
 
 DEADLINE_S = 15.0
@@ -62,13 +63,13 @@ def test_what_cannot_be_written_is_kept_and_written_later(
 def test_a_full_disk_costs_the_curves_their_end_and_the_record_nothing(
     run: RunRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    close = recorder.EventFile.close
+    close = EventFile.close
 
-    def full(file: recorder.EventFile) -> None:
+    def full(file: EventFile) -> None:
         close(file)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(recorder.EventFile, "close", full)
+    monkeypatch.setattr(EventFile, "close", full)
     run.log(1, {"x": 1.0})
     run.finish("failed", "why it did")
     seen = runs.load("one")

@@ -30,9 +30,10 @@ class Mirror:
     def __init__(self, run_id: str, folder: Path, incarnation: int) -> None:
         self._run_id, self._folder, self._incarnation = run_id, folder, incarnation
         self._file: EventFile | None = None
+        self._closed = False
         self._taken: list[Logged] = []
         self._taking = threading.Lock()  # guards _taken; held for moments
-        self._writing = threading.Lock()  # guards _file
+        self._writing = threading.Lock()  # guards _file and _closed
 
     @property
     def has_begun(self) -> bool:
@@ -62,6 +63,8 @@ class Mirror:
     def add_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         """A distribution: counts [bins] between edges [bins + 1]."""
         with self._writing:
+            if self._closed:  # the run has ended while another thread was on its way here
+                return
             try:
                 self._file_from(step).add_histogram(step, time.time(), name, counts, edges)
             except OSError as error:
@@ -71,6 +74,7 @@ class Mirror:
         """Write the rest, and close the file."""
         self.write()
         with self._writing:
+            self._closed = True
             try:
                 if self._file is not None:
                     self._file.close()
