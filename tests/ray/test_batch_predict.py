@@ -156,7 +156,8 @@ def test_it_ends_where_an_endpoint_leaves_one_cpu_and_words_stay_words(
     (tmp_path / "in.csv").write_text("text,y\n001,1\n1.50,2\n")
     try:
         for name in ("in.parquet", "in.csv"):
-            ray_batch_predict.predict_files(None, [tmp_path / name], tmp_path / f"{name}.out", None, ["text"])  # type: ignore[arg-type]
-            assert pyarrow.parquet.read_table(tmp_path / f"{name}.out").to_pydict() == table.to_pydict()
+            out = tmp_path / f"{name}.out"
+            ray_batch_predict.predict_files(None, [tmp_path / name], out, None, {"text": pa.string()})  # type: ignore[arg-type]
+            assert pyarrow.parquet.read_table(out).to_pydict() == table.to_pydict()
     finally:
         ray.kill(there)

@@ -262,6 +262,21 @@ def test_an_endpoint_is_closed_also_when_its_record_cannot_be_written(monkeypatc
     assert done == ["close"]
 
 
+def test_a_change_that_cannot_be_recorded_now_ends_no_endpoint() -> None:
+    from shoal.flows.serving import record_changes
+    from shoal.serve.controller_state import Event
+
+    told: list[str] = []
+
+    def event(kind: str, **details: object) -> None:
+        told.append(kind)
+        raise RunError("the record is locked")  # which has kept it
+
+    endpoint = SimpleNamespace(take_events=lambda: [Event(1, 0.0, "canary", "m"), Event(2, 0.0, "rollback", "m")])
+    record_changes(endpoint, SimpleNamespace(event=event))  # type: ignore[arg-type]
+    assert told == ["canary", "rollback"]
+
+
 def test_an_endpoint_that_the_cluster_has_no_room_for_names_its_own_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.flows import serving
     from shoal.flows.serving_spec import ServingSpec

@@ -37,6 +37,13 @@ def test_it_has_a_row_for_each_row_of_the_input(tmp_path: Path) -> None:
         require_all_rows(incoming, [tmp_path / "a.csv"])
 
 
+def test_rows_are_counted_whatever_their_columns_turn_out_to_be(tmp_path: Path) -> None:
+    """Of the first megabyte the reader concludes what the rest has to be."""
+    lines = [f"{number},\n" for number in range(200_000)]
+    (tmp_path / "a.csv").write_text("id,note\n" + "".join(lines) + "A-77,late\n")
+    assert num_rows([tmp_path / "a.csv"]) == 200_001
+
+
 def test_what_cannot_have_its_name_is_kept(tmp_path: Path) -> None:
     incoming = written(incoming_for(tmp_path / "out"), 3)
     first = written(tmp_path / "out", 1)

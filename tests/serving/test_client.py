@@ -135,6 +135,19 @@ def test_a_model_that_changed_its_signature_is_asked_for_it_again(client: Client
         model.signature = before
 
 
+def test_inputs_of_another_model_that_has_the_name_now_are_sent_to_it(client: Client, host: FakeHost) -> None:
+    client.infer("m", ROWS)
+    model = host.models_by_name["m"]
+    before, model.signature = model.signature, FakeModel("m", tensors(z=("FP64", [-1, 2]))).signature
+    try:
+        np.testing.assert_array_equal(client.infer("m", {"z": [[1, 2]]})["z"], [[1, 2]])
+        with pytest.raises(ConfigError, match="x"):
+            client.infer("m", {"x": ROWS})
+    finally:
+        model.signature = before
+    client.metadata("m")
+
+
 def test_what_a_call_says_of_itself_arrives(client: Client, host: FakeHost) -> None:
     model = host.models_by_name["m"]
     answer = client.infer("m", ROWS, version=6, outputs=["x"], sticky="ü:1", track="stable", deadline_s=5.0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -16,6 +18,8 @@ from serving.faulty_models import FINE, HANG, LEAK, LEAK_BYTES, NAN, RAISE, SHAP
 from serving.replica_set import Asked, ReplicaSet, ask, until
 from shoal.errors import ShoalError
 from shoal.registry import Registry
+from shoal.serve.call import InferCall
+from shoal.serve.hosted import TIMERS_S
 from shoal.serve.replica import EndpointReplica
 from shoal.serve.sources import registered
 
@@ -80,6 +84,26 @@ def test_a_model_that_hangs_is_late_for_all_and_then_unhealthy(tmp_path: Path) -
             hold.unlink()  # it comes to itself: what is late is not delivered, what is new is answered
             assert (await infer(replica, (FINE, 2.0))).status == 200
             replica.check_health()
+
+    asyncio.run(body())
+
+
+def test_a_call_that_nobody_waits_for_any_more_is_counted(tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+
+    async def body() -> None:
+        async with replica_of(hold) as replica:
+            model = replica.host.model("faulty")
+            for left_s in (3600.0, TIMERS_S / 2):  # the protocol's timer may be the first that goes off
+                inputs = {"x": np.array([[HANG, 1.0]], np.float32)}
+                call = InferCall(inputs, 1, deadline_s=time.monotonic() + left_s)
+                asked = asyncio.create_task(model.infer(call))
+                await asyncio.sleep(0)
+                asked.cancel()
+                await asyncio.wait([asked])
+            assert model.counts.snapshot()["refused"] == {"499": 1, "504": 1}
+            hold.unlink()
 
     asyncio.run(body())
 

@@ -224,6 +224,20 @@ def test_a_wrong_call_is_refused(http_port: int, directly: bool) -> None:
     asyncio.run(test())
 
 
+def test_nothing_is_read_of_a_call_without_a_key(http_port: int, directly: bool) -> None:
+    async def test() -> None:
+        async with served(FakeHost(), http_port, directly, Access("a-token", [])):
+            for header, status in (("", 16), ("authorization: Bearer other", 16), (f"x: {'x' * 9000}", 8)):
+                reader, writer = await asyncio.open_connection("127.0.0.1", http_port)
+                head = [POST, "host: x", "connection: close", "content-length: 5000", *filter(None, [header]), "", ""]
+                writer.write("\r\n".join(head).encode())
+                answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), TIMEOUT_S)
+                writer.close()
+                assert b"grpc-status: %d\r\n" % status in answer, answer
+
+    asyncio.run(test())
+
+
 def test_a_deadline_is_kept_by_the_replica_too(http_port: int, directly: bool) -> None:
     """The client, and HAProxy, may go on waiting."""
     model = FakeModel()

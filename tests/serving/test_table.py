@@ -15,7 +15,7 @@ from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
 from shoal.serve.options import ModelOptions
 from shoal.serve.predictor import ModelPackage
-from shoal.serve.table import choose_columns, column_of, column_type, inputs_of, parse_columns, texts_among
+from shoal.serve.table import choose_columns, column_of, column_type, csv_types, inputs_of, parse_columns
 from shoal.serve.table_predictor import TablePredictor
 from shoal.weights import WeightSnapshot
 
@@ -56,10 +56,17 @@ def test_several_inputs_have_their_columns_named() -> None:
 
 def test_only_columns_that_are_numbers_to_the_model_are_read_as_numbers() -> None:
     text = TensorMetadata("text", "BYTES", [-1])
-    there = ["id", "a", "text", "b"]
-    chosen = choose_columns([X, text], there, parse_columns(["x=a,b"], [X, text]))
-    assert texts_among([X, text], chosen, there) == ["id", "text"]
-    assert texts_among([X, text], {"x": ["a", "b"], "text": ["a"]}, there) == ["id", "a", "text"]
+    seen = pa.schema({"id": pa.int64(), "a": pa.float64(), "text": pa.int64(), "b": pa.float64()})
+    chosen = choose_columns([X, text], seen.names, parse_columns(["x=a,b"], [X, text]))
+    assert csv_types([X, text], chosen, seen) == {"id": pa.string(), "text": pa.string()}
+    assert [*csv_types([X, text], {"x": ["a", "b"], "text": ["a"]}, seen)] == ["id", "a", "text"]
+
+
+def test_fractions_may_be_whole_or_missing_in_the_beginning_of_a_file() -> None:
+    seen = pa.schema({"a": pa.int64(), "b": pa.null(), "c": pa.string()})
+    assert csv_types([X], {"x": ["a", "b"]}, seen) == {"c": pa.string(), "a": pa.float64(), "b": pa.float64()}
+    assert csv_types([X], {"x": ["a", "c"]}, seen) == {"b": pa.string(), "a": pa.float64()}  # c is complained of by row
+    assert csv_types([X, FLAG], {"x": ["a", "b"], "flag": ["a"]}, seen) == {"c": pa.string(), "b": pa.float64()}
 
 
 def test_pictures_are_flat_columns_too() -> None:

@@ -152,6 +152,27 @@ def test_one_poisonous_request_costs_a_few_halves_not_everybody() -> None:
     run(body)
 
 
+def test_each_half_has_its_own_time_to_be_taken_for_hung() -> None:
+    now_s, seen_s = [0.0], list[float]()
+
+    def forward(group: Hashable, requests: Sequence[int]) -> list[int]:
+        now_s[0] += 30.0
+        seen_s.append(batcher.computing_s)
+        raise ValueError("every one is poison")
+
+    async def body() -> None:
+        nonlocal batcher
+        batcher = Batcher(clock=lambda: now_s[0])
+        queue = batcher.add_queue("m", forward, max_batch_rows=4, max_queue_rows=64)
+        answers = await asyncio.gather(*[answer(queue, number) for number in range(16)], return_exceptions=True)
+        assert [str(each) for each in answers] == ["every one is poison"] * 16
+        batcher.close()
+
+    batcher: Batcher[int, int]
+    run(body)
+    assert seen_s == [30.0] * len(seen_s)
+
+
 def test_halves_leave_out_who_was_cancelled_meanwhile() -> None:
     async def body() -> None:
         forward = GatedForward()

@@ -40,6 +40,13 @@ def test_no_tensor_of_open_size_has_more_elements_than_allowed() -> None:
     assert "'x'" in str(error)
 
 
+def test_no_size_is_excused_by_another_that_is_zero() -> None:
+    inputs = [TensorMetadata("x", "FP32", [-1, -1, -1])]
+    expectation = Expectation(inputs, inputs, max_rows=4)
+    expectation.declare("x", "FP32", [4, 0, MAX_ELEMENTS // 4], {})
+    assert refused(lambda: expectation.declare("x", "FP32", [1, 0, 2**63 - 1], {})).status == 413
+
+
 def test_what_arrives_fast_enough_has_time() -> None:
     assert LIMITS.body_deadline_s(0) == 10.0
     assert LIMITS.body_deadline_s(32 * 1024 * 6) == 16.0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.serve.metrics import MAX_VERSIONS, ROWS, SECONDS, Histogram, ModelStatistics
 from shoal.serve.snapshots import merge, quantile, requests_and_errors, since
+from shoal.serve.status import version_status
 
 
 @dataclass
@@ -199,3 +200,12 @@ def test_a_quantile_of_what_came_since() -> None:
     assert quantile(since(later, earlier), 0.5) is None  # who counted has left
     histogram.observe(1e9)
     assert quantile(since(later, histogram.snapshot()), 0.5) == 1024
+
+
+def test_a_replica_that_goes_takes_its_counts_along_and_no_rate_falls_below_none() -> None:
+    both, one = ModelStatistics("m"), ModelStatistics("m")
+    for counted, times in ((both, 10), (one, 4)):
+        for _ in range(times):
+            counted.request(3, 200, 0.01)
+    assert version_status(3, "stable", 100.0, both.snapshot(), one.snapshot(), 2.0).requests_per_s == 3.0
+    assert version_status(3, "stable", 100.0, one.snapshot(), both.snapshot(), 2.0).requests_per_s == 0.0

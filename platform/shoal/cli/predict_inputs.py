@@ -19,7 +19,7 @@ import numpy as np
 from shoal.client.tensors import ArrayLike
 from shoal.errors import DataError
 from shoal.open_inference.datatypes import NUMPY
-from shoal.serve.table import TensorSpec, choose_columns, described, inputs_of, parse_columns, texts_among
+from shoal.serve.table import TensorSpec, choose_columns, csv_types, described, inputs_of, parse_columns
 
 
 def from_words(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
@@ -103,10 +103,10 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorSpec])
         if path.suffix.lower() in (".csv", ".tsv", ".txt"):
             parsing = pa.csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
             with pa.csv.open_csv(path, parse_options=parsing) as reader:
-                there = reader.schema.names
-            chosen = choose_columns(inputs, there, said)
-            texts = pa.csv.ConvertOptions(column_types=dict.fromkeys(texts_among(inputs, chosen, there), pa.string()))
-            table = pa.csv.read_csv(path, parse_options=parsing, convert_options=texts)
+                seen = reader.schema
+            chosen = choose_columns(inputs, seen.names, said)
+            types = pa.csv.ConvertOptions(column_types=csv_types(inputs, chosen, seen))
+            table = pa.csv.read_csv(path, parse_options=parsing, convert_options=types)
         else:
             table = pa.parquet.read_table(path)
             chosen = choose_columns(inputs, table.column_names, said)

@@ -138,9 +138,15 @@ class Client(_Settings):
         """
         options = {"outputs": outputs, "request_id": request_id, "sticky": sticky, "track": track}
         patience = self._infer_patience(deadline_s)
-        signature = self._signatures.get(model) or self._metadata(model, patience)
+        known = self._signatures.get(model)
         try:
-            request = self._request(signature, model, inputs, options, version)
+            try:
+                request = self._request(known or self._metadata(model, patience), model, inputs, options, version)
+            except ConfigError:
+                if known is None:
+                    raise
+                # What was known may be of another model, which had the name before.
+                request = self._request(self._metadata(model, patience), model, inputs, options, version)
             return decode_answer(self._have(request, patience))
         except InferenceError as error:
             self._forget(model, error)
@@ -250,9 +256,15 @@ class AsyncClient(_Settings):
         """See `Client.infer`."""
         options = {"outputs": outputs, "request_id": request_id, "sticky": sticky, "track": track}
         patience = self._patience() if deadline_s is None else self._infer_patience(deadline_s)
-        signature = self._signatures.get(model) or await self._signature(model, patience)
+        known = self._signatures.get(model)
         try:
-            request = self._request(signature, model, inputs, options, version)
+            try:
+                signature = known or await self._signature(model, patience)
+                request = self._request(signature, model, inputs, options, version)
+            except ConfigError:
+                if known is None:
+                    raise
+                request = self._request(await self._signature(model, patience), model, inputs, options, version)
             return decode_answer(await self._have(request, patience))
         except InferenceError as error:
             self._forget(model, error)

@@ -9,7 +9,6 @@ run record; the work is done by the workers.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,7 +23,7 @@ from shoal.errors import DataError
 from shoal.registry import Registry
 from shoal.serve.options import ModelOptions
 from shoal.serve.sources import RegisteredModel
-from shoal.serve.table import choose_columns, parse_columns, texts_among
+from shoal.serve.table import choose_columns, csv_types, parse_columns
 
 JOB = "batch_predict"
 SUFFIXES = (".parquet", ".csv")
@@ -75,16 +74,16 @@ def check(spec: BatchPredictSpec) -> None:
             raise DataError(field, "", "is not given", f"write {field}=...")
     if Path(spec.output).exists():
         raise DataError("output", spec.output, "exists already", "name a folder that does not, or remove it")
-    there = _column_names(input_files(spec.input)[0])
-    _texts(spec, there)
-    if missing := [column for column in spec.keep if column not in there]:
-        raise DataError("keep", missing[0], "is not in the table", f"it has {', '.join(there)}")
+    seen = _schema(input_files(spec.input)[0])
+    _types(spec, seen)
+    if missing := [column for column in spec.keep if column not in seen.names]:
+        raise DataError("keep", missing[0], "is not in the table", f"it has {', '.join(seen.names)}")
 
 
-def _texts(spec: BatchPredictSpec, there: Sequence[str]) -> list[str]:
-    """Which of the columns that are `there` are no numbers to the model. Raises DataError when they do not fit it."""
+def _types(spec: BatchPredictSpec, seen: pa.Schema) -> dict[str, pa.DataType]:
+    """What columns of CSV files are read as. Raises DataError when they do not fit the model."""
     inputs = Registry().get(spec.model).manifest.signature.inputs
-    return texts_among(inputs, choose_columns(inputs, there, parse_columns(spec.columns, inputs)), there)
+    return csv_types(inputs, choose_columns(inputs, seen.names, parse_columns(spec.columns, inputs)), seen)
 
 
 def batch_predict(spec: BatchPredictSpec, job: str) -> str:
@@ -107,20 +106,21 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
         files, begun_s = input_files(spec.input), time.monotonic()
         kind = "file" if len(files) == 1 else "files"
         print(f"run {recorder.id}: {version.ref} answers the rows of {spec.input} ({len(files)} {kind})", flush=True)
-        texts = _texts(spec, _column_names(files[0]))
-        rows = predict_files(work, files, Path(spec.output).resolve(), spec.workers, texts)
+        types = _types(spec, _schema(files[0]))
+        rows = predict_files(work, files, Path(spec.output).resolve(), spec.workers, types)
         seconds = time.monotonic() - begun_s
         recorder.event("predicted", model=version.name, version=version.version, rows=rows, seconds=seconds)
         print(f"{rows:,} rows in {seconds:.1f} s ({rows / seconds:,.0f} rows/s): {spec.output}", flush=True)
     return recorder.id
 
 
-def _column_names(file: Path) -> list[str]:
+def _schema(file: Path) -> pa.Schema:
+    """Of a CSV file, as its beginning looks. Raises DataError."""
     try:
         if file.suffix == ".csv":
             with pyarrow.csv.open_csv(file) as reader:
-                return list(reader.schema.names)
-        return list(pyarrow.parquet.read_schema(file).names)
+                return reader.schema
+        return pyarrow.parquet.read_schema(file)
     except (OSError, pa.ArrowException) as error:
         raise DataError("input", str(file), f"cannot be read: {error}", "give a CSV or a Parquet file") from None
 

@@ -10,6 +10,7 @@ changes, is the controller's affair.
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
@@ -18,7 +19,7 @@ import shoal.runs
 from shoal.client.find import GRPC, INFERENCE
 from shoal.cluster.driver import expected_run_id, job_main
 from shoal.cluster.room import require_cpus
-from shoal.errors import ClusterError
+from shoal.errors import ClusterError, RunError
 from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, require_hooks, spec_from_words
 from shoal.home import access_token
 from shoal.registry import Registry
@@ -86,10 +87,14 @@ def _record_until_interrupted(endpoint: Endpoint, recorder: RunRecorder) -> None
 
 
 def record_changes(endpoint: Endpoint, recorder: RunRecorder) -> None:
-    """Take every change of what is served, since the last call, into the run record."""
+    """Take every change of what is served, since the last call, into the run record.
+
+    What cannot be written now, the recorder keeps, warns of, and writes later: no endpoint stops for it.
+    """
     for event in endpoint.take_events():
         details = {"version": event.version, "previous": event.previous, "by": event.by, "reason": event.reason}
-        recorder.event(event.kind, model=event.model, **{name: value for name, value in details.items() if value})
+        with suppress(RunError):
+            recorder.event(event.kind, model=event.model, **{name: value for name, value in details.items() if value})
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ class Expectation:
         if not 0 < shape[0] <= self._max_rows:
             expected = f"expected 1 to {self._max_rows} rows"
             raise InferenceError(422, f"input {name!r}: {expected}, got {shown(datatype, shape)}")
-        if self._rest[name] is None and math.prod(shape) > MAX_ELEMENTS:
+        # A size of 0 makes no tensor of those beside it any shorter than NumPy can count.
+        if self._rest[name] is None and math.prod([max(size, 1) for size in shape]) > MAX_ELEMENTS:
             limit = f"at most {MAX_ELEMENTS} elements are taken"
             raise InferenceError(413, f"input {name!r}: {limit}, got {shown(datatype, shape)}")
 

@@ -115,13 +115,7 @@ class Access:
         if self._open is not None:
             self._counts[ANYONE, "admitted"] += 1
             return self._open
-        shown = hashlib.sha256(self._secret + authorization).digest()
-        holder = self._shown.get(shown) or self._find(authorization)
-        if holder is None:
-            self._counts["", "unknown"] += 1
-            raise self._refused("", 401, "a known key is required: Authorization: Bearer KEY", model, origin)
-        if len(self._shown) < MAX_SHOWN:
-            self._shown[shown] = holder
+        holder = self._holder(authorization, model, origin)
         caller = holder.caller
         if administrator and not caller.administrator:
             self._counts[caller.name, "forbidden"] += 1
@@ -136,6 +130,11 @@ class Access:
         self._counts[caller.name, "admitted"] += 1
         return caller
 
+    def require_known(self, authorization: bytes, origin: bytes = b"") -> None:
+        """Before it is known what a call asks for, and before its body is read. Raises InferenceError (401)."""
+        if self._open is None:
+            self._holder(authorization, None, origin)
+
     def counts(self) -> dict[str, dict[str, int]]:
         """By the key's name ("" for unknown keys): how often admitted, forbidden, limited, unknown."""
         counts: dict[str, dict[str, int]] = {}
@@ -146,6 +145,16 @@ class Access:
     def refused(self) -> tuple[Refused, ...]:
         """Calls that were refused with 401 or 403 since the replica started, for the audit log."""
         return self._refusals.report()
+
+    def _holder(self, authorization: bytes, model: str | None, origin: bytes) -> _Holder:
+        shown = hashlib.sha256(self._secret + authorization).digest()
+        holder = self._shown.get(shown) or self._find(authorization)
+        if holder is None:
+            self._counts["", "unknown"] += 1
+            raise self._refused("", 401, "a known key is required: Authorization: Bearer KEY", model, origin)
+        if len(self._shown) < MAX_SHOWN:
+            self._shown[shown] = holder
+        return holder
 
     def _refused(self, by: str, status: int, problem: str, model: str | None, origin: bytes) -> InferenceError:
         self._refusals.add(by, status, origin.decode("latin-1"), model or "")

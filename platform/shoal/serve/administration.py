@@ -98,9 +98,12 @@ class Administration:
             controller.begin(name, version, Goal.FLIP, kind=kind, by=by, why=change.reason)
         try:
             await self._settled(change, version)
-        except InferenceError:
-            if model is None and name in controller.state.models and not controller.state.models[name].rollout.stable:
+        except InferenceError as error:
+            now = controller.state.models.get(name)
+            if now is not None and model is None and not now.rollout.stable:
                 controller.remove(name, by, "it could not be loaded")
+            elif now is not None and now.deployment == deployment and error.status == 409:
+                controller.redeploy(before)  # it goes on as it was, and so does what it follows
             raise
 
     async def _open(self, change: Change, by: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shoal.errors import RegistryError
+from shoal.errors import ConfigError, RegistryError
 from shoal.serve.controller_state import Deployment
 from shoal.serve.rollout import Rollout
 from shoal.serve.sources import Catalogue
@@ -26,6 +26,6 @@ def move_alias(deployment: Deployment, rollout: Rollout, catalogue_in: Callable[
             catalogue.promote(name, rollout.candidate, alias)
         else:
             catalogue.rollback(name, alias)
-    except RegistryError as error:
+    except (ConfigError, RegistryError) as error:
         return f"{name}@{alias} cannot be moved: {error}"
     return ""

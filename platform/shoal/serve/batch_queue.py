@@ -276,14 +276,20 @@ class BatchQueue(Generic[RequestT, AnswerT]):
 
     # What follows runs in a forward's thread.
 
-    def compute(self, batch: Batch[Entry[RequestT, AnswerT]]) -> list[tuple[int, float]]:
-        """Answer the requests of a batch, in halves where it fails; (rows, seconds) of each forward that succeeded."""
+    def compute(
+        self, batch: Batch[Entry[RequestT, AnswerT]], begins: Callable[[float], None]
+    ) -> list[tuple[int, float]]:
+        """Answer the requests of a batch, in halves where it fails; (rows, seconds) of each forward that succeeded.
+
+        begins: told when each forward begins
+        """
         clock, tell = self._slots.clock, self._slots.loop.call_soon_threadsafe
         succeeded: list[tuple[int, float]] = []
         started_s, parts = batch.started_s, [batch.requests]
         while parts:
             part = parts.pop()
             rows = sum([entry.num_rows for entry in part])
+            begins(started_s)
             try:
                 answers = self._forward(batch.group, [entry.request for entry in part])
                 if len(answers) != len(part):

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
 from typing import Generic
 
 from shoal.errors import Closed
@@ -63,7 +64,7 @@ class Batcher(Generic[RequestT, AnswerT]):
         self._queues: list[BatchQueue[RequestT, AnswerT]] = []
         self._on_thread_start = on_thread_start
         self._closed = False
-        self._began_s = [math.inf] * slots  # when each slot's batch in hand was taken
+        self._began_s = [math.inf] * slots  # when each slot's forward in hand began
         self._threads = [
             threading.Thread(target=self._run, args=(slot,), name=f"shoal-forward-{slot}", daemon=True)
             for slot in range(slots)
@@ -116,7 +117,7 @@ class Batcher(Generic[RequestT, AnswerT]):
 
     @property
     def computing_s(self) -> float:
-        """How long the batch in hand has taken so far, the longest of all slots; 0 when none is."""
+        """How long the forward in hand has taken so far, the longest of all slots; 0 when none is."""
         return max(0.0, self._slots.clock() - min(self._began_s))
 
     def counts(self) -> BatcherCounts:
@@ -141,7 +142,7 @@ class Batcher(Generic[RequestT, AnswerT]):
     def _run(self, slot: int) -> None:
         if self._on_thread_start is not None:
             self._on_thread_start()
-        slots = self._slots
+        slots, begins = self._slots, partial(self._began_s.__setitem__, slot)
         batch: Batch[Entry[RequestT, AnswerT]] | None = None
         forwards: list[tuple[int, float]] = []
         slept = False
@@ -163,8 +164,7 @@ class Batcher(Generic[RequestT, AnswerT]):
                 for entry in late:
                     slots.loop.call_soon_threadsafe(entry.queue.give_up, entry)
                 if batch is not None:
-                    self._began_s[slot] = now_s
-                    forwards = batch.requests[0].queue.compute(batch)
+                    forwards = batch.requests[0].queue.compute(batch, begins)
                     self._began_s[slot] = math.inf
                 elif self._closed:
                     return

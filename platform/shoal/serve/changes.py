@@ -32,7 +32,7 @@ MAX_TIMEOUT_S = 3600.0
 
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One change, as it was asked for. `version` "" leaves the choice to the action.
+    """One change, as it was asked for. `version` "" (also said as `latest`) leaves the choice to the action.
 
     from_version: what a rollback is meant to leave, so that it does not go back twice; 0 for whatever is there
     """
@@ -62,12 +62,12 @@ def parse_change(values: Mapping[str, Any]) -> Change:
         raise InferenceError(400, f"not a change: {error}") from None
     try:
         name, word = split_ref(change.model)
+        version = split_ref(f"{name}@{change.word}")[1] if change.word else ""
     except ConfigError as error:
         raise InferenceError(400, str(error)) from None
-    if word:
-        if change.word and change.word != word:
-            raise InferenceError(400, f"model says version {word!r}, version says {change.word!r}: say it once")
-        change = msgspec.structs.replace(change, model=name, version=word)
+    if word and version not in ("", word):
+        raise InferenceError(400, f"model says version {word!r}, version says {version!r}: say it once")
+    change = msgspec.structs.replace(change, model=name, version=word or version)
     if change.percent is not None and not 0.0 <= change.percent <= 100.0:
         raise InferenceError(400, f"percent = {change.percent:g}: expected 0 to 100")
     if not 0.0 < change.timeout_s <= MAX_TIMEOUT_S:

@@ -171,8 +171,9 @@ class EndpointController:
             self.record("replica_lost", reason=f"{replica} was not heard of for {self._lease_s:g} s")
             self.leave(replica)
             self.live.lost_replica()
-        for name in self.state.models:
+        for name in list(self.state.models):
             self._follow_alias(name)
+            self._forget_what_never_was(name)
         self.live.tick()
         self._advance_all()
 
@@ -201,6 +202,10 @@ class EndpointController:
             self.trouble[name] = str(error)
             return
         self.trouble.pop(name, None)
+        if meant != model.meant:
+            rollout = replace(rollout, refused=0) if model.meant else rollout
+            model.meant = meant
+            self._set(name, rollout)
         if meant in (rollout.stable, rollout.refused):
             return
         ref = f"{name}@{deployment.version}" if deployment.version else name
@@ -213,6 +218,13 @@ class EndpointController:
         kind = "follow" if rollout.stable else "deploy"
         why = f"{ref} moved" if rollout.stable else ref
         self.begin(name, meant, Goal.FLIP, kind=kind, by="registry", why=why)
+
+    def _forget_what_never_was(self, name: str) -> None:
+        """A model that was to be added, and that no replica could load, harms no others: whoever asked for it removes
+        it, but may have been asked by way of a controller that died meanwhile."""
+        model = self.state.models[name]
+        if model.is_added and model.rollout.phase is Phase.VACANT and model.rollout.refused:
+            self.remove(name, model.rollout.by, f"it could not be loaded: {model.rollout.reason}")
 
     def _advance_all(self) -> None:
         for name in list(self.state.models):
@@ -244,7 +256,8 @@ class EndpointController:
 
     def add(self, deployment: Deployment) -> None:
         """Serve another model; what it means is begun by the caller, or at the next tick."""
-        model = self.state.models[deployment.name] = ModelState(deployment, Rollout(attempt=self.state.num_attempts))
+        rollout = Rollout(attempt=self.state.num_attempts)
+        model = self.state.models[deployment.name] = ModelState(deployment, rollout, is_added=True)
         self._enter(deployment.name, model.rollout)
         self._commit()
 

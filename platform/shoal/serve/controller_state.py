@@ -90,12 +90,22 @@ class LiveState:
 
 @dataclass
 class ModelState:
-    """One model: what was asked for, how far it is, and the user's metrics of the candidate."""
+    """One model.
+
+    deployment: what was asked for
+    rollout:    how far it is
+    metrics:    the user's, of the candidate
+    live:       of a model that follows the weights of a run
+    meant:      what the alias meant when it was last looked at; 0: nobody has looked
+    is_added:   to an endpoint that was there; not one of those that it was deployed with
+    """
 
     deployment: Deployment
     rollout: Rollout = field(default_factory=Rollout)
     metrics: dict[str, float] = field(default_factory=dict)
     live: LiveState = field(default_factory=LiveState)
+    meant: int = 0
+    is_added: bool = False
 
 
 @dataclass

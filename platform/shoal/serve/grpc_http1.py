@@ -30,6 +30,7 @@ from shoal.serve.limits import Limits
 PREFIX = f"/{SERVICE}/"
 TYPE = (b"content-type", b"application/grpc")
 CHUNKED = [TYPE, (b"transfer-encoding", b"chunked"), (b"trailer", b"grpc-status")]
+OPEN = frozenset({"ServerLive", "ServerReady"})  # to everybody
 HEAD_BYTES = 5  # of a message: whether it is compressed, and its length
 UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
@@ -92,6 +93,9 @@ class GrpcOverHttp1:
             method = METHODS.get(name)
             if method is None or method.streams or scope["method"] != "POST":
                 raise InferenceError(501, f"{name[:200]} is not served here")
+            self._limits.check_head(scope["path"], scope["headers"])
+            if name not in OPEN:
+                self._servicer.require_known(call.metadata)
             response = await self._in_progress.run(receive, self._answered, _Asked(method, call))
         except InferenceError as error:
             refuse(call, error)
@@ -108,13 +112,15 @@ class GrpcOverHttp1:
     async def _answered(self, progress: Progress, asked: _Asked) -> Message:
         method, call = asked
         left_s = _timeout_s(call.metadata.get("grpc-timeout"))
-        if left_s is not None:
-            progress.until(time.monotonic() + left_s)
+        deadline_s = None if left_s is None else time.monotonic() + left_s
+        if deadline_s is not None:
+            progress.until(deadline_s)
         message = self._message(await progress.body(None), call.metadata.get("grpc-encoding", "identity"))
         try:
             request = method.request.FromString(message)
         except DecodeError as error:
             raise InferenceError(400, f"not a message of {method.name}: {error}") from None
+        left_s = None if deadline_s is None else deadline_s - time.monotonic()
         return await answer(self._servicer, method, request, call, left_s)
 
     def _message(self, body: bytes, encoding: str) -> bytes:

@@ -236,6 +236,11 @@ class InferenceServicer:
         answer.parameters[FINAL].bool_param = True
         return pb.ModelStreamInferResponse(infer_response=answer)
 
+    def require_known(self, metadata: Mapping[str, str]) -> None:
+        """Before a request is read. Raises InferenceError (401)."""
+        origin = metadata.get("shoal-from", "").encode("latin-1")
+        self._access.require_known(metadata.get("authorization", "").encode("latin-1"), origin)
+
     def _admit(self, invocation: Invocation, model: str | None = None, *, administrator: bool = False) -> Caller:
         authorization = invocation.text("authorization").encode("latin-1")
         address = invocation.text("shoal-from").encode("latin-1")

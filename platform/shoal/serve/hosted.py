@@ -6,6 +6,7 @@ answers once for each batch. Knows no protocol, and neither where versions come 
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Hashable, Mapping, Sequence
@@ -27,12 +28,13 @@ from shoal.serve.options import ModelOptions
 from shoal.serve.predictor import Predictor
 from shoal.serve.report import ModelReport
 from shoal.serve.shadow import Shadow
-from shoal.serve.tracing import TracedArrays
+from shoal.serve.tracing import CLIENT_GONE, TracedArrays
 from shoal.serve.versions import Track, VersionTable
 
 if TYPE_CHECKING:
     from shoal.serve.tracing import Tracer
 
+TIMERS_S = 0.01  # how far those of one deadline may be apart: the protocol's, which cancels, and the queue's
 Answer = tuple[dict[str, np.ndarray], int]  # outputs, and the version that made them
 
 
@@ -110,6 +112,10 @@ class Hosted:
             raise
         except Exception:
             self._count_failure(track, 500, arrived_s)
+            raise
+        except asyncio.CancelledError:
+            is_late = deadline_s is not None and time.monotonic() > deadline_s - TIMERS_S
+            self._count_failure(track, 504 if is_late else CLIENT_GONE, arrived_s)
             raise
         seconds = time.monotonic() - arrived_s
         self.counts.request(version, 200, seconds, queued_s, computed_s, call.num_rows)

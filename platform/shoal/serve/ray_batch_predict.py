@@ -67,12 +67,16 @@ class PredictWorker:
 
 
 def predict_files(
-    job: BatchJob, files: Sequence[Path], output: Path, workers: int | None, texts: Sequence[str] = ()
+    job: BatchJob,
+    files: Sequence[Path],
+    output: Path,
+    workers: int | None,
+    types: Mapping[str, pa.DataType] | None = None,
 ) -> int:
     """Write Parquet files with a row for each row of `files` (all CSV or all Parquet); the number of rows.
 
     workers: processes with the model; None for one on each free CPU but one, which reads and writes
-    texts:   columns of CSV files that stay as they are written, whatever they look like
+    types:   of columns of CSV files, whatever they look like
 
     Raises RunError with the words of the first worker that failed, when workers die again and again, or when the rows
     are written and `output` has come to be meanwhile; ClusterError when the cluster has no CPU to spare.
@@ -90,8 +94,8 @@ def predict_files(
         on_failure.callback(shutil.rmtree, incoming, ignore_errors=True)
         try:
             if files[0].suffix == ".csv":
-                words = pa.csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string()))
-                rows = ray.data.read_csv(paths, num_cpus=FILES_CPUS, convert_options=words)
+                converted = pa.csv.ConvertOptions(column_types=types)
+                rows = ray.data.read_csv(paths, num_cpus=FILES_CPUS, convert_options=converted)
             else:
                 rows = ray.data.read_parquet(paths, num_cpus=FILES_CPUS)
             answered = _map(rows, job, count, cpus_each)

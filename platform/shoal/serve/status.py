@@ -111,7 +111,7 @@ class StatusBook:
             stable=rollout.stable,
             candidate=rollout.candidate or max(controller.live.candidates(name), default=0),
             versions=[
-                _version(version, *_place(version, model, reports), counts, before, before_s)
+                version_status(version, *_place(version, model, reports), counts, before, before_s)
                 for version in sorted({version for report in reports for version in _had(report)})
                 if deployment.is_live or version in (rollout.stable, rollout.candidate)  # others are on their way out
             ],
@@ -185,7 +185,7 @@ def _beside(candidate: Rollout | Shares) -> str:
     return "shadow" if Shares(candidate.percent, candidate.shadow_percent).is_shadow else "candidate"
 
 
-def _version(
+def version_status(
     version: int,
     track: str,
     share: float,
@@ -193,12 +193,14 @@ def _version(
     before: ModelSnapshot | None,
     before_s: float,
 ) -> VersionStatus:
+    """What is told of a version: `counts` now, and those of `before_s` seconds ago."""
     now = counts["versions"].get(str(version)) if counts else None
     if now is None:
         return VersionStatus(version, track, share)
     earlier = before["versions"].get(str(version)) if before else None
     recent = since(earlier["request_s"], now["request_s"]) if earlier else now["request_s"]
-    num_recent = sum(now["statuses"].values()) - (sum(earlier["statuses"].values()) if earlier else 0)
+    # Less than before where a replica has gone, and what it had counted.
+    num_recent = max(0, sum(now["statuses"].values()) - (sum(earlier["statuses"].values()) if earlier else 0))
     requests, errors = requests_and_errors(now)
     return VersionStatus(
         version,

@@ -22,6 +22,8 @@ import pyarrow.compute
 from shoal.errors import DataError
 from shoal.open_inference.datatypes import NUMPY, bf16_values, floats_of
 
+FRACTIONS = frozenset({"FP64", "FP32", "FP16", "BF16"})  # datatypes
+
 
 class TensorSpec(Protocol):
     """An input or output, as the registry and as the protocol write it. `shape[0]` is the batch; -1 is any size."""
@@ -75,11 +77,21 @@ def inputs_of(
     return {spec.name: _input(table, spec, chosen[spec.name]) for spec in inputs}
 
 
-def texts_among(inputs: Sequence[TensorSpec], chosen: Mapping[str, Sequence[str]], there: Sequence[str]) -> list[str]:
-    """The columns of those `there` that are no numbers to the model: of a CSV file they are to stay as they stand."""
+def csv_types(
+    inputs: Sequence[TensorSpec], chosen: Mapping[str, Sequence[str]], seen: pa.Schema
+) -> dict[str, pa.DataType]:
+    """What columns of a CSV file are to be read as; the others as they look. `seen`: how its beginning looks.
+
+    Those that are no numbers to the model stay as they stand. Of fractions the first megabyte may have none.
+    """
     words = {column for spec in inputs if spec.datatype == "BYTES" for column in chosen[spec.name]}
+    wholes = {column for spec in inputs if spec.datatype not in FRACTIONS for column in chosen[spec.name]}
     numbers = {column for columns in chosen.values() for column in columns} - words
-    return [column for column in there if column not in numbers]
+    types = {column: pa.string() for column in seen.names if column not in numbers}
+    for column in numbers - wholes:
+        if pa.types.is_integer(seen.field(column).type) or pa.types.is_null(seen.field(column).type):
+            types[column] = pa.float64()
+    return types
 
 
 def column_type(spec: TensorSpec) -> pa.DataType:

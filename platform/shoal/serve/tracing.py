@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from shoal.errors import ConfigError, InferenceError
+from shoal.serve.in_progress import Disconnected
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -105,7 +106,8 @@ class RequestTrace:
     ) -> None:
         status = 200
         if error is not None:
-            is_answer = isinstance(error, Exception)  # a request whose client has gone is cancelled
+            # A request whose client has gone is cancelled, and then says so.
+            is_answer = isinstance(error, Exception) and not isinstance(error, Disconnected)
             status = error.status if isinstance(error, InferenceError) else 500 if is_answer else CLIENT_GONE
         self._span.set_attribute("http.response.status_code", status)
         if status >= 500:

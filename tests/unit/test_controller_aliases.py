@@ -1,0 +1,109 @@
+"""What an alias is followed to, when what failed once is tried again, and that a change that fails changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import ConfigError, InferenceError
+from shoal.serve.changes import parse_change
+from shoal.serve.rollout import Phase
+from unit.controller_setting import Cluster
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Any:
+    made = Cluster(tmp_path)
+    for _ in range(2):
+        made.add()
+    made.settle()
+    yield made
+    made.close()
+
+
+def test_a_version_that_was_rolled_back_is_served_once_the_alias_means_it(cluster: Cluster) -> None:
+    cluster.ask(action="canary", version=4, percent=10)
+    cluster.settle()
+    cluster.ask(action="rollback")
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.refused) == (Phase.STEADY, 1, 4)
+    cluster.catalogue.stack.append(4)
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 4)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_could_not_be_staged_is_tried_again_when_the_alias_comes_back_to_it_and_not_before(
+    cluster: Cluster, restarted: bool
+) -> None:
+    for replica in cluster.replicas.values():
+        replica.bad = {4}
+    cluster.catalogue.stack = [4]
+    cluster.settle()
+    attempts = cluster.rollout.attempt
+    if restarted:
+        cluster.start_controller()
+    cluster.settle()
+    assert (cluster.rollout.stable, cluster.rollout.refused, cluster.rollout.attempt) == (1, 4, attempts)
+    for replica in cluster.replicas.values():
+        replica.bad = set()
+    cluster.catalogue.stack = [1]
+    cluster.settle()
+    cluster.catalogue.stack = [4]
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 4)
+
+
+def test_a_deploy_that_fails_leaves_what_is_followed(cluster: Cluster) -> None:
+    for replica in cluster.replicas.values():
+        replica.bad = {4}
+    cluster.ask(action="deploy", version=4)
+    cluster.settle()
+    assert (cluster.rollout.stable, cluster.rollout.refused) == (1, 4)
+    assert cluster.controller.state.models["m"].deployment.version == "champion"
+    cluster.catalogue.stack = [2]
+    cluster.settle()
+    assert cluster.rollout.stable == 2
+
+
+def test_the_latest_is_the_newest_of_now_and_not_an_alias(cluster: Cluster) -> None:
+    assert parse_change({"action": "deploy", "model": "m", "version": "latest"}).word == ""
+    assert parse_change({"action": "deploy", "model": "m@3", "version": "latest"}).word == "3"
+    for version in ("Champion", -1, "a@b"):
+        with pytest.raises(InferenceError) as caught:
+            parse_change({"action": "canary", "model": "m", "version": version, "percent": 1})
+        assert caught.value.status == 400
+
+
+def test_an_alias_that_the_registry_takes_for_none_ends_a_promotion(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> None:
+        raise ConfigError("alias", "latest", "is taken", "choose another")
+
+    monkeypatch.setattr(cluster.catalogue, "promote", refuse)
+    cluster.ask(action="promote", version=2)
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 1)
+    assert "cannot be moved" in cluster.rollout.reason
+
+
+def test_a_model_that_could_not_be_added_goes_though_nobody_waits_for_it_any_more(cluster: Cluster) -> None:
+    """Else no replica that starts could say that it is ready."""
+    for replica in cluster.replicas.values():
+        replica.bad = {2}
+    cluster.controller.remove("m", "me", "")
+    cluster.ask(action="deploy", version=2)
+    cluster.asked.pop().cancel()
+    cluster.start_controller()
+    assert [*cluster.controller.state.models] == ["m"]
+    for replica in cluster.replicas.values():
+        cluster.poll(replica)
+        replica.stage_one()
+        cluster.tell(replica)
+    assert cluster.rollout.phase is Phase.VACANT
+    cluster.controller.tick()
+    assert not cluster.controller.state.models
+    assert "it could not be loaded: replica r1 cannot stage version 2" in cluster.controller.state.events[-1].reason
