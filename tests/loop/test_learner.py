@@ -124,6 +124,23 @@ def test_resuming_goes_on_exactly_where_the_checkpoint_was(tmp_path: Path) -> No
         assert torch.equal(value, second.learner.model.state_dict()[name]), name
 
 
+def test_resuming_with_another_learning_rate_learns_at_that_rate(tmp_path: Path) -> None:
+    random = np.random.default_rng(5)
+    first = Bench(tmp_path)
+    for _ in range(2):
+        first.put(random_segment(random, first.learner.version))
+    assert first.learner.step()
+    first.learner.save()
+    second = Bench(tmp_path, "impala.learning_rate=1e-12", used_version=first.store.version)
+    before = {name: value.clone() for name, value in second.learner.model.state_dict().items()}
+    for _ in range(2):
+        second.put(random_segment(random, second.learner.version))
+    assert second.learner.step()
+    for name, value in second.learner.model.state_dict().items():
+        # a step of Adam is of the order of its rate: 1e-9 is far above this one, and far below the recipe's
+        torch.testing.assert_close(value, before[name], rtol=0, atol=1e-9)
+
+
 def test_a_version_is_never_used_twice_even_when_nobody_knows_how_far_it_came(tmp_path: Path) -> None:
     first = Bench(tmp_path)
     first.learner.save()

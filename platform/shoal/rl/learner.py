@@ -257,6 +257,8 @@ class Learner:
             problem = "does not fit the checkpoint of this run"
             raise SpecMismatch("hidden", list(self.spec.hidden), problem, str(error).splitlines()[-1].strip()) from None
         self._optimizer.load_state_dict(state["optimizer"])
+        for group in self._optimizer.param_groups:  # which came with the rate of before, and the spec may have another
+            group["lr"] = self.spec.impala.learning_rate
         torch.set_rng_state(state["rng"])
         self.updates, self.steps, self.version = state["updates"], state["steps"], state["version"]
         self.counts = dict(state["counts"])
