@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, ShoalError, SpecMismatch
-from shoal.flows.evaluation import Evaluation
+from shoal.flows.evaluation import Answer, Evaluation
 from shoal.weights import WeightSnapshot
 
 SNAPSHOT = WeightSnapshot.of(7, {"w": np.zeros(1, np.float32)})
@@ -60,6 +60,32 @@ def test_an_endpoint_that_is_away_for_a_while_costs_a_trial_and_not_the_run(erro
     assert [kind for kind, _ in flow.events] == ["trial_failed"]
     with pytest.raises(type(error)):
         FakeFlow(error, time_is_up=True).passes()
+
+
+def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.flows import actor_learner
+    from shoal.flows.actor_learner_spec import ActorLearnerSpec
+
+    num_rows: list[int] = []
+
+    class Connection:
+        def __init__(self, url: str, model: str, token: str) -> None:
+            pass
+
+        def insist(self, observations: np.ndarray, patience_s: float = 60.0) -> Answer:
+            num_rows.append(len(observations))
+            return Answer({"action": np.zeros(len(observations), np.int64)}, SNAPSHOT.version)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(actor_learner, "InferenceConnection", Connection)
+    spec = ActorLearnerSpec(env="CartPole-v1", eval_episodes=5).override(["endpoint.model.max_batch_size=2"])
+    flow: Any = SimpleNamespace(
+        spec=spec, token="", _endpoint=SimpleNamespace(url="http://h"), _first_observation=np.zeros(4, np.float32)
+    )
+    assert len(actor_learner._Flow._play(flow, SNAPSHOT, seed=1).returns) == 5
+    assert max(num_rows) == 2
 
 
 class FakeWorker:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shoal.errors import RunError
+from shoal.errors import InferenceError, RunError
 from shoal.flows.evaluation import Answer, Evaluation, play_through
 
 
@@ -25,18 +25,30 @@ def test_scattered_returns_are_less_sure_than_their_mean() -> None:
 
 
 class AlwaysLeft:
-    """Stands for a connection to an endpoint."""
+    """Stands for a connection to an endpoint that takes `max_rows` at once."""
+
+    def __init__(self, max_rows: int = 64) -> None:
+        self._max_rows = max_rows
 
     def insist(self, observations: np.ndarray) -> Answer:
+        if len(observations) > self._max_rows:
+            raise InferenceError(400, f"{len(observations)} rows, and at most {self._max_rows} are taken")
         return Answer({"action": np.zeros(len(observations), np.int64)}, 3)
 
 
 def test_what_is_played_through_is_counted() -> None:
-    played = play_through(AlwaysLeft(), "CartPole-v1", num_episodes=2, seed=1)  # type: ignore[arg-type]
+    played = play_through(AlwaysLeft(), "CartPole-v1", num_episodes=2, seed=1, max_rows=64)  # type: ignore[arg-type]
     assert (len(played.returns), played.versions) == (2, {3})
     assert played.num_requests == max(played.returns)
 
 
+def test_more_episodes_than_the_endpoint_takes_at_once_are_asked_for_in_pieces() -> None:
+    whole = play_through(AlwaysLeft(), "CartPole-v1", num_episodes=5, seed=1, max_rows=5)  # type: ignore[arg-type]
+    pieces = play_through(AlwaysLeft(2), "CartPole-v1", num_episodes=5, seed=1, max_rows=2)  # type: ignore[arg-type]
+    assert pieces.returns == whole.returns
+    assert pieces.num_requests > whole.num_requests
+
+
 def test_episodes_that_do_not_end_are_given_up() -> None:
     with pytest.raises(RunError, match=r"2 of 2 episodes of CartPole-v1 have not ended after 0 s.*eval_timeout_s"):
-        play_through(AlwaysLeft(), "CartPole-v1", num_episodes=2, seed=1, timeout_s=0.0)  # type: ignore[arg-type]
+        play_through(AlwaysLeft(), "CartPole-v1", 2, 1, max_rows=64, timeout_s=0.0)  # type: ignore[arg-type]

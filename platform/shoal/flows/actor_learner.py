@@ -375,10 +375,12 @@ class _Flow:
     def _play(self, snapshot: WeightSnapshot, seed: int) -> Evaluation:
         """Play episodes through the endpoint, which must serve `snapshot` by then."""
         assert self._endpoint is not None
-        connection = InferenceConnection(self._endpoint.url, self.spec.model_name, self.token)
+        spec = self.spec
+        max_rows = spec.endpoint.options(spec.model_name).max_batch_size
+        connection = InferenceConnection(self._endpoint.url, spec.model_name, self.token)
         try:
             wait_for_version(connection, self._first_observation, snapshot.version)
-            return play_through(connection, self.spec.env, self.spec.eval_episodes, seed, self.spec.eval_timeout_s)
+            return play_through(connection, spec.env, spec.eval_episodes, seed, max_rows, spec.eval_timeout_s)
         finally:
             connection.close()
 

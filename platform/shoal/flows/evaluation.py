@@ -109,9 +109,10 @@ def wait_for_version(
 
 
 def play_through(
-    connection: InferenceConnection, env: str, num_episodes: int, seed: int, timeout_s: float = 300.0
+    connection: InferenceConnection, env: str, num_episodes: int, seed: int, max_rows: int, timeout_s: float = 300.0
 ) -> Evaluation:
-    """Play `num_episodes` greedily, side by side: each request carries one observation of every unfinished episode.
+    """Play `num_episodes` greedily, side by side: each request carries one observation of every unfinished episode, or
+    of `max_rows` of them where there are more: what the endpoint takes at once.
 
     Raises RunError when they have not ended after `timeout_s`, and what `InferenceConnection.insist` does.
     """
@@ -126,12 +127,16 @@ def play_through(
         if time.monotonic() - started > timeout_s:
             still_s = f"{len(playing)} of {num_episodes} episodes of {env} have not ended after {timeout_s:g} s"
             raise RunError(f"{still_s}: give the environment a time limit, or raise eval_timeout_s")
-        answer = connection.insist(np.stack([observations[index] for index in playing]).astype(np.float32))
-        num_requests += 1
-        versions.add(answer.version)
+        actions: list[int] = []
+        for start in range(0, len(playing), max_rows):
+            rows = [observations[index] for index in playing[start : start + max_rows]]
+            answer = connection.insist(np.stack(rows).astype(np.float32))
+            num_requests += 1
+            versions.add(answer.version)
+            actions += answer.outputs["action"].astype(int).tolist()
         still = []
-        for index, action in zip(playing, answer.outputs["action"], strict=True):
-            observations[index], reward, terminated, truncated, _ = environments[index].step(int(action))
+        for index, action in zip(playing, actions, strict=True):
+            observations[index], reward, terminated, truncated, _ = environments[index].step(action)
             returns[index] += float(reward)
             if not (terminated or truncated):
                 still.append(index)
