@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shoal import runs
 from shoal.errors import RunError
 from shoal.runs import RunRecorder, Status, recorder
+from shoal.runs.database import transaction
 from shoal.runs.tensorboard import EventFile
 from waiting import wait_for
 
@@ -58,6 +60,23 @@ def test_what_cannot_be_written_is_kept_and_written_later(
     assert seen.metrics()["x"].tolist() == [1.0, 3.0]
     assert seen.versions()["version"].tolist() == [1]
     assert seen.events()["kind"].tolist() == ["unlucky"]
+
+
+class Interrupted(sqlite3.Connection):
+    """Ctrl-C came while it waited for the lock: Python hears of it when the lock is there."""
+
+    def execute(self, *words: Any) -> sqlite3.Cursor:
+        done = super().execute(*words)
+        if words[0].startswith("BEGIN"):
+            raise KeyboardInterrupt
+        return done
+
+
+def test_an_interruption_at_the_lock_leaves_no_transaction_open(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "x.sqlite", isolation_level=None, factory=Interrupted)) as connection:
+        with pytest.raises(KeyboardInterrupt), transaction(connection):
+            pass
+        assert not connection.in_transaction
 
 
 def test_a_full_disk_costs_the_curves_their_end_and_the_record_nothing(

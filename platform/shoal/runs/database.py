@@ -85,8 +85,8 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     Raises RunError when the database refuses, or when others keep it busy for longer than BUSY_TIMEOUT_S.
     """
     try:
-        connection.execute("BEGIN IMMEDIATE")
-        try:
+        try:  # around BEGIN too: an interruption that came while it waited for the lock is raised when it has it
+            connection.execute("BEGIN IMMEDIATE")
             yield
             connection.execute("COMMIT")
         finally:
