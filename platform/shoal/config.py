@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeAlias, get_args, get_origin
@@ -17,6 +17,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 
 from shoal.errors import ConfigError
+
+MASKED = str(SecretStr("masked"))  # what `to_yaml` writes for every secret
 
 
 class Spec(BaseModel):
@@ -38,14 +40,24 @@ class Spec(BaseModel):
     @classmethod
     def from_yaml(cls, source: str | Path) -> Self:
         """Read a YAML file (`Path`) or text (`str`). Raises ConfigError."""
-        text = source.read_text() if isinstance(source, Path) else source
+        return cls.parse(_mapping(source))
+
+    @classmethod
+    def from_record(cls, text: str, words: Iterable[str]) -> Self:
+        """Read what `to_yaml` wrote, with `a.b=c` words in place of what it says. Raises ConfigError.
+
+        Secrets are masked there: those that it had must be among the words.
+        """
+        values = _mapping(text)
+        _apply(values, cls, words)
         try:
-            loaded = yaml.safe_load(text) or {}
-        except yaml.YAMLError as error:
-            raise ConfigError("yaml", str(source)[:80], f"is not YAML ({error})") from None
-        if not isinstance(loaded, dict):
-            raise ConfigError("yaml", loaded, "is not a mapping", "write `field: value` lines")
-        return cls.parse(loaded)
+            return cls.parse(values)
+        except ConfigError as error:
+            for path in _masked(values):
+                if f"{error.field}.".startswith(f"{path}."):
+                    problem = "is a secret, which no record holds"
+                    raise ConfigError(path, MASKED, problem, f"give it again, as in {path}=...") from None
+            raise
 
     @classmethod
     def from_word(cls, word: str, before: Mapping[str, Any]) -> object:
@@ -62,11 +74,7 @@ class Spec(BaseModel):
         Raises ConfigError for a word without `=`, an unknown field, or a value that does not fit.
         """
         values = self.model_dump()
-        for word in words:
-            path, separator, text = word.partition("=")
-            if not separator or not path:
-                raise ConfigError("override", word, "is not of the form a.b=c", "for example learner.lr=0.001")
-            _set(values, type(self), path, _read(path, text) if text else "")
+        _apply(values, type(self), words)
         return type(self).parse(values)
 
 
@@ -94,6 +102,26 @@ def _read(path: str, text: str) -> object:
         raise ConfigError(path, "...", f"is not YAML: {problem}", "put it in quotes") from None  # it may be a secret
 
 
+def _mapping(source: str | Path) -> dict[str, Any]:
+    text = source.read_text() if isinstance(source, Path) else source
+    try:
+        loaded = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError("yaml", str(source)[:80], f"is not YAML ({error})") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError("yaml", loaded, "is not a mapping", "write `field: value` lines")
+    return loaded
+
+
+def _masked(value: object, path: str = "") -> Iterator[str]:
+    """The paths under which there are masked secrets, as far as a word can reach: of a list, the whole."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from _masked(each, f"{path}.{name}" if path else str(name))
+    elif value == MASKED or (isinstance(value, list) and any(any(True for _ in _masked(each)) for each in value)):
+        yield path
+
+
 @dataclass(frozen=True)
 class _Entries:
     """What owns the entries of a `dict[str, Spec]`: any name, and a Spec under each."""
@@ -102,6 +130,14 @@ class _Entries:
 
 
 _Owner: TypeAlias = type[BaseModel] | _Entries | None  # None: a plain mapping, of which nothing is known
+
+
+def _apply(values: dict[str, Any], spec: type[BaseModel], words: Iterable[str]) -> None:
+    for word in words:
+        path, separator, text = word.partition("=")
+        if not separator or not path:
+            raise ConfigError("override", word, "is not of the form a.b=c", "for example learner.lr=0.001")
+        _set(values, spec, path, _read(path, text) if text else "")
 
 
 def _set(values: dict[str, Any], spec: type[BaseModel], path: str, value: object) -> None:
@@ -119,8 +155,9 @@ def _set(values: dict[str, Any], spec: type[BaseModel], path: str, value: object
             raise ConfigError(path, value, f"{name!r} has no fields of its own")
     _require_field(owner, leaf, path, value)
     inner = _owner_within(owner, leaf)
-    if isinstance(inner, type) and issubclass(inner, Spec) and isinstance(value, str) and isinstance(node[leaf], dict):
-        value = inner.from_word(value, node[leaf])
+    before = node.get(leaf)  # None for a new entry
+    if isinstance(inner, type) and issubclass(inner, Spec) and isinstance(value, str) and isinstance(before, dict):
+        value = inner.from_word(value, before)
     node[leaf] = value
 
 

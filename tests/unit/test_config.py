@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pydantic import Field
+from pydantic import Field, SecretStr, field_validator
 
 from shoal.config import Spec, last_value, word_of
 from shoal.errors import ConfigError
@@ -54,11 +54,57 @@ def test_words_reach_into_mappings_of_specs() -> None:
         ("axles.rear.wheel.sise=1", "axles.rear.wheel.sise = 1: no such field. did you mean 'size'?"),
         ("axles.rear.length.more=1", "axles.rear.length = {'more': 1}"),
         ("front.size.more=1", "'size' has no fields of its own"),
+        ("wheels.left=fast", "wheels.left = 'fast'"),
     ],
 )
 def test_what_fits_nothing_is_named(word: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Cart().override([word])
+    assert message in str(refused.value)
+
+
+class Door(Spec):
+    """Its locks open with a key, which is no mask."""
+
+    name: str
+    key: SecretStr
+
+    @field_validator("key")
+    @classmethod
+    def _not_masked(cls, key: SecretStr) -> SecretStr:
+        if not key.get_secret_value().strip("*"):
+            raise ValueError("it was masked")
+        return key
+
+
+class House(Spec):
+    doors: list[Door] = Field(default_factory=list)
+    cellar: Door | None = None
+    floors: int = 1
+
+
+def test_a_recorded_spec_is_read_with_its_secrets_given_again() -> None:
+    doors = "doors=[{name: front, key: hush}]"
+    house = House().override([doors, "cellar.name=cellar", "cellar.key=hushed", "floors=2"])
+    again = House.from_record(house.to_yaml(), ["cellar.key=other", doors])
+    assert (again.floors, again.doors) == (2, house.doors)
+    assert again.cellar == Door(name="cellar", key=SecretStr("other"))
+    assert House.from_record("floors: 3\n", []) == House(floors=3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "doors = '**********': is a secret, which no record holds. give it again, as in doors=..."),
+        (["doors=[]"], "cellar.key = '**********': is a secret, which no record holds. give it again, as in cellar.k"),
+        (["doors=[]", "cellar.key=x", "floors=many"], "floors = 'many'"),
+        (["doors=[{name: front}]", "cellar.key=x"], "doors.0.key"),
+    ],
+)
+def test_a_recorded_secret_that_is_not_given_again_is_named(words: list[str], message: str) -> None:
+    house = House().override(["doors=[{name: front, key: hush}]", "cellar={name: cellar, key: hushed}"])
+    with pytest.raises(ConfigError) as refused:
+        House.from_record(house.to_yaml(), words)
     assert message in str(refused.value)
 
 

@@ -64,9 +64,10 @@ def job_main(
 
 
 def _as_recorded(spec: SpecT, words: Sequence[str]) -> SpecT:
-    """The spec of the run that is resumed; `spec` when none is."""
+    """The spec of the run that is resumed, with the words applied, for there are no secrets in its record; `spec` when
+    none is."""
     resumed = last_value(words, "resume")
-    return type(spec).from_yaml(shoal.runs.load(resumed).spec) if resumed else spec
+    return type(spec).from_record(shoal.runs.load(resumed).spec, words) if resumed else spec
 
 
 def expected_run_id() -> str | None:

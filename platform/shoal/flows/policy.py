@@ -6,6 +6,7 @@ Asked by the flow of a run, by its endpoint and by the registry; starts nothing,
 from __future__ import annotations
 
 import numpy as np
+import yaml
 
 import shoal.runs
 from shoal.actor.environment import first_observation, make_environment
@@ -39,7 +40,8 @@ def check(spec: ActorLearnerSpec) -> tuple[ExperienceSpec, np.ndarray]:
 def _require_fit(spec: ActorLearnerSpec, experience: ExperienceSpec, run: Run) -> None:
     if not any((run.folder / "checkpoints").glob("step-*")):
         return
-    before = ActorLearnerSpec.from_yaml(run.spec)
+    recorded = yaml.safe_load(run.spec) or {}  # of it, not the endpoint: its keys are masked
+    before = RLSpec.parse({name: recorded[name] for name in RLSpec.model_fields if name in recorded})
     remedy = "leave it out, or begin a new run"
     if spec.hidden != before.hidden:
         raise SpecMismatch("hidden", list(spec.hidden), f"run {run.id} has learnt with {list(before.hidden)}", remedy)

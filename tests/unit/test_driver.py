@@ -1,0 +1,60 @@
+"""The main function of a job, as far as it goes without a cluster: what a run that is resumed is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal import runs
+from shoal.cluster.driver import job_main
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.flows.policy import check
+
+KEYS = "endpoint.keys=[{name: lab, key: hush}]"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    return tmp_path
+
+
+def a_run(*words: str) -> str:
+    """A stopped run that has learnt something."""
+    spec = ActorLearnerSpec().override(words)
+    with runs.create("actor_learner", spec.to_yaml(), "one") as run:
+        (run.folder / "checkpoints/step-00000001").mkdir(parents=True)
+        run.finish("stopped")
+    return run.id
+
+
+def resumed(run_id: str, *words: str) -> ActorLearnerSpec:
+    """What the job makes of the words, as `--check` has it."""
+    seen: list[ActorLearnerSpec] = []
+
+    def look(spec: ActorLearnerSpec) -> None:
+        check(spec)
+        seen.append(spec)
+
+    arguments = [f"resume={run_id}", *words, "--check"]
+    job_main(ActorLearnerSpec(), lambda spec, job: None, "actor_learner", look, arguments)
+    return seen[0]
+
+
+def test_a_run_whose_endpoint_has_keys_is_resumed_with_the_keys_given_again() -> None:
+    spec = resumed(a_run(KEYS, "eval_episodes=3"), KEYS)
+    assert spec.eval_episodes == 3
+    assert [key.key.get_secret_value() for key in spec.endpoint.keys] == ["hush"]
+
+
+def test_it_is_said_which_secret_a_resumed_run_needs_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        resumed(a_run(KEYS))
+    assert "give it again, as in endpoint.keys=..." in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_refused_also_where_there_are_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        resumed(a_run(KEYS), KEYS, "hidden=[8]")
+    assert "error: hidden = [8]: run one has learnt with [64, 64]" in capsys.readouterr().err
