@@ -40,6 +40,22 @@ def test_a_gateway_that_died_is_found_where_it_was_and_gets_what_it_did_not_ackn
             actor.close()
 
 
+def has_ipv6() -> bool:
+    try:
+        with network.create_server(("::1", 0), family=network.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no address of IPv6")
+def test_a_gateway_on_an_address_of_ipv6_is_reached_where_it_says_that_it_is() -> None:
+    with serving(host="::1") as parts, client(parts) as actor:
+        assert parts.address == f"tcp://[::1]:{parts.gateway.port}"
+        actor.send(segment())
+        assert actor.drain(5)
+
+
 @contextmanager
 def taken(port: int = 0) -> Iterator[int]:
     """A port on which something else listens."""

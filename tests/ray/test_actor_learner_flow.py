@@ -88,6 +88,26 @@ def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkey
     assert max(num_rows) == 2
 
 
+def test_a_run_that_is_stopped_while_it_starts_settles_before_ray_kills_its_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from shoal.flows import actor_learner
+
+    clock = SimpleNamespace(now=0.0)
+
+    def not_there(timeout_s: float) -> None:
+        clock.now += timeout_s
+
+    monkeypatch.setattr(actor_learner, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    workers = SimpleNamespace(
+        finish_learner=lambda timeout_s: not_there(timeout_s + 0.2),
+        close_gateway=lambda finished, timeout_s: not_there(timeout_s),
+    )
+    flow: Any = SimpleNamespace(_workers=workers, _endpoint=None, _listening={})
+    actor_learner._Flow.settle(flow)
+    assert clock.now == actor_learner.SETTLE_S < 15.0
+
+
 class FakeWorker:
     """Its methods' results stand for what Ray would fetch."""
 

@@ -39,6 +39,7 @@ def connect(
             socket.curve_serverkey = server_key.encode()
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         field, value, problem, remedy = "connect", address, "is not an address", _ADDRESS_REMEDY
+        socket.setsockopt(zmq.IPV6, address.count(":") > 2)  # tcp://[::1]:port
         socket.connect(address)
     except zmq.ZMQError as error:
         socket.close(linger=0)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 FINISH_S = 5.0  # for the learner to save what it has, when the run is stopped
+SETTLE_S = 10.0  # for that and for the gateway's goodbye: Ray kills a job that takes 15 s to stop
 PRINT_S = 2.0
 UPDATES_BETWEEN_TRIALS = 50
 TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial chooses; the evaluation must not know its episodes
@@ -335,14 +336,16 @@ class _Flow:
         )
 
     def settle(self) -> None:
-        """Let the learner save, say goodbye to the actors and write the last numbers, however the run ended."""
+        """Let the learner save, say goodbye to the actors and write the last numbers, however the run ended. Waits for
+        them no longer than SETTLE_S in all: in a run that is stopped while it starts, neither may be there."""
         if self._workers is None:
             return
         if self._endpoint is not None:
             record_changes(self._endpoint, self.recorder)
+        deadline = time.monotonic() + SETTLE_S
         if self._workers.finish_learner(FINISH_S):
             self._record_published()
-        stats = self._workers.close_gateway(finished=True)
+        stats = self._workers.close_gateway(finished=True, timeout_s=max(0.0, deadline - time.monotonic()))
         if stats is not None:
             self._gateway_stats = stats
             segments = stats["segments"]

@@ -19,7 +19,7 @@ import zmq
 
 from shoal.errors import Closed, ConfigError, InvalidSegment, ProtocolViolation
 from shoal.rl.ledger import ActorKey
-from shoal.rl.listener import listen
+from shoal.rl.listener import address_of, listen
 from shoal.rl.progress import Progress, Roster
 from shoal.rl.queue import ExperienceQueue
 from shoal.rl.sessions import Session, Sessions
@@ -107,7 +107,7 @@ class Gateway:
 
     @property
     def address(self) -> str:
-        return f"tcp://{self.spec.host}:{self.port}"
+        return address_of(self.spec.host, self.port)
 
     @property
     def alive(self) -> bool:

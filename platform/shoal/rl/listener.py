@@ -50,6 +50,11 @@ def listen(
     return socket, int(endpoint.rpartition(":")[2])
 
 
+def address_of(host: str, port: int) -> str:
+    """What actors connect to; an address of IPv6 stands in brackets."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
 def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> None:
     try:
         socket.bind(f"tcp://{host}:{port or '*'}")

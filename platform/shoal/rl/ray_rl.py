@@ -22,6 +22,7 @@ from shoal.errors import ClusterError, ConnectionLost
 from shoal.loading import loading
 from shoal.rl.gateway import Gateway
 from shoal.rl.ledger import Ledger
+from shoal.rl.listener import address_of
 from shoal.rl.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.spec import RLSpec
 from shoal.weights import Published, WeightSnapshot
@@ -76,7 +77,7 @@ class GatewayWorker:
         host = self._gateway.spec.host
         if host in ("0.0.0.0", "::", "*"):
             host = ray.util.get_node_ip_address()
-        return f"tcp://{host}:{self._gateway.port}"
+        return address_of(host, self._gateway.port)
 
     def take(self, consumer: str, request: BatchRequest) -> bytes | None:
         """A batch as bytes, which Ray passes on as they are; it pickles arrays one by one."""
@@ -234,10 +235,10 @@ class ActorLearnerWorkers:
             return False
         return True
 
-    def close_gateway(self, finished: bool) -> dict[str, Any] | None:
-        """Dismiss the actors; the last stats, or None when the gateway is dead."""
+    def close_gateway(self, finished: bool, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any] | None:
+        """Dismiss the actors; the last stats, or None when the gateway is dead or does not answer in time."""
         try:
-            return ray.get(self._gateway.close.remote(finished), timeout=CALL_TIMEOUT_S)
+            return ray.get(self._gateway.close.remote(finished), timeout=timeout_s)
         except STORE_IS_AWAY:
             return None
 
