@@ -24,8 +24,8 @@ from shoal.cli.run import _Session as Session
 from shoal.cli.runs import report
 from shoal.cli.runs import runs as runs_command
 from shoal.cluster.handle import ClusterHandle
-from shoal.cluster.jobs import Job, JobStatus
-from shoal.errors import ConnectionLost, RegistryError, RunError
+from shoal.cluster.jobs import Job
+from shoal.errors import ClusterError, ConnectionLost, RegistryError, RunError, ShoalError
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 
@@ -207,7 +207,7 @@ def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest
     with runs.create("x", "", "one") as run:
         pass
     session = a_session("resume=one")
-    session._job = SimpleNamespace(status=lambda: JobStatus.RUNNING, logs=lambda: "")  # type: ignore[assignment]
+    session._job = SimpleNamespace(outcome=lambda: None, logs=lambda: "")  # type: ignore[assignment]
     with runs.reopen("one") as again:
         (run.folder / "actor-0.log").write_text("RuntimeError: motor burnt\n")
         session._actors = [SimpleNamespace(poll=lambda: 1)]
@@ -221,22 +221,24 @@ def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest
         assert not session._step()
 
 
-def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ConnectionLost("http://h: refused"), ClusterError("http://h answered 500: refused")])
+def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(
+    error: ShoalError, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def gone(*arguments: object, **more: object) -> object:
-        raise ConnectionLost("no answer from http://h: refused")
+        raise error
 
     with runs.create("x", "", "one"):
         pass
     session = a_session("resume=one")
     monkeypatch.setattr("shoal.cli.run.ray_jobs.submit", lambda *arguments, **more: None)
     monkeypatch.setattr("shoal.cluster.jobs.Job.status", gone)
-    monkeypatch.setattr("shoal.cluster.jobs.Job.stop", gone)
-    monkeypatch.setattr(session, "_follow", gone)
+    monkeypatch.setattr("shoal.cluster.jobs.Job.end", lambda job: None)
     with (
         pytest.raises(RunError, match=r"the cluster has ended.*refused\nGo on with: shoal run x"),
         ExitStack() as stack,
     ):
-        session.run(SimpleNamespace(), stack)  # type: ignore[arg-type]
+        session.run(ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {}, temp_dir=home), stack)
 
 
 def test_an_actor_that_died_is_said_once_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,9 +25,9 @@ from shoal.client.find import find_endpoint
 from shoal.cluster import attach, dashboard, embedded
 from shoal.cluster.dashboard import Resources
 from shoal.cluster.handle import ClusterHandle
-from shoal.cluster.jobs import JobInfo, JobStatus
+from shoal.cluster.jobs import PATIENCE_S, Job, JobInfo, JobStatus
 from shoal.cluster.processes import MARKER
-from shoal.errors import ClusterError, RunError
+from shoal.errors import ClusterError, ConnectionLost, RunError, ShoalError
 from shoal.runs.database import connect
 
 
@@ -196,3 +196,50 @@ def test_asking_a_dashboard_again_and_again_reads_the_trusted_certificates_once_
     for _ in range(3):
         dashboard.connect(handle).close()
     assert len(read) == num_read
+
+
+class Asked(Job):
+    """A job of which a dashboard that is a stand-in says these things, or fails to, at the times of a clock."""
+
+    def __init__(self, head_is_alive: bool, clock: SimpleNamespace) -> None:
+        super().__init__(SimpleNamespace(head_is_alive=lambda: head_is_alive), "one")  # type: ignore[arg-type]
+        self._clock = clock
+
+    def told(self, after_s: float, answer: JobStatus | ShoalError) -> JobStatus | None:
+        self._clock.now += after_s
+        self._answer = answer
+        return self.outcome()
+
+    def status(self) -> JobStatus:
+        if isinstance(self._answer, ShoalError):
+            raise self._answer
+        return self._answer
+
+
+SILENCE = [ConnectionLost("no answer from http://h: ReadTimeout"), ClusterError("http://h answered 500: no reason")]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("shoal.cluster.jobs.time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+@pytest.mark.parametrize("silence", SILENCE)
+def test_a_dashboard_that_does_not_answer_for_a_while_costs_no_job(silence: ShoalError, clock: SimpleNamespace) -> None:
+    job = Asked(True, clock)
+    for _ in range(3):
+        assert job.told(PATIENCE_S, silence) is None
+        assert job.told(PATIENCE_S - 1.0, silence) is None
+        assert job.told(2.0, JobStatus.RUNNING) is None
+    assert job.told(1.0, JobStatus.FAILED) is JobStatus.FAILED
+    assert job.told(1.0, silence) is None
+    with pytest.raises(type(silence)):
+        job.told(PATIENCE_S, silence)
+
+
+@pytest.mark.parametrize("silence", SILENCE)
+def test_a_cluster_that_has_died_is_noticed_at_once(silence: ShoalError, clock: SimpleNamespace) -> None:
+    with pytest.raises(type(silence)):
+        Asked(False, clock).told(0.0, silence)

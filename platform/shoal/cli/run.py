@@ -36,7 +36,7 @@ from shoal.cluster.attach import find_cluster
 from shoal.cluster.embedded import start
 from shoal.cluster.handle import ClusterHandle
 from shoal.config import last_value, word_of
-from shoal.errors import ConfigError, ConnectionLost, RunError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.home import access_token
 from shoal.runs import Run
 from shoal.runs.display import duration, number
@@ -148,13 +148,13 @@ class _Session:
         entrypoint = [sys.executable, str(self._path), *shown]
         ray_jobs.submit(cluster, entrypoint, env=env | secrets, submission_id=self._job.submission_id)
         try:
-            self._follow()
-        except ConnectionLost as error:
+            outcome = self._follow()
+        except (ClusterError, ConnectionLost) as error:
             lost = (f"the cluster has ended, or does not answer: {error}", self.how_to_resume())
             raise RunError("\n".join(lost).rstrip()) from None
         notes = self._new_notes()  # of actors that ended by themselves; the rest are ended now
         self._finish_actors()
-        if self._job.status() is not ray_jobs.JobStatus.SUCCEEDED:
+        if outcome is not ray_jobs.JobStatus.SUCCEEDED:
             said = (failure(self._job, f"the job of run {self.run_id}"), *notes, self.how_to_resume())
             raise RunError("\n".join(said).rstrip())
         self._summary()
@@ -169,26 +169,26 @@ class _Session:
 
     # -- while it runs --------------------------------------------------------------------------------------------
 
-    def _follow(self) -> None:
-        assert self._job is not None
+    def _follow(self) -> ray_jobs.JobStatus:
         if self._plain:
-            while not self._step():
+            while (outcome := self._step()) is None:
                 self._print_plain()
-            return
+            return outcome
         with Live(console=self._console, refresh_per_second=4, transient=True) as live:
-            while not self._step():
+            while (outcome := self._step()) is None:
                 if self._view is not None:
                     live.update(_picture(self._view))
+        return outcome
 
-    def _step(self) -> bool:
-        """Look at the run; True when the job is over."""
+    def _step(self) -> ray_jobs.JobStatus | None:
+        """Look at the run; what the job ended as, when it is over."""
         assert self._job is not None
         time.sleep(REFRESH_S)
         self._read_record()
         if self._view is None or not self._view.metrics:
             self._print_new_words()
             self._require_actors()
-        return self._job.status().is_over
+        return self._job.outcome()
 
     def _print_new_words(self) -> None:
         """What the job says, as long as its record has nothing to show: not every job measures something."""

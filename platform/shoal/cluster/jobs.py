@@ -28,6 +28,7 @@ from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 
 FIRST_POLL_S, LAST_POLL_S = 0.1, 0.5
 NUM_LAST_LINES = 10
+PATIENCE_S = 30.0  # with a dashboard that fails to answer while the head lives: what it is asked about goes on
 
 # What a job never needs from its working folder (gitignore patterns).
 EXCLUDES = (".git", ".venv", "venv", "runs", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "*.sqlite")
@@ -168,6 +169,7 @@ class Job:
         self.submission_id = submission_id
         self._cluster = cluster
         self._path = f"/api/jobs/{submission_id}"
+        self._silent_since_s: float | None = None  # as `outcome` has found; monotonic
 
     def info(self) -> JobInfo:
         """What Ray says of it now. Raises RunError when Ray knows no such job."""
@@ -177,6 +179,23 @@ class Job:
     def status(self) -> JobStatus:
         """Its state now."""
         return self.info().status
+
+    def outcome(self) -> JobStatus | None:
+        """The state it ended in; None while it goes on, for who asks again and again, on a cluster of this machine.
+
+        Questions without an answer count as None for PATIENCE_S in a row, as long as the head lives; then what was in
+        the way is raised (ClusterError, ConnectionLost).
+        """
+        try:
+            status = self.status()
+        except (ClusterError, ConnectionLost):
+            now = time.monotonic()
+            self._silent_since_s = self._silent_since_s or now
+            if now - self._silent_since_s >= PATIENCE_S or not self._cluster.head_is_alive():
+                raise
+            return None
+        self._silent_since_s = None
+        return status if status.is_over else None
 
     def logs(self) -> str:
         """All it has written so far, standard output and standard error mixed."""
