@@ -75,6 +75,18 @@ def test_the_end_of_the_body_is_the_end_of_the_run(
     assert (seen.status, seen.error, seen.latest()) == (status, error, {"x": 1.0})
 
 
+def test_what_is_no_text_does_not_keep_a_run_from_ending() -> None:
+    with pytest.raises(RunError), runs.create("job\udcff", "a: \udcff\n", "two", command="run \udcff") as run:
+        raise RunError("no such file: \udcff.csv")
+    seen = runs.load("two")
+    assert (seen.status, seen.error) == (Status.FAILED, "RunError: no such file: \\udcff.csv")
+    assert (seen.job, seen.command, seen.spec) == ("job\\udcff", "run \\udcff", "a: \\udcff\n")
+    with runs.reopen("two", "b: \udcff\n") as run:
+        assert runs.load("two").spec == "b: \\udcff\n"
+        run.change_spec("c: \udcff\n")
+    assert runs.load("two").spec == (run.folder / "spec.yaml").read_text() == "c: \\udcff\n"
+
+
 def test_an_ended_run_refuses_more_and_closing_again_is_harmless(run: RunRecorder) -> None:
     with pytest.raises(RunError, match="cannot become 'running'"):
         run.finish("running")

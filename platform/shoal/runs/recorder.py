@@ -68,7 +68,8 @@ def create(job: str, spec: str, run_id: str | None = None, *, command: str | Non
     if not _ID.fullmatch(run_id) or run_id == "latest":
         raise ConfigError("run_id", run_id, "cannot name a run", "use letters, digits, '.', '_' and '-', not 'latest'")
     revision, is_dirty = git_revision(Path.cwd())
-    values = (run_id, job, Status.CREATED, spec, command or command_line(), revision, is_dirty)
+    job, spec, command = _storable(job), _storable(spec), _storable(command or command_line())
+    values = (run_id, job, Status.CREATED, spec, command, revision, is_dirty)
     connection = connect(home())
     try:
         with transaction(connection):
@@ -98,6 +99,7 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
 
     Raises RunError when there is no such run, or when a living process is still writing to it.
     """
+    spec = None if spec is None else _storable(spec)
     connection = connect(home())
     try:
         row = find_row(connection, ref)
@@ -110,6 +112,11 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
         connection.close()
         raise
     return RunRecorder(connection, row["number"], row["id"], incarnation, folder)
+
+
+def _storable(text: str) -> str:
+    """SQLite and files take no half of a surrogate pair, which is how Python has bytes of others that are no text."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _start(connection: sqlite3.Connection, number: int, *, is_resumed: bool, spec: str | None = None) -> int:
@@ -228,6 +235,7 @@ class RunRecorder:
 
     def change_spec(self, spec: str) -> None:
         """Replace the recorded spec (YAML)."""
+        spec = _storable(spec)
         self._write_through("UPDATE runs SET spec = ? WHERE number = ?", (spec, self._number))
         (self.folder / "spec.yaml").write_text(spec)
 
@@ -244,6 +252,7 @@ class RunRecorder:
     def finish(self, status: Status | str, error: str | None = None) -> None:
         """Write the rest, record how the run ended, and close. Raises RunError unless `status` is a way to end."""
         to = Status(status)
+        error = None if error is None else _storable(error)
         with self._writing:
             transition(self._status, to)
             with self._buffering:
