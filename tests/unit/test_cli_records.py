@@ -43,7 +43,7 @@ def typed(command: click.Command, *words: str) -> str:
 
 
 def record(run_id: str, status: str = "finished") -> None:
-    with runs.create("cartpole", "a: 1\n", run_id, command="shoal run cartpole a=1 --actors 4") as run:
+    with runs.create("cartpole", "a: 1\nresume: ''\n", run_id, command="shoal run cartpole a=1 --actors 4") as run:
         run.log(10, {"return/mean_100": 480.0, "learner/loss": 0.5})
         run.endpoint("gateway", "gateway", "tcp://127.0.0.1:5600", "closed")
         run.model_registered("cartpole", 2, ("champion",))
@@ -103,7 +103,7 @@ def test_one_run_is_shown_with_what_to_type_next() -> None:
 def test_a_run_that_ended_before_its_time_can_be_gone_on_with(home: Path) -> None:
     record("one")
     assert "resume=" not in typed(runs_command, "one")
-    with runs.create("odd job", "", "two", command="python jobs/odd.py") as run:
+    with runs.create("odd job", "resume: ''\n", "two", command="python jobs/odd.py") as run:
         assert "resume=" not in typed(runs_command, "two")
         with closing(sqlite3.connect(home / "runs.sqlite")) as connection, connection:
             connection.execute("UPDATE runs SET heartbeat_at = 0")
@@ -115,10 +115,30 @@ def test_a_run_that_ended_before_its_time_can_be_gone_on_with(home: Path) -> Non
 
 def test_what_was_typed_is_what_goes_on() -> None:
     command = Typed("my games/play.py", ("a=1",), 3, "local").command()
-    with runs.create("actor_learner", "", "one", command=command) as run:
+    with runs.create("actor_learner", "resume: ''\n", "one", command=command) as run:
         run.finish("stopped")
     expected = "  shoal run 'my games/play.py' --actors 3 --address local resume=one\n"
     assert expected in typed(runs_command, "one")
+
+
+@pytest.mark.parametrize(
+    ("job", "spec", "command", "expected"),
+    [
+        ("serve", "models: [m]", "shoal serve deploy m", "shoal serve deploy m"),
+        ("batch_predict", "data: x", "shoal batch-predict m x", "shoal batch-predict m x"),
+        ("image_classifier", "models: [m]", "shoal run image_classifier a=1", "shoal run image_classifier a=1"),
+        ("ablate", "resume: ''", "shoal ablate lenet", "shoal ablate lenet"),
+        ("train", "resume: ''", "shoal run lenet a=1", "shoal run lenet resume=one"),
+        ("train", "resume: ''", "python -m shoal.train task=lenet", "python -m shoal.train resume=one"),
+        ("train", "resume: ''", "python my_training.py", "python -m shoal.train resume=one"),
+        ("actor_learner", "resume: ''", "python jobs/actor_learner.py", "shoal run actor_learner resume=one"),
+        ("mine", "[: no yaml", "shoal run mine.py", "shoal run mine.py"),
+    ],
+)
+def test_what_cannot_be_resumed_begins_again(job: str, spec: str, command: str, expected: str) -> None:
+    with runs.create(job, spec, "one", command=command) as run:
+        run.finish("stopped")
+    assert f"  shoal report one\n  {expected}\n" in typed(runs_command, "one")
 
 
 @pytest.mark.parametrize(
@@ -189,6 +209,16 @@ def test_words_are_said_again_until_the_record_has_them() -> None:
     with runs.reopen("one"):
         session._read_record()
     assert session.how_to_resume() == "Go on with: shoal run x --actors 2 resume=one"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"), [("resume: ''", "Go on with: shoal run x --actors 2 resume="), ("a: 1", "")]
+)
+def test_what_cannot_be_resumed_is_not_said_to_go_on(spec: str, words: str) -> None:
+    session = a_session("a=1")
+    with runs.create("x", spec, session.run_id):
+        session._read_record()
+    assert session.how_to_resume() == (words and f"{words}{session.run_id}")
 
 
 def test_what_a_run_that_never_had_a_gateway_counts_at_its_end_is_not_learning() -> None:

@@ -31,6 +31,7 @@ from shoal.cli.job_words import (
     new_run_id,
     said,
 )
+from shoal.cli.runs import can_be_resumed
 from shoal.cluster import jobs as ray_jobs
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.embedded import start
@@ -160,8 +161,8 @@ class _Session:
         self._summary()
 
     def how_to_resume(self) -> str:
-        """What to type to go on, when there is a record."""
-        if self._record is None and not self._resumed:
+        """What to type to go on, when there is a record of what can be resumed."""
+        if not (self._resumed or (self._record is not None and can_be_resumed(self._record))):
             return ""
         # What was typed is in the record, unless this life of the run has not come as far as to write it there.
         others = [] if self._record else [each for each in self._words if not each.startswith("resume=")]

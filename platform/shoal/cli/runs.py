@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 import click
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +20,7 @@ from shoal.runs import Run, Status, list_runs, load, write_report
 from shoal.runs.display import age, duration, moment, number
 
 NUM_EVENTS = 8
+TRAINING = "train"  # the job of every training run
 _COLOURS = {
     Status.RUNNING: "blue",
     Status.FINISHED: "green",
@@ -177,12 +179,29 @@ def _show_events(console: Console, run: Run) -> None:
     _section(console, "Last events", table)
 
 
-def resume_command(run: Run) -> str:
-    """What to type to go on with a run: the job as it was typed, on the same cluster, with as many actors."""
+def command_to_go_on(run: Run) -> str:
+    """What to type to go on with a run: the job as it was typed, on the same cluster, with as many actors.
+
+    What cannot be resumed, as an endpoint or an ablation, begins again: by the command that it was started with.
+    """
     typed = shlex.split(run.command)
-    job = typed[2] if typed[:2] == ["shoal", "run"] and len(typed) > 2 else run.job
+    is_job = typed[:2] == ["shoal", "run"]
+    if not can_be_resumed(run) or (typed[:1] == ["shoal"] and not is_job):
+        return run.command
+    if run.job == TRAINING and not is_job:
+        return f"python -m shoal.train resume={run.id}"
+    job = typed[2] if is_job and len(typed) > 2 else run.job
     options = [word for name in ("--actors", "--address") for word in _option(typed, name)]
     return shlex.join(["shoal", "run", job, *options, f"resume={run.id}"])
+
+
+def can_be_resumed(run: Run) -> bool:
+    """Whether its spec has a field for it."""
+    try:
+        recorded = yaml.safe_load(run.spec)
+    except yaml.YAMLError:
+        return False
+    return isinstance(recorded, dict) and "resume" in recorded
 
 
 def _option(typed: Sequence[str], name: str) -> list[str]:
@@ -202,6 +221,6 @@ def _show_next(console: Console, run: Run) -> None:
         words.append(f"tensorboard --logdir {shlex.quote(str(run.folder / 'tensorboard'))}")
     words += [f"shoal models show {row['name']}@{row['version']}" for row in run.models().tail(1).to_dict("records")]
     if run.status in (Status.FAILED, Status.LOST, Status.STOPPED):
-        words.append(resume_command(run))
+        words.append(command_to_go_on(run))
     for word in words:
         click.echo(f"  {word}")
