@@ -25,9 +25,13 @@ _LOCK_POLL_S = 0.01
 
 
 def home() -> Path:
-    """The folder of everything durable; created, private to the user, when it does not exist."""
-    folder = _folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """The folder of everything durable; created, private to the user, when it does not exist. Raises ConfigError."""
+    try:
+        folder = _folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # a file, a place that is another's, or the home of nobody
+        value = os.environ.get("SHOAL_HOME") or "~/.shoal"
+        raise ConfigError("SHOAL_HOME", value, f"is no folder: {error}", "set it to one where you may write") from None
     return folder
 
 
@@ -44,7 +48,7 @@ def existing_token() -> str:
     token = os.environ.get("SHOAL_TOKEN")
     try:
         return token or (_folder() / "token").read_text().strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return ""
 
 

@@ -48,6 +48,31 @@ def test_imports_name_the_module_that_fails(tmp_path: Path, monkeypatch: pytest.
     assert (found.level, found.detail) == (Level.FAIL, "import broken: OSError: libfoo.so is missing")
 
 
+@pytest.mark.parametrize(("said", "module"), [(b"json\ncsv\n", "csv"), (None, "python")])
+def test_an_import_that_does_not_end_is_a_failure(
+    said: bytes | None, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(command: list[str], timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout, said)
+
+    monkeypatch.setattr(subprocess, "run", never)
+    found = doctor.check_imports(["json", "csv"])
+    assert (found.level, found.detail) == (Level.FAIL, f"import {module}: not done after 120 s")
+
+
+def test_a_home_that_is_a_file_is_a_failure_and_the_rest_is_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "IMPORTS", ("json",))
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    found = {finding.check: finding for finding in doctor.examine()}
+    assert (found["home"].level, found["home"].remedy) == (Level.FAIL, "set it to one where you may write")
+    assert f"{tmp_path}/file is no folder" in found["home"].detail
+    assert "tokens" not in found
+    assert found["imports"].level is Level.OK
+
+
 def test_memory_heeds_the_limit_of_the_control_group() -> None:
     assert doctor.check_memory(64 * GIB, None, 30 * GIB).detail == "64.0 GiB, 30.0 GiB available"
     limited = doctor.check_memory(64 * GIB, 3 * GIB, 30 * GIB)

@@ -48,3 +48,13 @@ def test_an_empty_token_is_refused(folder: Path, content: str) -> None:
     for ask in (home.access_token, home.ray_token_path):
         with pytest.raises(ConfigError, match=r"holds no token. remove the file, and a new one is made"):
             ask()
+
+
+@pytest.mark.parametrize("inside", ["", "deeper"])
+def test_a_home_that_is_a_file_is_refused_by_name(inside: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "file").touch()
+    monkeypatch.setenv("SHOAL_HOME", str(folder / "file" / inside))
+    for ask in (home.home, home.access_token, home.ray_token_path):
+        with pytest.raises(ConfigError, match=r"^SHOAL_HOME = '.*file.*': is no folder: .*set it to one where you may"):
+            ask()
+    assert home.existing_token() == ""

@@ -90,7 +90,12 @@ def check_imports(modules: Sequence[str]) -> Finding:
     """The modules, imported in this order in a new process in the current folder."""
     program = "".join(f"print({module!r}, flush=True)\nimport {module}\n" for module in modules)
     command = [sys.executable, "-W", "ignore", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as late:
+        module = ((late.stdout or b"").decode().split() or ["python"])[-1]  # bytes, whatever `text` says
+        detail = f"import {module}: not done after {IMPORT_TIMEOUT_S:g} s"
+        return Finding("imports", Level.FAIL, detail, "try again when the machine and its disk are idle")
     if done.returncode == 0:
         return Finding("imports", Level.OK, ", ".join(modules))
     module = (done.stdout.split() or ["python"])[-1]
@@ -112,6 +117,14 @@ def check_memory(total_bytes: int, limit_bytes: int | None, available_bytes: int
     detail = f"{size(total_bytes)}{limited}, {size(free)} available"
     remedy = "Ray alone takes about 1.5 GiB: end something, or raise the limit"
     return graded("memory", free, detail, warn_below=4 * GIB, fail_below=GIB, remedy=remedy)
+
+
+def check_home() -> Finding:
+    """The folder of everything durable, which is made when it is not there."""
+    try:
+        return Finding("home", Level.OK, f"{home()}")
+    except ConfigError as error:
+        return Finding("home", Level.FAIL, f"{error.field} = {error.value} {error.problem}", error.remedy)
 
 
 def check_disk(folder: Path, what: str) -> Finding:
@@ -228,15 +241,20 @@ def examine() -> Iterator[Finding]:
     yield check_shadowing(list(dict.fromkeys((root, Path.cwd()))))
     yield check_cores(len(os.sched_getaffinity(0)))
     yield check_memory(memory.total, memory_limit_bytes(), memory.available)
-    yield check_disk(home(), "runs and models")
+    found = check_home()
+    yield found
+    has_home = found.level is Level.OK
+    if has_home:
+        yield check_disk(home(), "runs and models")
     yield check_disk(Path("/tmp"), "Ray's files")
     yield check_shared_memory(Path("/dev/shm"))
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_loopback()
     yield check_haproxy()
     yield check_curve()
-    yield check_tokens(home())
-    yield check_cluster(state_path(), os.environ)
+    if has_home:
+        yield check_tokens(home())
+        yield check_cluster(state_path(), os.environ)
     yield check_imports(IMPORTS)
 
 
