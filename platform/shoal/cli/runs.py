@@ -20,7 +20,6 @@ from shoal.runs import Run, Status, list_runs, load, write_report
 from shoal.runs.display import age, duration, moment, number
 
 NUM_EVENTS = 8
-TRAINING = "train"  # the job of every training run
 _COLOURS = {
     Status.RUNNING: "blue",
     Status.FINISHED: "green",
@@ -188,7 +187,7 @@ def command_to_go_on(run: Run) -> str:
     is_job = typed[:2] == ["shoal", "run"]
     if not can_be_resumed(run) or (typed[:1] == ["shoal"] and not is_job):
         return run.command
-    if run.job == TRAINING and not is_job:
+    if "shoal.train" in typed[:4]:  # python -m, without Ray
         return f"python -m shoal.train resume={run.id}"
     job = typed[2] if is_job and len(typed) > 2 else run.job
     options = [word for name in ("--actors", "--address") for word in _option(typed, name)]
