@@ -20,12 +20,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def a_run(*words: str) -> str:
-    """A stopped run that has learnt something."""
+def a_run(*words: str, status: str = "stopped") -> str:
+    """A run that has learnt something."""
     spec = ActorLearnerSpec().override(words)
     with runs.create("actor_learner", spec.to_yaml(), "one") as run:
         (run.folder / "checkpoints/step-00000001").mkdir(parents=True)
-        run.finish("stopped")
+        run.finish(status)
     return run.id
 
 
@@ -58,3 +58,17 @@ def test_what_does_not_fit_is_refused_also_where_there_are_keys(capsys: pytest.C
     with pytest.raises(SystemExit):
         resumed(a_run(KEYS), KEYS, "hidden=[8]")
     assert "error: hidden = [8]: run one has learnt with [64, 64]" in capsys.readouterr().err
+
+
+def test_a_run_that_has_reached_its_target_is_not_resumed_for_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    run_id = a_run(KEYS, status="finished")
+    with pytest.raises(SystemExit):
+        resumed(run_id, KEYS)
+    assert "error: resume = 'one': has ended already, with the target_return of 475" in capsys.readouterr().err
+    for more in ("target_return=490", "eval_episodes=100", "target_return=null"):
+        assert resumed(run_id, KEYS, more).resume == run_id
+
+
+def test_a_run_without_a_target_goes_on_for_its_time_again() -> None:
+    run_id = a_run("target_return=null", status="finished")
+    assert resumed(run_id).resume == run_id

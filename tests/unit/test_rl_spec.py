@@ -55,7 +55,7 @@ def test_what_does_not_fit_what_a_run_has_learnt_is_refused(
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     spec = ActorLearnerSpec()
     with shoal.runs.create("actor_learner", spec.to_yaml(), "one") as run:
-        pass
+        run.finish("stopped")
     resumed = spec.override(["resume=one"])
     check(resumed.override([word]))  # it has learnt nothing yet
     (run.folder / "checkpoints" / "step-000000001").mkdir(parents=True)

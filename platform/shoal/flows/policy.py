@@ -10,11 +10,11 @@ import yaml
 
 import shoal.runs
 from shoal.actor.environment import first_observation, make_environment
-from shoal.errors import SpecMismatch
+from shoal.errors import ConfigError, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.rl.spec import RLSpec, experience_spec
-from shoal.runs import Run
+from shoal.runs import Run, Status
 from shoal.wire import ExperienceSpec
 
 
@@ -30,11 +30,22 @@ def look_at_environment(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
 
 def check(spec: ActorLearnerSpec) -> tuple[ExperienceSpec, np.ndarray]:
     """`look_at_environment`; raises ConfigError also when the run that is resumed has learnt something that does not
-    fit. Called before anything is started, and before that run's record is changed."""
+    fit, or has reached all that is asked for. Called before anything is started, and before its record is changed."""
     experience, observation = look_at_environment(spec)
     if spec.resume:
-        _require_fit(spec, experience, shoal.runs.load(spec.resume))
+        run = shoal.runs.load(spec.resume)
+        _require_more_to_do(spec, run)
+        _require_fit(spec, experience, run)
     return experience, observation
+
+
+def _require_more_to_do(spec: ActorLearnerSpec, run: Run) -> None:
+    if run.status is not Status.FINISHED or spec.target_return is None:  # without a target, there is its time again
+        return
+    asked, done = (yaml.safe_load(each) or {} for each in (spec.to_yaml(), run.spec))
+    if asked | {"resume": ""} == done | {"resume": ""}:
+        problem = f"has ended already, with the target_return of {spec.target_return:g} that is asked for"
+        raise ConfigError("resume", run.id, problem, "say what it is to do now, as in target_return=490")
 
 
 def _require_fit(spec: ActorLearnerSpec, experience: ExperienceSpec, run: Run) -> None:
