@@ -38,7 +38,7 @@ def home() -> Path:
 def access_token() -> str:
     """The token that gateways and endpoints ask for: `$SHOAL_TOKEN`, else `$SHOAL_HOME/token`, made when absent.
 
-    Raises ConfigError when the file is empty.
+    Raises ConfigError when the file is empty, or cannot be made.
     """
     return os.environ.get("SHOAL_TOKEN") or _token_file("token")
 
@@ -86,9 +86,13 @@ def _folder() -> Path:
 
 def _token_file(name: str) -> str:
     path = home() / name
-    if not path.exists():
-        _make_token(path)
-    token = path.read_text().strip()
+    try:
+        if not path.exists():
+            _make_token(path)
+        token = path.read_text().strip()
+    except OSError as error:
+        problem = f"can be neither read nor made: {error.strerror}"
+        raise ConfigError(name, str(path), problem, "set SHOAL_HOME to a folder where you may write") from None
     if not token:
         raise ConfigError(name, str(path), "holds no token", "remove the file, and a new one is made")
     return token

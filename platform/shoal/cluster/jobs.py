@@ -247,8 +247,8 @@ class Job:
 
     def end(self, timeout_s: float = 30.0) -> None:
         """Like `stop`, to clean up with: also after a submission that was interrupted, which Ray may never have got,
-        and on a cluster that has ended."""
-        with contextlib.suppress(RunError, ConnectionLost):
+        and on a cluster that has ended, or fails."""
+        with contextlib.suppress(ClusterError, RunError, ConnectionLost):
             self.stop(timeout_s)
 
     @property
