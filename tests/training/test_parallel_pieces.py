@@ -175,21 +175,53 @@ def test_clipping_is_that_of_torch() -> None:
     assert gradients.clip([nn.Parameter(torch.ones(2))], 1.0, CPU).item() == 0.0
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop])
-def test_asking_for_an_optimisers_state_changes_nothing(make: Any) -> None:
-    def run(asked: bool) -> dict[str, Any]:
+class Counting(torch.optim.SGD):
+    """It counts its steps among its settings, from the first one on."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.9}),
+        (torch.optim.SGD, {}),
+        (torch.optim.Adam, {}),
+        (torch.optim.Adam, {"fused": True, "amsgrad": True}),
+        (torch.optim.Adam, {"foreach": True}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.ASGD, {}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.RMSprop, {}),
+        (Counting, {"momentum": 0.9}),
+    ],
+    ids=str,
+)
+def test_asking_for_an_optimisers_state_changes_nothing(make: Any, options: dict[str, Any]) -> None:
+    def run(asked: bool) -> tuple[dict[str, Any], list[float]]:
         torch.manual_seed(0)
         parallel = _single(nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})["used"])
-        options = {"momentum": 0.9} if make is torch.optim.SGD else {}
-        optimizer = make(parallel.module.parameters(), lr=0.1, weight_decay=0.01, **options)
+        optimizer = make(parallel.module.parameters(), lr=0.1, **options)
+        rates: list[float] = []
+        optimizer.register_step_post_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+        shapes: list[list[torch.Size]] = []
         for step in range(3):
             if asked:
-                parallel.optimizer_state(optimizer)
+                found = parallel.optimizer_state(optimizer)["weight"]
+                shapes.append([found["settings"].shape, *(each.shape for each in found["state"].values())])
             parallel.train_step(torch.ones(2, 2), step)
             optimizer.step()
-        return {**parallel.model_state(), **parallel.optimizer_state(optimizer)["weight"]["state"]}
+        assert len({str(each) for each in shapes}) <= 1  # what is planned at first holds later, too
+        found = parallel.optimizer_state(optimizer)["weight"]
+        return {**parallel.model_state(), **found["state"]}, [*found["settings"].tolist(), *rates]
 
-    plain, asked = run(False), run(True)
+    (plain, numbers), (asked, numbers_asked) = run(False), run(True)
+    assert numbers == numbers_asked  # no step more was seen
     for name, value in plain.items():
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(asked[name])), name
 

@@ -92,8 +92,11 @@ class ParallelModel(ABC):
         """Take what `model_state` gave (filled by a checkpoint)."""
 
     @abstractmethod
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimiser's state by parameter name, ready for any other plan; initialised where it was not yet."""
+    def optimizer_state(self, optimizer: Optimizer, *, to_fill: bool = False) -> dict[str, Any]:
+        """The optimiser's state by parameter name, ready for any other plan; what it has not yet, as it will be made.
+
+        to_fill: what was made for this stays with the optimiser, for a checkpoint to be read into
+        """
 
     @abstractmethod
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -7,7 +7,9 @@ are trained, or DTensors of them, so that a checkpoint read into it is already i
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,16 +75,21 @@ def full_tensor(value: DTensor) -> Tensor:
         logger.setLevel(level)
 
 
-def optimizer_state(named: Named, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_state(named: Named, optimizer: Optimizer, *, to_fill: bool = False) -> dict[str, Any]:
     """{parameter's name: {"state": {name: tensor}, "settings": the numbers of its group, in order of their names}}.
 
-    Parameters whose state was not yet made get it, as it is before the first step.
+    Of parameters that have not had a step there is what an optimiser's first step makes, without the step. The
+    optimiser itself begins with nothing, as it would have: some make other state of their first gradient than of none.
+
+    to_fill: leave what was made with the optimiser: a checkpoint is read into it, and then it is in place
     """
-    _initialise(optimizer)
+    undo = _initialise(optimizer)
     found: dict[str, Any] = {}
     for name, parameter, group in _members(named, optimizer):
         state = {key: _as_tensor(value) for key, value in optimizer.state[parameter].items() if value is not None}
         found[name] = {"state": state, "settings": torch.tensor(list(_settings(group)), dtype=torch.float64)}
+    if not to_fill:
+        undo()
     return found
 
 
@@ -150,18 +157,43 @@ def _numeric_keys(group: Mapping[str, Any]) -> list[str]:
     return sorted(key for key in group if key not in ("params", "initial_lr"))
 
 
-def _initialise(optimizer: Optimizer) -> None:
-    """Let the optimiser make the state of parameters that have none, by a step that moves nothing.
+def _initialise(optimizer: Optimizer) -> Callable[[], None]:
+    """Let the optimiser make the state of parameters that have none, by a step that moves nothing; how to undo it.
 
-    The step runs with zero gradients and a zero rate on those parameters alone; counts are set back afterwards.
+    The step runs with zero gradients and a zero rate on those parameters alone, unseen by hooks; counts and settings
+    are set back afterwards.
     """
-    everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    new = [each for each in everything if each.requires_grad and not optimizer.state.get(each)]
-    if not new:
-        return
+    new = [each for each in _all_of(optimizer) if each.requires_grad and not optimizer.state.get(each)]
+    before = [set(group) for group in optimizer.param_groups]
+    if new:
+        with _standing_still(optimizer, new), _without_hooks(optimizer):
+            type(optimizer).step(optimizer)  # not the instance's, which a schedule wraps to count steps
+    for parameter in new:
+        for key, entry in optimizer.state[parameter].items():
+            if key == "step":
+                optimizer.state[parameter][key] = torch.zeros_like(entry) if isinstance(entry, Tensor) else 0
+
+    def undo() -> None:
+        for parameter in new:
+            optimizer.state.pop(parameter, None)
+        for group, keys in zip(optimizer.param_groups, before, strict=True):
+            for key in group.keys() - keys:
+                del group[key]
+
+    return undo
+
+
+def _all_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextmanager
+def _standing_still(optimizer: Optimizer, new: list[nn.Parameter]) -> Iterator[None]:
+    """Within, the rate is 0, and only `new` have gradients, zeros; afterwards all that there was is as it was."""
+    everything = _all_of(optimizer)
     grads = [parameter.grad for parameter in everything]
-    rates = [group["lr"] for group in optimizer.param_groups]
     kept = [parameter.detach().clone() for parameter in new]
+    settings = [{key: (each, _copied(each)) for key, each in group.items()} for group in optimizer.param_groups]
     try:
         for parameter in everything:
             parameter.grad = None
@@ -170,15 +202,27 @@ def _initialise(optimizer: Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
         for group in optimizer.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        type(optimizer).step(optimizer)  # not the instance's, which a schedule wraps to count steps
+        yield
     finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            for key, (each, value) in before.items():
+                group[key] = each.copy_(value) if isinstance(each, Tensor) else each
         for parameter, grad in zip(everything, grads, strict=True):
             parameter.grad = grad
         for parameter, value in zip(new, kept, strict=True):
             assign(parameter.data, value)
-    for parameter in new:
-        for key, entry in optimizer.state[parameter].items():
-            if key == "step":
-                optimizer.state[parameter][key] = torch.zeros_like(entry) if isinstance(entry, Tensor) else 0
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """A schedule may count the steps of its optimiser by them."""
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks

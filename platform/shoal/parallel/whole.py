@@ -147,8 +147,8 @@ class Whole(ParallelModel):
     def load_model_state(self, values: dict[str, Any]) -> None:
         state.load_model_state(self.module, values)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return state.optimizer_state(self.named_parameters(), optimizer)
+    def optimizer_state(self, optimizer: Optimizer, *, to_fill: bool = False) -> dict[str, Any]:
+        return state.optimizer_state(self.named_parameters(), optimizer, to_fill=to_fill)
 
     def load_optimizer_state(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
         state.load_optimizer_state(self.named_parameters(), optimizer, values)

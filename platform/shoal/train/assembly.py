@@ -147,9 +147,10 @@ class Assembly:
         elif self.average is not None:
             self.average.begin_anew()
 
-    def state(self) -> dict[str, Any]:
-        """All that is tensors: the network, and the optimiser."""
-        return {**self.network_state(), "optimizer": self.model.optimizer_state(self.optimizer)}
+    def state(self, *, to_fill: bool = False) -> dict[str, Any]:
+        """All that is tensors: the network, and the optimiser; to be saved or, `to_fill`, to be filled."""
+        optimizer = self.model.optimizer_state(self.optimizer, to_fill=to_fill)
+        return {**self.network_state(), "optimizer": optimizer}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take what `state` gave and a checkpoint has filled; what the spec says of the optimiser holds as it is."""

@@ -73,7 +73,7 @@ class Keeper:
     def restore(self) -> Restored | None:
         """Fill everything from the newest good checkpoint; None when there is none. Collective."""
         found = self._checkpointer.latest()
-        state = self._assembly.state()
+        state = self._assembly.state(to_fill=found is not None)
         if found is None:
             self._checkpointer.prepare(state)
             return None

@@ -1,0 +1,84 @@
+"""An optimiser of the Task's own: it does what it does in plain PyTorch, from its first step and after a resumption."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adam, NAdam, Optimizer, Rprop
+
+from shoal.parallel import World
+from shoal.train.spec import TrainSpec
+from shoal.train.trainer import Trainer
+from train_task import Toy
+from training.test_trainer import Notes, spec_of
+
+Make = Callable[[Iterable[nn.Parameter]], Optimizer]
+MAKERS: dict[str, Make] = {
+    "rprop": lambda parameters: Rprop(parameters, lr=0.01),
+    "asgd": lambda parameters: ASGD(parameters, lr=0.1),
+    "nadam": lambda parameters: NAdam(parameters, lr=0.01),
+    "dampened": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, dampening=0.9),
+    "adam": lambda parameters: Adam(parameters, lr=0.01, fused=True),
+}
+
+
+class Own(Toy):
+    """Its whole data is one batch. `made` is the network as it was made."""
+
+    def __init__(self, make: Make) -> None:
+        super().__init__(count=32, dropout=0.0)
+        self.make = make
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        self.made = copy.deepcopy(model)
+        return model
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        return self.make(parameters)
+
+
+def spec(steps: int, **changes: Any) -> TrainSpec:
+    return spec_of(stop={"steps": steps}, optimizer={}, **changes)
+
+
+def train(folder: Path, spec: TrainSpec, task: Own, stopped_at: int = 100) -> dict[int, float]:
+    """The losses by step."""
+    notes, steps = Notes(), iter(range(1, 100))
+    Trainer(spec, task, World.alone("cpu"), folder, journal=notes, should_stop=lambda: next(steps) >= stopped_at).run()
+    return notes.losses
+
+
+def plain_losses(task: Own, steps: int) -> list[float]:
+    """Those of a loop over the batch in plain PyTorch."""
+    model, data = task.made, task.data().train
+    optimizer = task.make(model.parameters())
+    batch: list[Tensor] = [torch.stack([torch.as_tensor(each) for each in part]) for part in zip(*data, strict=True)]
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = task.loss(model(batch[0]), batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+def test_its_losses_are_those_of_plain_pytorch(tmp_path: Path, make: Make) -> None:
+    task = Own(make)
+    found = train(tmp_path, spec(4), task)
+    assert [found[step] for step in range(1, 5)] == pytest.approx(plain_losses(task, 4), rel=1e-5)  # in another order
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+def test_it_goes_on_to_the_bit(tmp_path: Path, make: Make) -> None:
+    whole = train(tmp_path / "whole", spec(5), Own(make))
+    first = train(tmp_path / "parts", spec(5), Own(make), stopped_at=2)
+    assert first | train(tmp_path / "parts", spec(5), Own(make)) == whole
