@@ -60,9 +60,12 @@ class Named(Learnable):
 
 
 class Flat(Learnable):
-    """The cuts of a CNN with stages that hand on views."""
+    """The cuts of a CNN with stages that hand on views; and a metric with a dimension."""
 
     cuts: list[str] | None = ["3", "8", "9"]  # noqa: RUF012
+
+    def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
+        return {name: value.reshape(1) for name, value in super().metrics(outputs, batch).items()}
 
 
 class Block(nn.Module):

@@ -39,6 +39,16 @@ class NoLoss(Toy):
         return nn.functional.cross_entropy(outputs, batch[2], reduction="none")
 
 
+class LossOfOne(Toy):
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return super().loss(outputs, batch).reshape(1)
+
+
+class MetricOfOne(Toy):
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        return {"accuracy": super().metrics(outputs, batch)["accuracy"].reshape(1)}
+
+
 class PlainNumber(Toy):
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
         return {"accuracy": 0.5}  # type: ignore[dict-item]
@@ -90,6 +100,11 @@ class Short(Toy):
 class Huge(Toy):
     def model(self) -> nn.Module:
         return nn.Linear(8, 10**12)
+
+
+class Wordless(Toy):
+    def model(self) -> nn.Module:
+        raise MemoryError
 
 
 class NoValidation(Toy):
@@ -224,6 +239,7 @@ def test_arguments_that_a_task_does_not_take() -> None:
         ("NoData", "NoData.data gave a list", "return shoal.data.Data(train=...)"),
         ("NoModel", "NoModel.model gave a function", "return a torch.nn.Module"),
         ("NoLoss", "NoLoss.loss gave a tensor [2]", "return the mean over the batch"),
+        ("LossOfOne", "LossOfOne.loss gave a tensor [1]", "return the mean over the batch, as a scalar"),
         (
             "OtherLoss",
             "OtherLoss.metrics has a 'loss', which would take the place of the loss itself",
@@ -285,9 +301,14 @@ def test_a_back_end_that_this_torch_has_not() -> None:
     check(spec_of(parallel={"backend": "cpu:gloo", "data": 2}, workers=2))
 
 
-def test_a_model_that_no_memory_holds() -> None:
-    with pytest.raises(OutOfMemory, match=r"Huge\.model needs more memory than there is .* Make it smaller"):
-        check(spec_of("Huge"))
+def test_a_metric_of_one_element_is_a_scalar() -> None:
+    assert check(spec_of("MetricOfOne")).measured == ("loss", "accuracy")
+
+
+@pytest.mark.parametrize("task", ["Huge", "Wordless"])
+def test_a_model_that_no_memory_holds(task: str) -> None:
+    with pytest.raises(OutOfMemory, match=task + r"\.model needs more memory than there is \(.+\)\. Make it smaller"):
+        check(spec_of(task))
 
 
 def test_a_device_that_is_none() -> None:

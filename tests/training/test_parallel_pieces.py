@@ -33,7 +33,7 @@ class Mean:
         return outputs.float().mean() * self.factor
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
-        return {"largest": outputs.max()}
+        return {"largest": outputs.max(), "of one element": outputs.max().reshape(1)}
 
     def tensor_plan(self) -> dict[str, str] | None:
         return None
@@ -284,6 +284,7 @@ def test_evaluation_counts_samples_and_leaves_modes_as_they_were() -> None:
     model.eval()
     torch.testing.assert_close(sums["loss"], model(batch).mean() * 4)
     torch.testing.assert_close(sums["largest"], model(batch).max() * 4)
+    torch.testing.assert_close(sums["of one element"], sums["largest"])
     model.train()
     model[2].eval()
     assert not any(parallel.evaluate(batch, 0).values())

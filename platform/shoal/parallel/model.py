@@ -42,6 +42,12 @@ class Learnable(Protocol):
         ...
 
 
+def measured(learnable: Learnable, outputs: Any, batch: Any) -> dict[str, Tensor]:
+    """The `loss`, and each metric: one of shape [1], say, as the scalar that it is."""
+    metrics = {name: value.reshape(()) for name, value in learnable.metrics(outputs, batch).items()}
+    return {"loss": learnable.loss(outputs, batch), **metrics}
+
+
 class ParallelModel(ABC):
     """A model as this rank holds it.
 

@@ -26,7 +26,7 @@ from shoal.parallel.buffers import check_buffers
 from shoal.parallel.dropout import seed_dropout
 from shoal.parallel.host_messages import HostMessages
 from shoal.parallel.layout import make_mesh
-from shoal.parallel.model import Learnable, ParallelModel
+from shoal.parallel.model import Learnable, ParallelModel, measured
 from shoal.parallel.pipeline_exchange import Groups, receive, send, sum_gradients
 from shoal.parallel.pipeline_layout import Layout, lay_out
 from shoal.parallel.pipeline_schedules import SPLITTING, check, stage_ranks
@@ -237,8 +237,7 @@ class Pipelined(ParallelModel):
                 outputs = self._forward(part)
                 if self._has_last:
                     with autocast(self._spec.precision, self._world.device):
-                        loss = self._learnable.loss(outputs, part)
-                        means = {"loss": loss, **self._learnable.metrics(outputs, part)}
+                        means = measured(self._learnable, outputs, part)
                     names = list(means)
                     sums.append(torch.stack([mean.double() for mean in means.values()]) * share)
         self._check_usage([])

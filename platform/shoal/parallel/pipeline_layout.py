@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.errors import PlanError
 from shoal.parallel.cuts import Call, Cut, Survey, choose, survey, undisturbed
-from shoal.parallel.model import Learnable
+from shoal.parallel.model import Learnable, measured
 from shoal.parallel.pipeline_buffers import changed_buffers, parted
 from shoal.parallel.pipeline_views import GatedModel, views_of, without
 from shoal.parallel.whole import evaluating
@@ -154,8 +154,7 @@ def _run_in_stages(
 
 def _judged(learnable: Learnable, outputs: Any, batch: Any) -> Tensor:
     """The numbers by which a model is judged: the loss and the metrics."""
-    found = [learnable.loss(outputs, batch), *learnable.metrics(outputs, batch).values()]
-    return torch.stack([each.detach().double() for each in found])
+    return torch.stack([each.detach().double() for each in measured(learnable, outputs, batch).values()])
 
 
 def _without_cut(found: Survey, refused: Cut) -> Survey:

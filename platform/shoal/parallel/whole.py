@@ -21,7 +21,7 @@ from shoal.parallel.batches import micro_batches, num_samples
 from shoal.parallel.buffers import check_buffers
 from shoal.parallel.dropout import Draws, seed_dropout
 from shoal.parallel.host_sum import HostSum
-from shoal.parallel.model import Learnable, ParallelModel
+from shoal.parallel.model import Learnable, ParallelModel, measured
 from shoal.parallel.plan import ParallelSpec
 from shoal.parallel.precision import LossScale, autocast
 from shoal.parallel.waiting import Waiting
@@ -108,7 +108,7 @@ class Whole(ParallelModel):
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
         with evaluating(self.module), torch.no_grad(), autocast(self._spec.precision, self._world.device):
             outputs = self.module(*self._learnable.inputs(batch))
-            means = {"loss": self._learnable.loss(outputs, batch), **self._learnable.metrics(outputs, batch)}
+            means = measured(self._learnable, outputs, batch)
         if not num_samples:
             return {name: torch.zeros_like(mean, dtype=torch.float32) for name, mean in means.items()}
         return {name: mean.float() * num_samples for name, mean in means.items()}

@@ -22,7 +22,7 @@ from shoal.parallel.checks import check_plan
 from shoal.parallel.world import choose_device
 from shoal.registry import ModelFactory, Signature
 from shoal.runs import Status
-from shoal.train.fitting import is_out_of_memory
+from shoal.train.fitting import first_line, is_out_of_memory
 from shoal.train.random_state import random_state, seed_everything, set_random_state
 from shoal.train.registered import factory_of, model_name
 from shoal.train.schedules import total_steps_of
@@ -122,7 +122,7 @@ def _model_that_fits(task: Task, spec: TrainSpec) -> nn.Module:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        problem = f"{type(task).__name__}.model needs more memory than there is ({str(error).splitlines()[0][:200]})"
+        problem = f"{type(task).__name__}.model needs more memory than there is ({first_line(error)})"
         raise OutOfMemory(f"{problem}. Make it smaller: each worker builds the whole of it first") from error
 
 
@@ -158,11 +158,12 @@ def _measures(spec: TrainSpec, task: Task, model: nn.Module, batch: object) -> l
         problem = f"{type(task).__name__}.metrics has a 'loss', which would take the place of the loss itself"
         raise ConfigError("task", spec.task, problem, "give it another name")
     for name, value in found.items():
-        if not isinstance(value, Tensor) or value.numel() != 1:
+        # A metric of shape [1] counts as its number; a loss of that shape is refused by the first step of any plan.
+        if not isinstance(value, Tensor) or value.numel() != 1 or (name == "loss" and value.ndim):
             kind = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             called = "loss" if name == "loss" else f"metrics: {name!r}"
             problem = f"{type(task).__name__}.{called} gave {kind}"
-            raise ConfigError("task", spec.task, problem, "return the mean over the batch, as a tensor of one number")
+            raise ConfigError("task", spec.task, problem, "return the mean over the batch, as a scalar tensor")
     return list(found)
 
 

@@ -48,8 +48,13 @@ def lost_ranks_named(world: World) -> Iterator[None]:
     except RuntimeError as error:
         if world.size == 1 or not _PEER.search(str(error)):
             raise
-        first = str(error).splitlines()[0]
-        raise RankLost(f"another process of the group died or stopped answering ({first[:200]})") from error
+        problem = f"another process of the group died or stopped answering ({first_line(error)})"
+        raise RankLost(problem) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Of what it says; of one that says nothing, its name."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -88,8 +93,7 @@ def explain(error: BaseException, step: int, size: int, fitting: int | None) -> 
     size:    samples that one micro-step had on this rank
     fitting: how many would have fitted; None when that could not be tried
     """
-    first = (str(error).splitlines() or [type(error).__name__])[0]
-    problem = f"step {step}: the memory is too small for {size} samples at a time ({first[:200]})"
+    problem = f"step {step}: the memory is too small for {size} samples at a time ({first_line(error)})"
     if fitting is None:
         return OutOfMemory(f"{problem}. Raise parallel.accumulate, or lower batch_size")
     if fitting == 0:
