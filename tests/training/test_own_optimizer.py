@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adam, NAdam, Optimizer, Rprop
+from torch.optim.lr_scheduler import ExponentialLR
 
 from shoal.parallel import World
 from shoal.train.spec import TrainSpec
@@ -55,6 +56,22 @@ def train(folder: Path, spec: TrainSpec, task: Own, stopped_at: int = 100) -> di
     return notes.losses
 
 
+def falling(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Its rate is halved after each step."""
+    optimizer = SGD(parameters, lr=0.8)
+    scheduler = ExponentialLR(optimizer, 0.5)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return optimizer
+
+
+def rates(folder: Path, steps: int, **changes: Any) -> list[float]:
+    """After each step of this life."""
+    notes = Notes()
+    Trainer(spec(steps, **changes), Own(falling), World.alone("cpu"), folder, journal=notes).run()
+    began = dict(notes.events)["training"]["step"]
+    return [row["train/learning_rate"] for step, row in sorted(notes.metrics.items()) if step > began]
+
+
 def plain_losses(task: Own, steps: int) -> list[float]:
     """Those of a loop over the batch in plain PyTorch."""
     model, data = task.made, task.data().train
@@ -82,3 +99,19 @@ def test_it_goes_on_to_the_bit(tmp_path: Path, make: Make) -> None:
     whole = train(tmp_path / "whole", spec(5), Own(make))
     first = train(tmp_path / "parts", spec(5), Own(make), stopped_at=2)
     assert first | train(tmp_path / "parts", spec(5), Own(make)) == whole
+
+
+def test_its_own_schedule_is_not_undone_and_goes_on(tmp_path: Path) -> None:
+    assert rates(tmp_path, 3) == [0.4, 0.2, 0.1]
+    assert rates(tmp_path, 5) == [0.05, 0.025]
+    assert rates(tmp_path / "again", 2) == [0.4, 0.2]
+
+
+def test_a_schedule_that_is_asked_for_sets_its_rates(tmp_path: Path) -> None:
+    linear = {"name": "linear", "total_steps": 4}
+    assert rates(tmp_path, 2, schedule=linear) == pytest.approx([0.4, 0.3])  # of 0.8 and 0.6, and halved by its own
+    assert rates(tmp_path, 4) == [0.4, 0.2]  # without the schedule that moved them, it begins at its own again
+
+
+def test_a_warm_up_sets_its_rates(tmp_path: Path) -> None:
+    assert rates(tmp_path, 4, schedule={"warmup": 3}) == pytest.approx([0.4 / 3, 0.8 / 3, 0.4, 0.4])

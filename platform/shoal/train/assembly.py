@@ -21,12 +21,13 @@ from shoal.parallel import Degrees, World
 from shoal.parallel.batches import moved
 from shoal.parallel.model import ParallelModel, parallelize
 from shoal.train.average import Average
-from shoal.train.optimizers import keep_to_spec, make_optimizer, set_rate
+from shoal.train.optimizers import is_of_task, keep_to_spec, make_optimizer, set_rate
 from shoal.train.random_state import seed_everything
 from shoal.train.schedules import (
     Place,
     learning_rate_at,
     momentum_at,
+    moves_rates,
     needs_total,
     place_of,
     steps_of_epochs,
@@ -94,7 +95,12 @@ class Assembly:
         return place_of(self.spec, step, self._epoch_steps(), self.steps_per_epoch)
 
     def set_rate(self, step: int) -> None:
-        """Let the optimiser learn as the schedule says for the step that follows `step` steps."""
+        """Let the optimiser learn as the schedule says for the step that follows `step` steps.
+
+        Where it says nothing, a Task's own optimiser is left alone, which may have a schedule of its own.
+        """
+        if is_of_task(self.optimizer) and not moves_rates(self.spec.schedule):
+            return
         schedule, place = self.spec.schedule, self.place(step)
         at = place.step if needs_total(schedule) else step
         momentum = momentum_at(at, schedule, place.total_steps)
@@ -179,13 +185,16 @@ class Assembly:
             self.selective.load_state_dict(own["selective"])
 
     def counts(self) -> dict[str, Any]:
-        """What else has moved, alike on every rank: how often was evaluated, and the scale of an fp16 loss."""
-        validation = self.validation
-        return {"evaluated": 0 if validation is None else validation.epoch, "scale": self.model.scale_state()}
+        """What else has moved, alike on every rank: evaluations, the scale of an fp16 loss, whether a schedule did."""
+        evaluated = 0 if self.validation is None else self.validation.epoch
+        is_scheduled = moves_rates(self.spec.schedule)
+        return {"evaluated": evaluated, "scale": self.model.scale_state(), "is_scheduled": is_scheduled}
 
     def load_counts(self, counts: dict[str, Any]) -> None:
         """Take what `counts` gave: what the validation data draws next follows from it."""
         self.model.load_scale_state(counts["scale"])
+        if counts.get("is_scheduled", False):  # a run that goes on without its schedule learns at the optimiser's rates
+            set_rate(self.optimizer, 1.0)
         if self.validation is not None:
             self.validation.seek(counts["evaluated"])
 

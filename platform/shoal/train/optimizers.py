@@ -70,6 +70,11 @@ def set_rate(optimizer: Optimizer, factor: float, momentum: float | None = None)
             _set_momentum(group, momentum)
 
 
+def is_of_task(optimizer: Optimizer) -> bool:
+    """Whether the Task has made it: its rates may be moved by a schedule that the Task has given it."""
+    return not any(group.get(_OF_SPEC) for group in optimizer.param_groups)
+
+
 def keep_to_spec(optimizer: Optimizer, spec: OptimizerSpec) -> None:
     """After a checkpoint was taken: what the spec describes is as the spec says now. A Task's own stays as it was."""
     for group in optimizer.param_groups:

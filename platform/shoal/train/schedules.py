@@ -65,6 +65,11 @@ def needs_total(spec: ScheduleSpec) -> bool:
     return spec.name != "constant" or 0 < spec.warmup < 1
 
 
+def moves_rates(spec: ScheduleSpec) -> bool:
+    """Whether any step is to be taken at another rate than the optimiser's own."""
+    return spec.name != "constant" or spec.warmup > 0
+
+
 def total_steps_of(spec: TrainSpec, steps_per_epoch: int | None) -> int | None:
     """The steps over which the schedule runs: what it says itself, or the nearest end that `stop` names.
 
