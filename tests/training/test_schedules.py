@@ -48,6 +48,25 @@ def test_warm_up_counts_in_steps_or_in_shares_of_the_run() -> None:
     assert in_shares == in_steps
 
 
+@pytest.mark.parametrize("name", ["one_cycle", "cosine", "linear"])
+@pytest.mark.parametrize("size", [0.5, 2.0], ids=["larger batches", "smaller batches"])
+@pytest.mark.parametrize("changed_at", [5, 12, 30])
+def test_a_warm_up_in_steps_counts_those_that_were_taken(name: str, size: float, changed_at: int) -> None:
+    """After some of 40 steps, batches are of another size: what is left is so many times as many steps."""
+    spec, before, total = ScheduleSpec.parse({"name": name, "warmup": 12}), size * changed_at, round(40 * size)
+    steps = [(taken, before + taken - changed_at) for taken in range(changed_at, changed_at + total - round(before))]
+    rates = [learning_rate_at(place, spec, total, taken) for taken, place in steps]
+    undisturbed = [learning_rate_at(step, spec, 40) for step in range(40)]
+    assert rates[0] == pytest.approx(undisturbed[changed_at], abs=0.05)
+    assert rates[: max(0, 12 - changed_at)] == undisturbed[changed_at:12]
+    later = rates[max(0, 12 - changed_at) :]
+    assert later == sorted(later, reverse=True)
+    assert later[-1] < 0.1
+    if name == "one_cycle":
+        momenta = [momentum_at(place, spec, total, taken) for taken, place in steps]
+        assert momenta[0] == pytest.approx(momentum_at(changed_at, spec, 40), abs=0.01)
+
+
 def test_linear_falls_evenly_to_its_end() -> None:
     spec = ScheduleSpec(name="linear", final=0.2)
     assert [learning_rate_at(step, spec, 4) for step in (0, 2, 4, 9)] == pytest.approx([1.0, 0.6, 0.2, 0.2])

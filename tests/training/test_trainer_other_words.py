@@ -69,6 +69,17 @@ def test_epochs_and_the_schedule_go_on_under_another_batch_size(
     assert training["total_steps"] == outcome.steps
 
 
+def test_a_warm_up_that_is_over_does_not_begin_again_under_another_batch_size(tmp_path: Path) -> None:
+    words = {"stop": {"epochs": 4}, "schedule": {"name": "linear", "warmup": 6}}
+    calls = iter(range(1, 100))
+    train(tmp_path, spec_of(**words), should_stop=lambda: next(calls) >= 8)  # one epoch
+    notes = Notes()
+    train(tmp_path, spec_of(batch_size=64, **words), notes)
+    rates = [rate for step, rate in sorted(rates_of(notes).items()) if step > 8]
+    assert rates[0] == pytest.approx(0.01 * 24 / 26)  # as it would have been
+    assert rates == sorted(rates, reverse=True)
+
+
 def test_a_batch_size_that_changes_within_an_epoch_ends_with_the_epoch(tmp_path: Path) -> None:
     calls = iter(range(1, 100))
     train(tmp_path, spec_of(stop={"epochs": 2}), should_stop=lambda: next(calls) >= 4)  # 128 of 256 samples

@@ -103,8 +103,8 @@ class Assembly:
             return
         schedule, place = self.spec.schedule, self.place(step)
         at = place.step if needs_total(schedule) else step
-        momentum = momentum_at(at, schedule, place.total_steps)
-        set_rate(self.optimizer, learning_rate_at(at, schedule, place.total_steps), momentum)
+        momentum = momentum_at(at, schedule, place.total_steps, step)
+        set_rate(self.optimizer, learning_rate_at(at, schedule, place.total_steps, step), momentum)
 
     def num_evaluations_due(self, step: int) -> int:
         """How often the validation data was due within `step` steps."""

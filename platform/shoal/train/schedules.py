@@ -32,32 +32,39 @@ class Place:
     total_steps: int | None
 
 
-def learning_rate_at(step: float, spec: ScheduleSpec, total_steps: int | None) -> float:
+def learning_rate_at(step: float, spec: ScheduleSpec, total_steps: int | None, num_taken: float | None = None) -> float:
     """The share of `optimizer.learning_rate` with which step `step` (from 0) is taken; beyond the end, the last one.
 
     total_steps: as `total_steps_of` gives it; None is enough for a schedule that does not depend on it
+    num_taken:   how many steps were taken, where that is not `step`: a warm-up in steps counts these
     """
+    taken = step if num_taken is None else num_taken
     if spec.name == "one_cycle":
-        return _one_cycle(step, spec, _known(spec, total_steps), ONE_CYCLE_START, 1.0, spec.final or ONE_CYCLE_END)
+        end = spec.final or ONE_CYCLE_END
+        return _one_cycle(step, taken, spec, _known(spec, total_steps), ONE_CYCLE_START, 1.0, end)
     warmup = _warmup_steps(spec, total_steps)
-    if step < warmup:
-        return (step + 1) / math.ceil(warmup)
+    at = taken if spec.warmup >= 1 else step
+    if at < warmup:
+        return (at + 1) / math.ceil(warmup)
     if spec.name == "constant":
         return 1.0
-    total = _known(spec, total_steps)
+    total, warmup = _known(spec, total_steps), _amount(warmup, step, at)
     progress = min((step - warmup) / max(total - warmup, 1), 1.0)
     share = _half_cosine(progress) if spec.name == "cosine" else 1.0 - progress
     return spec.final + (1.0 - spec.final) * share
 
 
-def momentum_at(step: float, spec: ScheduleSpec, total_steps: int | None) -> float | None:
+def momentum_at(
+    step: float, spec: ScheduleSpec, total_steps: int | None, num_taken: float | None = None
+) -> float | None:
     """What a one-cycle schedule makes of the momentum: low where the rate is high; None for the other schedules.
 
     arXiv:1803.09820, section 4.3, with the bounds that PyTorch and fastai use.
     """
     if spec.name != "one_cycle":
         return None
-    return _one_cycle(step, spec, _known(spec, total_steps), MOMENTUM_HIGH, MOMENTUM_LOW, MOMENTUM_HIGH)
+    taken = step if num_taken is None else num_taken
+    return _one_cycle(step, taken, spec, _known(spec, total_steps), MOMENTUM_HIGH, MOMENTUM_LOW, MOMENTUM_HIGH)
 
 
 def needs_total(spec: ScheduleSpec) -> bool:
@@ -143,13 +150,22 @@ def _half_cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _one_cycle(step: float, spec: ScheduleSpec, total: int, start: float, peak: float, end: float) -> float:
+def _amount(num_steps: float, step: float, taken: float) -> float:
+    """Of `taken` steps, which amount to `step` of the present batch size: what `num_steps` amount to, on average."""
+    return num_steps if taken in (0, step) else num_steps * step / taken
+
+
+def _one_cycle(
+    step: float, taken: float, spec: ScheduleSpec, total: int, start: float, peak: float, end: float
+) -> float:
     """`start` at step 0, `peak` after the warm-up, `end` at the last step; cosines between (arXiv:1708.07120)."""
     warmup = spec.warmup or ONE_CYCLE_WARMUP
     rise = (warmup * total if warmup < 1 else warmup) - 1.0
     last = max(total - 1.0, 1.0)
-    if step < rise:
-        return peak + (start - peak) * _half_cosine(step / rise)
+    at = taken if warmup >= 1 else step
+    if at < rise:
+        return peak + (start - peak) * _half_cosine(at / rise)
+    rise = _amount(rise, step, at)
     if rise >= last:
         return peak
     return end + (peak - end) * _half_cosine(min((step - rise) / (last - rise), 1.0))
