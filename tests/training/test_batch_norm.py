@@ -21,6 +21,16 @@ class OneRank:
         return values
 
 
+class TwoRanks(OneRank):
+    """The other one has what this one has."""
+
+    num_asked = 0
+
+    def gather(self, mine: Tensor) -> Tensor:
+        self.num_asked += 1
+        return torch.stack([mine, mine])
+
+
 class Frozen(nn.BatchNorm1d):
     """Keeps what it has learnt, whatever the mode of the model."""
 
@@ -41,6 +51,18 @@ def test_it_computes_what_torch_does(settings: dict[str, Any]) -> None:
     expected, found = _gradient(theirs), _gradient(_globalised(mine))
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(mine.state_dict(), theirs.state_dict())
+
+
+def test_alone_it_tries_one_sample_and_afterwards_it_speaks_with_the_others() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    globalise_batch_norm(model, None)
+    model(torch.ones(1, 3)).sum().backward()
+    assert not model[0].weight.grad.any()  # type: ignore[union-attr]
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
+    ranks: Any = TwoRanks()
+    globalise_batch_norm(model, ranks)
+    model(torch.ones(1, 3))
+    assert ranks.num_asked == 1
 
 
 def _gradient(model: nn.Module) -> Tensor:

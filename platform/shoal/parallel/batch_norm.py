@@ -60,9 +60,12 @@ class DataRanks:
 
 
 class GlobalBatchNorm(_BatchNorm):
-    """Put before the class of a layer, which keeps all that it has but its forward (and its name, and its hooks)."""
+    """Put before the class of a layer, which keeps all that it has but its forward (and its name, and its hooks).
 
-    ranks: DataRanks
+    ranks: None while this one tries the model alone
+    """
+
+    ranks: DataRanks | None
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -90,7 +93,7 @@ class GlobalBatchNorm(_BatchNorm):
             momentum = 1.0 / float(self.num_batches_tracked)
         with torch.no_grad():
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-            unbiased = variance * (count / (count - 1))
+            unbiased = variance * (count / (count - 1).clamp(min=1))  # of one value, which is tried alone, 0
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
@@ -98,12 +101,13 @@ class _Normalise(torch.autograd.Function):
     """(x - mean) / sqrt(variance + eps) over [N, C, ...], the moments being those of all ranks' values together."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, eps: float, ranks: DataRanks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, input: Tensor, eps: float, ranks: DataRanks | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         dims = [0, *range(2, input.ndim)]
         variance, mean = torch.var_mean(values, dims, correction=0)
         count = mean.new_tensor([values.numel() / values.shape[1]])
-        everyone = ranks.gather(torch.cat([count, mean, variance]))
+        mine = torch.cat([count, mean, variance])
+        everyone = ranks.gather(mine) if ranks is not None else mine[None]
         counts, means, variances = everyone.split([1, len(mean), len(mean)], dim=1)  # [R, 1], [R, C], [R, C]
         share = counts / counts.sum()
         mean = (share * means).sum(0)
@@ -122,7 +126,9 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         normalised, scale, total = ctx.saved_tensors
         grad: Tensor = grads[0]
-        sums = ctx.ranks.sum(torch.stack([grad.sum(ctx.dims), (grad * normalised).sum(ctx.dims)]))  # [2, C]
+        sums = torch.stack([grad.sum(ctx.dims), (grad * normalised).sum(ctx.dims)])  # [2, C]
+        if ctx.ranks is not None:
+            sums = ctx.ranks.sum(sums)
         mean_grad, mean_product = (sums / total).view(2, *scale.shape)
         return (scale * (grad - mean_grad - normalised * mean_product)).to(ctx.dtype), None, None
 
@@ -141,14 +147,19 @@ def check_batch_norm(model: nn.Module) -> None:
             raise PlanError("model", name, problem, remedy)
 
 
-def globalise_batch_norm(model: nn.Module, ranks: DataRanks) -> None:
-    """Let every batch normalisation of `model` speak with the other data ranks, in place."""
+def globalise_batch_norm(model: nn.Module, ranks: DataRanks | None) -> None:
+    """Let every batch normalisation of `model` speak with the other data ranks, in place.
+
+    ranks: None before they are known: for passes that this rank makes alone, and of which one sample is enough
+    """
     classes: dict[type[_BatchNorm], type[_BatchNorm]] = {}  # layers that were of one are of one again
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, GlobalBatchNorm):
+        if not isinstance(module, _BatchNorm):
+            continue
+        if not isinstance(module, GlobalBatchNorm):
             layer = type(module)
             if layer not in classes:
                 classes[layer] = type(f"Global{layer.__name__}", (GlobalBatchNorm, layer), {})
             module.__class__ = classes[layer]
-            assert isinstance(module, GlobalBatchNorm)
-            module.ranks = ranks
+        assert isinstance(module, GlobalBatchNorm)
+        module.ranks = ranks

@@ -55,6 +55,8 @@ def build_pipeline(
     num_micro_batches = spec.num_micro_batches(degrees)
     _check(spec, degrees, num_micro_batches)
     model.to(world.device)
+    if degrees.data > 1:
+        globalise_batch_norm(model, None)  # a micro-batch may be of one sample, which has no statistics of its own
     ranks = stage_ranks(spec.schedule, degrees.pipeline)
     batch = micro_batches(example, spec.accumulate * num_micro_batches)[0]
     layout = lay_out(model, learnable, batch, len(ranks), world, lambda: autocast(spec.precision, world.device))

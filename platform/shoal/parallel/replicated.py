@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.errors import PlanError
+from shoal.parallel.batch_norm import globalise_batch_norm
 from shoal.parallel.batches import micro_batches
 from shoal.parallel.flat_gradients import FlatGradients
 from shoal.parallel.model import Learnable
@@ -39,6 +40,7 @@ class Replicated(Whole):
         group: dist.ProcessGroup,
     ) -> None:
         model.to(world.device)
+        globalise_batch_norm(model, None)  # a share may be of one sample, which has no statistics of its own
         order = _order_of_gradients(model, learnable, micro_batches(example, spec.accumulate)[0])
         super().__init__(model, learnable, spec, world, seed, group)
         self._may_skip = spec.dynamic or not all(world.gather(len(set(order)) == len(self._trainable)))
