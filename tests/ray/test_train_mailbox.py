@@ -37,12 +37,13 @@ class Handle:
     def _called(self, name: str, args: tuple[Any, ...]) -> Any:
         from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
-        trouble = self.troubles[0] if self.troubles else ""
+        troubles = self.troubles
+        trouble = troubles[0] if troubles else ""
         if trouble == "dead":
             raise ActorDiedError
         answer = getattr(self.mailbox, name)(*args) if trouble != "unheard" else None
         if trouble:
-            self.troubles.pop(0)
+            troubles.pop(0)
             raise GetTimeoutError("late") if trouble == "late" else ActorUnavailableError("unheard", None)
         return answer
 
@@ -113,6 +114,38 @@ def test_a_mailbox_that_does_not_answer_stops_nobody_and_loses_nothing(handle: H
     messages, _ = handle.mailbox.take(0)
     assert [content[0] for _, content in messages] == [*range(100), "stopped"]
     assert not posted.stop_asked.is_set()
+
+
+def test_what_is_flushed_is_in_the_mailbox(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.runs import ray_mailbox
+
+    monkeypatch.setattr(ray_mailbox, "DELIVERY_S", 3600.0)
+    posted = ray_mailbox.Posted(handle)
+    posted.flush()  # of nothing
+    for step in range(3):
+        posted.log(step, {"loss": 1.0})
+        posted.flush()
+        messages, _ = handle.mailbox.take(0)
+        assert [content[0] for _, content in messages] == list(range(step + 1))
+    posted.close()
+    posted.flush()
+
+
+def test_a_flush_asks_again_and_not_for_ever(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.runs import ray_mailbox
+
+    handle.troubles = ["unheard", "late", "unheard"]
+    posted = ray_mailbox.Posted(handle)
+    posted.log(0, {"loss": 1.0})
+    posted.flush()
+    assert len(handle.mailbox.take(0)[0]) == 1
+    monkeypatch.setattr(ray_mailbox, "FLUSH_S", 0.01)
+    handle.troubles = ["unheard"] * 100_000  # more than there is time for
+    posted.log(1, {"loss": 1.0})
+    posted.flush()
+    handle.troubles = []
+    posted.close()
+    assert len(handle.mailbox.take(0)[0]) == 2
 
 
 def test_rank_0_hears_that_it_is_asked_to_stop(handle: Handle) -> None:

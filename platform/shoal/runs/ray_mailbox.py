@@ -20,6 +20,7 @@ from shoal.errors import ShoalError
 
 CALL_TIMEOUT_S = 30.0
 DELIVERY_S = 0.2  # between two deliveries of rank 0; also how late it hears of a request to stop
+FLUSH_S = 5.0  # the longest that rank 0 waits for a mailbox which does not answer, and with it all ranks
 NO_ANSWER_YET = (GetTimeoutError, ActorUnavailableError)  # it is slow, or out of reach: the call may have been heard
 Message = tuple[str, tuple[Any, ...]]
 
@@ -69,9 +70,11 @@ def start_mailbox() -> ActorHandle:
 class Posted:
     """The journal of rank 0: a thread delivers what it is told, and hears whether to stop.
 
-    | capacity  | what blocks | who unblocks | close()                         |
-    |-----------|-------------|--------------|---------------------------------|
-    | unbounded, emptied every DELIVERY_S | nothing | | delivers the rest, ends the thread |
+    | capacity  | what blocks                  | who unblocks | close()                            |
+    |-----------|------------------------------|--------------|------------------------------------|
+    | unbounded | `flush`, for FLUSH_S at most | a delivery   | delivers the rest, ends the thread |
+
+    It is emptied every DELIVERY_S, and by `flush`.
 
     While the mailbox does not answer, messages wait here. When it is dead, so is the run's driver, or the driver makes
     another attempt: `stop_asked` is set.
@@ -81,8 +84,8 @@ class Posted:
         self._mailbox = mailbox
         self._pending: list[Message] = []
         self._num_delivered = 0
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._is_wanted = self._is_closing = False
+        self._changed = threading.Condition()  # of all of these
         self.stop_asked = threading.Event()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
@@ -97,24 +100,37 @@ class Posted:
         self._add(("histogram", (step, name, counts, edges)))
 
     def flush(self) -> None:
-        """Nothing: what the mailbox has outlives this process, and what it has not yet is said again after a resume."""
+        """Until the mailbox, which outlives this process, has what was said so far; not for ever.
+
+        What it has not got by then is delivered later: the last reports are in the checkpoint, too.
+        """
+        with self._changed:
+            end = self._num_delivered + len(self._pending)
+            self._is_wanted = bool(self._pending)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._num_delivered >= end, FLUSH_S)
 
     def close(self) -> None:
         """Deliver the rest. Idempotent."""
-        self._closing.set()
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
         self._thread.join(2 * CALL_TIMEOUT_S)  # for a delivery that is under way, and for the last one
 
     def _add(self, message: Message) -> None:
-        with self._lock:
+        with self._changed:
             self._pending.append(message)
 
     def _run(self) -> None:
-        while not self._closing.wait(DELIVERY_S):
+        is_last = False
+        while not is_last:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_wanted or self._is_closing, DELIVERY_S)
+                self._is_wanted, is_last = False, self._is_closing
             self._deliver()
-        self._deliver()
 
     def _deliver(self) -> None:
-        with self._lock:
+        with self._changed:
             messages = list(self._pending)
         try:
             is_to_stop = ray.get(self._mailbox.deliver.remote(self._num_delivered, messages), timeout=CALL_TIMEOUT_S)
@@ -122,8 +138,9 @@ class Posted:
             return  # they are still pending
         except RayError:  # the mailbox is dead: save, and end
             is_to_stop = True
-        with self._lock:
+        with self._changed:
             del self._pending[: len(messages)]
-        self._num_delivered += len(messages)
+            self._num_delivered += len(messages)
+            self._changed.notify_all()
         if is_to_stop:
             self.stop_asked.set()
