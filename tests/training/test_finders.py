@@ -153,6 +153,12 @@ def test_on_a_parabola_it_stops_soon_after_the_rate_at_which_descent_diverges(ta
     assert found.losses[0] == pytest.approx(curvature / 2)  # the network is fresh each time
 
 
+def test_a_first_loss_that_is_not_finite_is_said(task: str) -> None:
+    done = CliRunner().invoke(cli, ["find", "rate", f"{task}:Parabola", "args.curvature=.inf", "threads=1"])
+    assert isinstance(done.exception, ConfigError)  # of which the program prints one line
+    assert "its first loss, of fresh weights, is not finite but inf" in str(done.exception)
+
+
 def test_the_largest_batch_follows_from_the_memory_and_nothing_too_large_is_tried(task: str) -> None:
     limit = 8 << 20
     found = find_batch(_spec(task, "Wide", parallel={"data": 1, "accumulate": 4}), limit_bytes=limit)

@@ -65,6 +65,9 @@ def test_the_bar_is_as_long_as_the_way_that_is_done() -> None:
     assert math.isnan(without.remaining_s)
     assert "to go" not in shown(without)
     assert "of 1" not in shown(without)
+    unreported = dataclasses.replace(VIEW, metrics={})
+    assert math.isnan(unreported.progress)
+    assert "of 1" not in shown(unreported)
 
 
 def test_after_the_last_step_nothing_is_to_go() -> None:

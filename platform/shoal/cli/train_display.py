@@ -54,8 +54,8 @@ class TrainView:
     @property
     def progress(self) -> float:
         """How much of the run is done, from 0 to 1; NaN when nothing says where it ends."""
-        total = self.setting.get("total_steps")
-        return min(1.0, self.value("train/step") / total) if total else math.nan
+        total, step = self.setting.get("total_steps"), self.value("train/step")
+        return min(step / total, 1.0) if total else math.nan  # in this order: NaN before the first report
 
     @property
     def remaining_s(self) -> float:

@@ -21,7 +21,7 @@ import torch
 
 from shoal.cost.alone import first_samples, undisturbed
 from shoal.cost.memory import bytes_of, growth, state_of
-from shoal.errors import OutOfMemory
+from shoal.errors import ConfigError, OutOfMemory
 from shoal.parallel import World
 from shoal.parallel.batches import num_samples, tensors_of
 from shoal.runs.display import size as in_bytes
@@ -94,7 +94,8 @@ class BatchFound:
 def find_rate(spec: TrainSpec, lowest: float = 1e-7, highest: float = 10.0, num_steps: int = 100) -> RateFound:
     """Train for up to `num_steps` steps, each at a higher rate, and look at the losses.
 
-    Raises what building the Task raises, and ConfigError for an optimiser without rate.
+    Raises what building the Task raises, and ConfigError for an optimiser without rate and for a first loss that is not
+    finite.
     """
     rates = np.geomspace(lowest, highest, num_steps).tolist()
     losses: list[float] = []
@@ -103,6 +104,9 @@ def find_rate(spec: TrainSpec, lowest: float = 1e-7, highest: float = 10.0, num_
         for step, rate in enumerate(rates):
             set_rate(parts.optimizer, rate / own)
             losses.append(_step(parts, parts.stream.next(), step))
+            if not math.isfinite(losses[0]):
+                problem = f"its first loss, of fresh weights, is not finite but {losses[0]}"
+                raise ConfigError("task", spec.task, problem, "look at its loss and its data: no rate can mend it")
             if _has_diverged(losses):
                 break
     diverged = len(losses) < num_steps or not math.isfinite(losses[-1])
