@@ -88,6 +88,32 @@ def fit(handle: Handle, trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch) -
     return ray_train.Fit(ray_train.Setting(spec, "r", Path("r"), Path.cwd()))
 
 
+@pytest.mark.parametrize(
+    ("device", "named", "backend"),
+    [("cuda", None, "cpu:gloo,cuda:nccl"), ("cuda", "nccl", "nccl"), ("cpu", None, None), ("cpu", "gloo", "gloo")],
+)
+def test_ranks_with_a_device_speak_on_their_host_too(
+    handle: Handle,
+    trainer: FakeTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    named: str | None,
+    backend: str | None,
+) -> None:
+    from ray.train.torch.config import _is_backend_nccl
+
+    from shoal.train import ray_train
+
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(ray_train, "start_mailbox", lambda: handle)
+    monkeypatch.setattr(ray_train, "TorchTrainer", lambda *args, **kwargs: told.update(kwargs) or trainer)
+    words = {"task": "Toy", "stop": {"steps": 9}, "workers": 2, "device": device, "parallel": {"backend": named}}
+    trainer.let_go.set()
+    heard(ray_train.Fit(ray_train.Setting(TrainSpec.parse(words), "r", Path("r"), Path.cwd())))
+    assert told["torch_config"].backend == backend
+    assert backend is None or _is_backend_nccl(backend) == (device == "cuda")  # for which Ray sets what NCCL needs
+
+
 def heard(fit: Any) -> list[Any]:
     """All that the driver hears until the attempt is over."""
     messages: list[Any] = []

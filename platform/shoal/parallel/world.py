@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from shoal.errors import ConfigError
 
 T = TypeVar("T")
+CUDA_BACKEND = "cpu:gloo,cuda:nccl"
 TIMEOUT_S = 300.0  # of a collective; a rank that died is noticed much sooner, by its closed connection
 
 
@@ -115,4 +116,4 @@ def choose_device(device: str, index: int) -> torch.device:
 
 def backend_for(device: torch.device) -> str:
     """The process group's back end for tensors on `device`; CPU tensors (objects, checkpoints) always have gloo."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    return CUDA_BACKEND if device.type == "cuda" else "gloo"

@@ -25,7 +25,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from shoal.errors import RankLost, ShoalError, TrainError
 from shoal.loading import loading
 from shoal.parallel import World
-from shoal.parallel.world import TIMEOUT_S
+from shoal.parallel.world import CUDA_BACKEND, TIMEOUT_S
 from shoal.runs.ray_mailbox import CALL_TIMEOUT_S, NO_ANSWER_YET, Message, Posted, start_mailbox
 from shoal.train.journal import Journal, Silent
 from shoal.train.outcome import Outcome
@@ -112,7 +112,9 @@ class Fit:
         storage = RunConfig(
             name=setting.run_id, storage_path=str(setting.folder / "ray"), failure_config=FailureConfig(max_failures=0)
         )
-        backend = TorchConfig(backend=spec.parallel.backend, timeout_s=int(TIMEOUT_S))
+        # Not Ray's own choice for CUDA, nccl alone: what is gathered on the host needs a back end, too.
+        chosen = spec.parallel.backend or (CUDA_BACKEND if spec.device == "cuda" else None)
+        backend = TorchConfig(backend=chosen, timeout_s=int(TIMEOUT_S))
         trainer = TorchTrainer(
             _train, train_loop_config=config, scaling_config=scaling, run_config=storage, torch_config=backend
         )
