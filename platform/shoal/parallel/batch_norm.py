@@ -39,6 +39,11 @@ class DataRanks:
     def __deepcopy__(self, memo: dict[int, Any]) -> DataRanks:
         return self  # a copy of a model speaks with the same ranks
 
+    def told_on(self, device: torch.device) -> torch.device:
+        """Where they gather what only their hosts ask for: there, if anything carries it, else on their own device."""
+        is_told_by_host = self.on_host is not None or "gloo" in dist.get_backend_config(self.group)
+        return torch.device("cpu") if is_told_by_host else device
+
     def gather(self, mine: Tensor) -> Tensor:
         """Every rank's values, [R, *mine]."""
         if self.on_host:

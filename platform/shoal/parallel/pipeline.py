@@ -21,13 +21,14 @@ from torch.optim import Optimizer
 from shoal.errors import ConfigError, PlanError
 from shoal.parallel import gradients, state
 from shoal.parallel.batch_norm import DataRanks, globalise_batch_norm
-from shoal.parallel.batches import micro_batches, num_samples, pieces, tensors_of
+from shoal.parallel.batches import micro_batches, num_samples, pieces
 from shoal.parallel.buffers import check_buffers
 from shoal.parallel.dropout import seed_dropout
 from shoal.parallel.host_messages import HostMessages
 from shoal.parallel.layout import make_mesh
 from shoal.parallel.model import Learnable, ParallelModel, measured
 from shoal.parallel.pipeline_exchange import Groups, receive, send, sum_gradients
+from shoal.parallel.pipeline_forms import Schedules, form_of
 from shoal.parallel.pipeline_layout import Layout, lay_out
 from shoal.parallel.pipeline_schedules import SPLITTING, check, stage_ranks
 from shoal.parallel.pipeline_stages import Clock, StageDraws, StageModule, build_schedule
@@ -132,7 +133,7 @@ class Pipelined(ParallelModel):
             compiled = _compile(model, begun, views_of(calls, cuts))
         self._gated = GatedModel(model, views_of(calls, cuts, _watched(model, compiled)))
         self._stages = {each: StageModule(each, self._weights.of_stage(each), self._compute) for each in own}
-        self._schedules: dict[Any, Any] = {}
+        self._schedules = Schedules(self._data_ranks if degrees.is_sharded else None, world.device)
         self._handed: dict[int, Tensor] = {}  # by stage, a tensor like those that it hands on, without memory
         self._batches: list[Any] = []  # under way
         self._step, self._first_index = 0, 0
@@ -194,25 +195,18 @@ class Pipelined(ParallelModel):
 
     def _schedule(self, batch: Any) -> Any:
         """The schedule for micro-batches of this form; what stages hand on is found by a pass in evaluation mode."""
-        key = tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(batch))
-        if key not in self._schedules:
+        form = form_of(batch)
+        if self._schedules.must_try(form):
             self._handed = {}
             with evaluating(self._model):  # with gradients: fast paths may compute in other types
                 self._forward(batch)
-            assert self._groups.pipeline is not None
-            made = build_schedule(
-                self._spec.schedule,
-                self._stages,
-                self._handed,
-                len(self._stage_ranks),
-                self._num_micro_batches,
-                self._world.device,
-                self._groups.pipeline,
-                self.clock,
-                self._messages,
-            )
-            self._schedules[key] = made, self._handed
-        made, self._handed = self._schedules[key]
+        if form not in self._schedules:
+            group, num_stages = self._groups.pipeline, len(self._stage_ranks)
+            assert group is not None
+            stages = (self._stages, self._handed, num_stages, self._num_micro_batches)
+            ways = (self._world.device, group, self.clock, self._messages)
+            self._schedules.keep(form, build_schedule(self._spec.schedule, *stages, *ways), self._handed)
+        made, self._handed = self._schedules.get(form)
         return made
 
     def _check_usage(self, parameters: list[tuple[str, nn.Parameter]]) -> None:

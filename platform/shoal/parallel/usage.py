@@ -48,10 +48,8 @@ class Usage:
         """
         calls, self._calls = self._calls, []
         has = [] if self._may_differ else [parameter.grad is not None for _, parameter in parameters]
-        is_told_by_host = self._ranks.on_host is not None or "gloo" in dist.get_backend_config(self._ranks.group)
-        mine = torch.tensor(
-            [crc32(repr(calls).encode()), crc32(bytes(has))], device="cpu" if is_told_by_host else device
-        )
+        sums = [crc32(repr(calls).encode()), crc32(bytes(has))]
+        mine = torch.tensor(sums, device=self._ranks.told_on(device))
         everyone = self._ranks.gather(mine)
         if bool((everyone == everyone[0]).all()):
             return
