@@ -41,8 +41,10 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run_of_the_page() -> str:
-    """A run that `resume=RUN` can mean."""
-    return train_here(TrainSpec.parse({"task": "my_task.py:MyTask", "stop": {"epochs": 1}}), registers=False).run_id
+    """A run that `resume=RUN` can mean: it was stopped."""
+    run_id = train_here(TrainSpec.parse({"task": "my_task.py:MyTask", "stop": {"epochs": 1}}), registers=False).run_id
+    shoal.runs.reopen(run_id).close()
+    return run_id
 
 
 def test_the_python_of_the_training_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
