@@ -75,6 +75,29 @@ def test_pictures_are_flat_columns_too() -> None:
     assert inputs(table, picture).shape == (2, 1, 2, 2)
 
 
+def test_lists_of_words_are_words() -> None:
+    table = pa.table({"text": [["a", "b"], ["c", "d"]]})
+    for shape in ([-1, 2], [-1, -1]):
+        assert inputs(table, TensorMetadata("text", "BYTES", shape)).tolist() == [[b"a", b"b"], [b"c", b"d"]]
+    one = TensorMetadata("text", "BYTES", [-1, 1])
+    assert inputs(pa.table({"text": [["a"], ["b"]]}), one).tolist() == [[b"a"], [b"b"]]
+    with pytest.raises(DataError, match="row 1 has no value"):
+        inputs(pa.table({"text": [["a"], [None]]}), one)
+
+
+def test_lists_of_lists_have_the_sizes_that_an_input_leaves_open() -> None:
+    spec = TensorMetadata("image", "FP32", [-1, -1, -1])
+    assert inputs(pa.table({"image": [[[1.0, 2.0]], [[3.0, 4.0]]]}), spec).tolist() == [[[1, 2]], [[3, 4]]]
+    with pytest.raises(DataError, match="a column of lists of lists"):
+        inputs(pa.table({"image": [[1.0, 2.0], [3.0, 4.0]]}), spec)
+
+
+def test_no_rows_are_an_input_of_none() -> None:
+    table = pa.table({"x": pa.array([], pa.list_(pa.float32()))})
+    assert inputs(table, TensorMetadata("x", "FP32", [-1, -1])).shape == (0, 0)
+    assert inputs(table, X).shape == (0, 2)
+
+
 def test_words_become_bytes() -> None:
     text = TensorMetadata("id", "BYTES", [-1])
     assert inputs(TABLE, text).tolist() == [b"p", b"q", b"r"]

@@ -89,18 +89,20 @@ def test_a_poisonous_request_fails_alone() -> None:
     run(body)
 
 
-def test_a_model_that_raises_system_exit_fails_its_request_and_ends_no_thread() -> None:
+@pytest.mark.parametrize("error", [SystemExit, StopIteration])
+def test_what_no_future_takes_fails_the_request_and_ends_no_thread(error: type[BaseException]) -> None:
     def forward(group: Hashable, requests: Sequence[int]) -> list[int]:
         if 3 in requests:
-            raise SystemExit("enough")
+            raise error("enough")
         return list(requests)
 
     async def body() -> None:
         batcher: Batcher[int, int] = Batcher()
         queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=8)
-        with pytest.raises(InferenceError, match=r"the model raised SystemExit\('enough'\)"):
+        with pytest.raises(InferenceError, match=r"the model raised \w+\('enough'\)"):
             await answer(queue, 3)
         assert await answer(queue, 4) == 4
+        assert (queue.counts().submitted, queue.counts().failed, queue.counts().cancelled) == (2, 1, 0)
         assert batcher.alive
         batcher.close()
 

@@ -43,6 +43,17 @@ def test_the_lengths_of_sentences_share_a_batch() -> None:
         assert {joiner.bucket(request((1, length, *wide), (1, length))) for length in range(4, 129)} == {None}
 
 
+def test_an_answer_is_cut_to_the_input_that_it_is_as_long_as() -> None:
+    """Of two that it could be, one alone cannot be told from the other: where they differ nothing is padded."""
+    names = [TensorSignature(name=f"x{place}", datatype="FP32", shape=[-1, -1]) for place in range(2)]
+    joiner = Joiner(Signature(inputs=names, outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, -1])]), 0.0)
+    translations = [request((1, 2), (1, 4)), request((1, 4), (1, 3)), request((1, 2), (1, 4)), request((1, 4), (1, 4))]
+    first, second, third, masked = [joiner.bucket(each) for each in translations]
+    assert first == third
+    assert len({first, second, masked}) == 3
+    assert masked == joiner.bucket(request((1, 9), (1, 9))), "as the lengths of a sentence and of its mask are"
+
+
 def test_every_input_counts() -> None:
     joiner = padding([-1, -1], [-1, -1], [-1, 4])
     long, longer = request((1, 8), (1, 200_000), (1, 4)), request((1, 8), (1, 300_000), (1, 4))

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from shoal.errors import InferenceError
 from shoal.open_inference.binary_tensors import from_binary, to_binary
-from shoal.open_inference.datatypes import DATATYPES, NUMPY, bf16_bits, bf16_values, datatype_of
+from shoal.open_inference.datatypes import DATATYPES, NUMPY, bf16_bits, bf16_values, datatype_of, floats_of
 from shoal.open_inference.json_tensors import from_json, to_json
 from shoal.registry import manifest
 
@@ -124,6 +124,23 @@ def test_a_nan_whose_upper_bits_say_infinity_stays_one_in_bf16() -> None:
 def test_bf16_ties_go_to_even() -> None:
     tie_down, tie_up = np.array([0x3F808000, 0x3F818000], dtype=np.uint32).view(np.float32)
     assert bf16_bits(np.array([tie_down, tie_up])).tolist() == [0x3F80, 0x3F82]
+
+
+@given(st.floats(-3e38, 3e38))
+def test_bf16_of_a_double_is_the_nearest_to_it_and_not_to_a_float_near_it(value: float) -> None:
+    (bits,) = bf16_bits(np.array([value]))
+    (nearest,) = bf16_values(np.array([bits]))
+    around = bf16_values(np.array([bits - 1, bits + 1], dtype=np.uint16)) if bits & 0x7FFF else []
+    assert all(abs(float(nearest) - value) <= abs(float(each) - value) for each in around if np.isfinite(each))
+
+
+def test_no_float_between_makes_a_tie_of_a_double() -> None:
+    beside = 1.00390625000091  # above the middle of 1 and 1.0078125, which as a float it is
+    assert bf16_values(bf16_bits(np.array([beside]))).tolist() == [1.0078125]
+    assert bf16_values(from_json("t", "BF16", (1,), raw([beside]))).tolist() == [1.0078125]
+    assert bf16_values(floats_of(np.array([beside]), "BF16")).tolist() == [1.0078125]
+    odd = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0])
+    np.testing.assert_array_equal(bf16_values(bf16_bits(odd)), odd)
 
 
 @pytest.mark.parametrize(

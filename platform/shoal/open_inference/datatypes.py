@@ -50,23 +50,37 @@ def floats_of(values: NDArray[Any], datatype: str) -> NDArray[Any]:
 
     Raises OverflowError for a number whose nearest is infinite.
     """
-    wanted = np.dtype(np.float32) if datatype == "BF16" else NUMPY[datatype]
-    with np.errstate(over="ignore"):
-        floats = values.astype(wanted, copy=False)
-    bits = bf16_bits(floats) if datatype == "BF16" else None
-    if values.dtype != wanted or bits is not None:
-        infinite = np.isinf(floats if bits is None else bf16_values(bits))
+    if datatype == "BF16":
+        found = bf16_bits(values if values.dtype == np.float32 else values.astype(np.float64, copy=False))
+        floats = bf16_values(found)
+    else:
+        with np.errstate(over="ignore"):
+            found = floats = values.astype(NUMPY[datatype], copy=False)
+    if found.dtype != values.dtype:
+        infinite = np.isinf(floats)
         if infinite.any() and np.isfinite(values[infinite]).any():
             raise OverflowError(f"it has numbers that {datatype} cannot hold")
-    return floats if bits is None else bits
+    return found
 
 
-def bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+def bf16_bits(values: NDArray[np.float32] | NDArray[np.float64]) -> NDArray[np.uint16]:
     """The BF16 nearest to each value (ties to even), as bits. NaN stays NaN."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    floats = values if values.dtype == np.float32 else _to_odd(values.astype(np.float64, copy=False))
+    bits = np.ascontiguousarray(floats, dtype=np.float32).view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
     return np.where((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), quiet, rounded).astype(np.uint16)
+
+
+def _to_odd(values: NDArray[np.float64]) -> NDArray[np.float32]:
+    """The float32 next to each value towards 0, with its last bit set where it is another: so that no value becomes
+    the middle between two BF16, which rounding to the nearest would take it for."""
+    with np.errstate(over="ignore"):
+        floats = np.atleast_1d(values).astype(np.float32)
+    is_beyond = np.abs(floats) > np.abs(values)
+    floats[is_beyond] = np.nextafter(floats[is_beyond], np.float32(0))
+    floats.view(np.uint32)[...] |= (floats != values) & ~np.isnan(values)
+    return floats.reshape(np.shape(values))
 
 
 def bf16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

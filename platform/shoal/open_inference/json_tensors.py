@@ -92,7 +92,7 @@ def _floats(datatype: str, values: list[Any]) -> np.ndarray:
     """JSON has no infinity: where there is one, a number was beyond the datatype."""
     with np.errstate(over="ignore"):
         if datatype == "BF16":
-            array: np.ndarray = bf16_bits(np.array(values, dtype=np.float32))
+            array: np.ndarray = bf16_bits(np.array(values, dtype=np.float64))
             beyond = (array & np.uint16(0x7FFF)) == 0x7F80
         else:
             array = np.array(values, dtype=np.float64).astype(NUMPY[datatype])  # faster than at once

@@ -111,7 +111,7 @@ class Registry:
         for alias in aliases:
             _require_alias(alias)
         if model.format == "module":
-            snapshot.tensors()  # refuses damage now, and not when the model is served
+            snapshot.check()  # refuses damage now, and not when the model is served
         folder = self.root / name
         try:
             folder.mkdir(exist_ok=True)

@@ -124,6 +124,12 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         self._ends = dict.fromkeys(("answered", "failed", "cancelled", "expired", "evicted"), 0)
 
     @property
+    def queued_requests(self) -> int:
+        """How many requests wait for a slot."""
+        with self._slots.lock:
+            return sum(1 for _ in self._policy.line)
+
+    @property
     def queued_rows(self) -> int:
         """Rows that wait for a slot."""
         return self._policy.line.rows
@@ -226,9 +232,9 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         """Tell requests that they failed, expired or had to leave."""
         for entry in entries:
             if not entry.future.done():
+                entry.future.set_exception(error)
                 self._ends[end] += 1
                 entry.end = end
-                entry.future.set_exception(error)
 
     def give_up(self, entry: Entry[RequestT, AnswerT]) -> None:
         """Tell a request, which has left the line, that its deadline cannot be met any more."""
@@ -332,8 +338,9 @@ def _halves(part: Sequence[EntryT]) -> list[list[EntryT]]:
 
 
 def _answerable(error: BaseException) -> Exception:
-    """SystemExit and its like, which end whoever awaits them, as an error that a request can be answered with."""
-    return error if isinstance(error, Exception) else InferenceError(500, f"the model raised {error!r}")
+    """SystemExit and its like, which end whoever awaits them, and what no future takes, as an error for a request."""
+    is_answer = isinstance(error, Exception) and not isinstance(error, StopIteration)
+    return error if is_answer else InferenceError(500, f"the model raised {error!r}")  # type: ignore[return-value]
 
 
 def _is_nobodys_fault(error: Exception) -> bool:

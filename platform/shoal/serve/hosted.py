@@ -76,7 +76,7 @@ class Hosted:
             on_batch=self._batch_done,
         )
         self._queue.expect(predictor.measured)  # of a live model there is nothing yet
-        self.counts = ModelStatistics(name, live=is_live, pending=lambda: self._queue.queued_rows)
+        self.counts = ModelStatistics(name, live=is_live, pending=lambda: self._queue.queued_requests)
         outputs = {spec.name: spec.datatype for spec in self.signature.outputs}
         self.shadow = Shadow(name, batcher, self._forward, self.options, self.counts, outputs)
 

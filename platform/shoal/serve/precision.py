@@ -104,4 +104,6 @@ def _quantise_layers(module: nn.Module) -> list[str]:
             names.append(name)
         elif isinstance(layer, nn.TransformerEncoderLayer):
             layer.activation_relu_or_gelu = 0  # else its fused path would take the layers' weights for float32
+        elif isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = layer.enable_nested_tensor = False  # which is for that path alone
     return names

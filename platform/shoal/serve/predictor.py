@@ -157,6 +157,8 @@ class LoadedModel:
         if len(requests) == 1:
             request = requests[0]
             inputs = {name: request[name] for name in self._input_names}
+            if self._preprocess is not None:  # which may write to them, and another version or a shadow reads them too
+                inputs = {name: array.copy() for name, array in inputs.items()}
             return [self._predict(inputs, len(inputs[self._first_input]))]
         joined = self._joiner.join(requests)
         outputs = self._predict(joined.inputs, joined.bounds[-1])

@@ -5,7 +5,8 @@ Called by the predictor. Pure functions of arrays and of a signature, in which -
 bucket  only requests of equal shapes share a batch
 pad     shorter ones are filled at the end, and an output's variable dimension is cut back to its request's own length.
         It follows the input dimension of variable size at the same place, or else the only one there is; an output
-        whose dimension has another size than that input's was not made from it, and stays as it is. All share a batch
+        whose dimension has another size than that input's was not made from it, and stays as it is. Where there are
+        several such inputs, requests in which they differ share a batch with those of equal shapes only. All share one
         of which a row, padded, cannot have more than `SHARED_ROW` elements; larger ones share it with those of about
         their size, so that padding at most doubles each dimension: a long and a wide one would fill the memory.
 """
@@ -49,9 +50,11 @@ class Joiner:
         self._padding: dict[str, Any] = {}
         self._shared: list[tuple[str, int, int]] = []  # input, its dimension, the largest size that any may share
         self._followed: list[tuple[str, int, str, int]] = []  # output, its dimension, input, its dimension
+        self._alike: list[tuple[int, list[str]]] = []  # a dimension that an output follows, and whose inputs' it may be
         if pad_value is not None and self._ragged:
             self._padding = {spec.name: _padding(spec, pad_value) for spec in signature.inputs}
             self._followed = _followed(signature, self._variable)
+            self._alike = _alike(signature, self._variable)
             self._shared = [shared for spec in signature.inputs for shared in _shared(spec)]
 
     def bucket(self, inputs: Arrays) -> Hashable:
@@ -60,6 +63,9 @@ class Joiner:
             return None
         if not self._padding:
             return tuple([inputs[name].shape[1:] for name in self._ragged])
+        for dimension, names in self._alike:
+            if len({inputs[name].shape[dimension] for name in names}) > 1:
+                return tuple([inputs[name].shape[1:] for name in self._ragged])
         for name, dimension, most in self._shared:
             if inputs[name].shape[dimension] > most:
                 return tuple([inputs[name].shape[dimension].bit_length() for name, dimension, _ in self._shared])
@@ -111,6 +117,12 @@ def _followed(signature: Signature, variable: dict[str, list[int]]) -> list[tupl
             if same or len(places) == 1:
                 found.append((spec.name, dimension, *(same or places)[0]))
     return found
+
+
+def _alike(signature: Signature, variable: dict[str, list[int]]) -> list[tuple[int, list[str]]]:
+    followed = {dimension for spec in signature.outputs for dimension in _variable_dimensions(spec)}
+    found = [(each, [name for name, dimensions in variable.items() if each in dimensions]) for each in sorted(followed)]
+    return [(dimension, names) for dimension, names in found if len(names) > 1]
 
 
 def _padded(arrays: Sequence[np.ndarray], value: Any) -> np.ndarray:

@@ -131,7 +131,14 @@ def _input(table: pa.Table, spec: TensorSpec, columns: Sequence[str]) -> np.ndar
     rows = len(table)
     array = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
     shape = [rows, *spec.shape[1:]]
+    if not rows:
+        return array.reshape([0 if size == -1 else size for size in shape])
+    if array.ndim == len(shape) and all(want in (-1, have) for have, want in zip(array.shape, shape, strict=True)):
+        return array
     wanted = math.prod(shape)
+    if shape.count(-1) > 1:
+        problem = f"{', '.join(columns)} give {list(array.shape[1:])} for each row of this input, {described(spec)}"
+        raise DataError("columns", spec.name, problem, "give it a column of lists of lists")
     if array.size != wanted if -1 not in shape else wanted == 0 or array.size % abs(wanted):
         each = array.size // rows if rows else 0
         problem = f"{', '.join(columns)} give {each} values for each row of this input, {described(spec)}"
@@ -140,10 +147,9 @@ def _input(table: pa.Table, spec: TensorSpec, columns: Sequence[str]) -> np.ndar
 
 
 def _values(table: pa.Table, column: str, spec: TensorSpec) -> np.ndarray:
-    values = table.column(column).combine_chunks()
+    """[rows, ...], with a dimension for each list that lists are in."""
+    values, sizes = table.column(column).combine_chunks(), [len(table)]
     _require_all(values, column, len(table))
-    if spec.datatype == "BYTES":
-        return np.array([_as_bytes(value) for value in values.to_pylist()], dtype=object)
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     try:
         while any(is_list(values.type) for is_list in lists):
@@ -153,7 +159,12 @@ def _values(table: pa.Table, column: str, spec: TensorSpec) -> np.ndarray:
                 raise DataError("column", column, problem, "give rows of equal length together")
             values = values.flatten()
             _require_all(values, column, len(table))
-        return _numbers(values, spec.datatype)
+            sizes.append(int(lengths[0]) if len(lengths) else 0)
+        if spec.datatype == "BYTES":
+            words = np.empty(len(values), dtype=object)
+            words[:] = [_as_bytes(value) for value in values.to_pylist()]
+            return words.reshape(sizes)
+        return _numbers(values, spec.datatype).reshape(sizes)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise DataError("column", column, f"cannot be {spec.datatype}: {error}", "choose another column") from None
 

@@ -24,7 +24,8 @@ from shoal.errors import Closed, WeightsError
 
 def encode_tensors(tensors: Mapping[str, np.ndarray]) -> bytes:
     """Serialise named arrays as safetensors."""
-    return bytes(safetensors.numpy.save({name: np.ascontiguousarray(value) for name, value in tensors.items()}))
+    # Unlike `ascontiguousarray`, this leaves a single number one: batch normalisation counts its batches in one.
+    return bytes(safetensors.numpy.save({name: np.asarray(value, order="C") for name, value in tensors.items()}))
 
 
 def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
@@ -62,9 +63,20 @@ class WeightSnapshot:
 
     def tensors(self) -> dict[str, np.ndarray]:
         """The arrays by name. Raises WeightsError when checksum or format do not fit."""
+        self._require_checksum()
+        return decode_tensors(self.payload)
+
+    def check(self) -> None:
+        """Raises WeightsError when checksum or format do not fit. NumPy need not have the tensors' datatypes."""
+        self._require_checksum()
+        try:
+            safetensors.deserialize(self.payload)  # type: ignore[no-untyped-call]
+        except safetensors.SafetensorError as error:
+            raise WeightsError(f"the payload is not safetensors: {error}") from None
+
+    def _require_checksum(self) -> None:
         if hashlib.sha256(self.payload).hexdigest() != self.sha256:
             raise WeightsError(f"weights version {self.version}: the checksum does not match the payload")
-        return decode_tensors(self.payload)
 
 
 class Published(NamedTuple):

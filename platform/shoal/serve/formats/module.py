@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -57,10 +58,12 @@ class ModuleTemplate:
         if setting.options.compile:
             self._bind = CompiledModule(module, setting, by_name=self._by_name).bind
         elif setting.options.cuda_graphs:
+            _require_fixed(setting)
             self._bind = GraphedModule(module, self._called).bind
 
     def load(self, snapshot: WeightSnapshot) -> Forward:
-        tensors = {name: torch.from_numpy(array.copy()) for name, array in snapshot.tensors().items()}
+        snapshot.check()
+        tensors = safetensors.torch.load(snapshot.payload)  # in memory of their own; NumPy has no bfloat16
         self._check(snapshot.version, tensors)
         # In the module's order: a compiled graph is guarded by the order of its arguments, and a file has none.
         state = self._precision.convert({name: tensors[name] for name in self._expected})
@@ -94,6 +97,13 @@ class ModuleTemplate:
                     f"weights version {version}: {name!r} is not finite: {bad} of its {tensor.numel()} values are"
                     " NaN or infinite. `finite: false` serves it all the same"
                 )
+
+
+def _require_fixed(setting: Setting) -> None:
+    for spec in setting.signature.inputs:
+        if -1 in spec.shape[1:]:
+            problem = f"needs a graph for each size of {spec.name!r}, which is {spec.datatype} {spec.shape}"
+            raise ConfigError("cuda_graphs", True, problem, "leave it out, or let only the batch be of any size")
 
 
 def _num_not_finite(tensor: Tensor) -> int:

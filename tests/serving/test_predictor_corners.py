@@ -1,0 +1,131 @@
+"""Networks and hooks that do what most do not: single numbers and bfloat16 as weights, hooks that write in place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from shoal.errors import ConfigError, WeightsError
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.serve.formats.module import ModuleTemplate
+from shoal.serve.formats.template import Setting
+from shoal.serve.options import ModelOptions
+from shoal.serve.predictor import Predictor
+from shoal.weights import WeightSnapshot
+
+SIGNATURE = Signature(
+    inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, -1])],
+    outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, -1])],
+)
+ROWS = np.array([[1.0, 2.0, 3.0]], np.float32)
+
+
+class Normed(nn.Module):
+    """Batch normalisation counts its batches in a tensor without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.BatchNorm1d(3), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * self.scale
+
+
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2).to(torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.to(torch.bfloat16)).float()
+
+
+class Text(nn.Module):
+    """An encoder with a mask, as for sentences of several lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(128, 2, dim_feedforward=512, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x, src_key_padding_mask=x[..., 0] == 0)
+
+
+def scale_in_place(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    arrays["x"] /= 2
+    return arrays
+
+
+def predictor(module: str, shape: list[int], outputs: list[int] | None = None, **options: object) -> Predictor:
+    signature = Signature(
+        inputs=[TensorSignature(name="x", datatype="FP32", shape=shape)],
+        outputs=[TensorSignature(name="y", datatype="FP32", shape=outputs or shape)],
+    )
+    factory = ModelFactory(factory=module if ":" in module else f"{__name__}:{module}")
+    return Predictor(factory, signature, ModelOptions.parse({"max_batch_size": 4, **options}))
+
+
+def test_a_number_among_the_weights_stays_one() -> None:
+    module = Normed().eval()
+    arrays = {name: value.numpy() for name, value in module.state_dict().items()}
+    snapshot = WeightSnapshot.of(1, arrays)
+    assert {name: value.shape for name, value in snapshot.tensors().items()} == {
+        name: value.shape for name, value in arrays.items()
+    }
+    model = predictor("Normed", [-1, 3]).load(snapshot)
+    expected = module(torch.from_numpy(ROWS)).detach().numpy()
+    np.testing.assert_allclose(model.predict_batch([{"x": ROWS}])[0]["y"], expected, rtol=1e-6)
+
+
+def test_bfloat16_weights_are_registered_and_served() -> None:
+    """NumPy has no such numbers."""
+    module = Narrow().eval()
+    payload = safetensors.torch.save(module.state_dict())
+    wanted = predictor("Narrow", [-1, 3], [-1, 2])
+    factory = ModelFactory(factory=f"{__name__}:Narrow")
+    version = Registry().register(
+        "narrow", WeightSnapshot.from_payload(1, payload), model=factory, signature=wanted.signature
+    )
+    model = wanted.load(version.snapshot())
+    expected = module(torch.from_numpy(ROWS)).detach().numpy()
+    np.testing.assert_array_equal(model.predict_batch([{"x": ROWS}])[0]["y"], expected)
+    with pytest.raises(WeightsError, match="not safetensors"):
+        Registry().register(
+            "narrow", WeightSnapshot.from_payload(1, payload[:-1]), model=factory, signature=wanted.signature
+        )
+
+
+def test_a_preprocessing_that_writes_in_place_writes_to_what_is_its_own() -> None:
+    model = predictor("torch.nn:Identity", [-1, 3], preprocess=f"{__name__}:scale_in_place").load(
+        WeightSnapshot.of(1, {})
+    )
+    read_only = np.frombuffer(ROWS.tobytes(), np.float32).reshape(1, 3)
+    for request in (ROWS.copy(), read_only):
+        for _ in range(2):  # a shadow, say, asks with the same arrays
+            np.testing.assert_array_equal(model.predict_batch([{"x": request}])[0]["y"], ROWS / 2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_an_encoder_with_a_mask_runs_in_every_precision(precision: str) -> None:
+    torch.manual_seed(0)
+    module = Text().eval()
+    weights = WeightSnapshot.of(1, {name: value.numpy() for name, value in module.state_dict().items()})
+    model = predictor("Text", [-1, -1, 128], precision=precision).load(weights)
+    x = np.random.default_rng(0).standard_normal((2, 5, 128), np.float32)
+    x[1, 3:] = 0.0
+    with torch.no_grad():
+        expected = module(torch.from_numpy(x)).numpy()
+    answer = model.predict_batch([{"x": x}])[0]["y"]
+    np.testing.assert_allclose(answer[1, :3], expected[1, :3], atol=0.1)
+
+
+def test_graphs_for_inputs_of_any_length_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cuda_graphs = True: needs a graph for each size of 'x'"):
+        ModuleTemplate(
+            ModelFactory(factory="torch.nn:Identity"),
+            Setting(SIGNATURE, ModelOptions(cuda_graphs=True), device="cpu", torch_threads=1),
+        )
