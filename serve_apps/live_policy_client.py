@@ -18,7 +18,9 @@ def play(client: Client, environment: gymnasium.Env[np.ndarray, int], seed: int)
     observation, _ = environment.reset(seed=seed)
     total, versions, is_over = 0.0, set(), False
     while not is_over:
-        answer = client.infer("cartpole", observation[None], outputs=["action"])
+        answer = client.infer(
+            "cartpole", observation[None], outputs=["action"], deadline_s=10.0
+        )  # nobody falls meanwhile
         versions.add(answer.version)
         observation, reward, terminated, truncated, _ = environment.step(int(answer["action"][0]))
         total, is_over = total + float(reward), terminated or truncated
@@ -34,7 +36,7 @@ def main() -> None:
             try:
                 total, versions = play(client, environment, seed=episode)
             except (ConnectionLost, InferenceError) as error:
-                print(f"the endpoint has ended: {error}")
+                print(f"the endpoint has ended, or refuses: {error}")
                 break
             print(f"episode {episode}: return {total:.0f}, played by versions {min(versions)} to {max(versions)}")
     environment.close()

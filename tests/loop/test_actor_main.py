@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from rl_setting import TOKEN, serving
 from shoal.actor.__main__ import main
+from shoal.actor.connection import command_of, options_of
 from shoal.home import existing_token
 from waiting import wait_for
 
@@ -98,3 +100,19 @@ def test_a_signal_ends_an_actor_whose_gateway_is_gone() -> None:
         finally:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("words", [("--seed", "-1"), ("--max-steps", "0"), ("--timeout-s", "-1"), ("--seed", "x")])
+def test_a_number_that_means_nothing_is_refused(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*WORDS, *words])
+    assert f"argument {words[0]}: '{words[1]}' is no number from" in capsys.readouterr().err
+
+
+def test_what_starts_an_actor_can_be_typed_whatever_the_key_is() -> None:
+    key = "-E-0l>*!]6?#(O1TIwV3V]vutCf@ei??-7rgip2n"
+    command = command_of("tcp://10.0.0.7:5555", "mygame:My-v0", key)
+    assert shlex.split(command)[3:] == options_of("tcp://10.0.0.7:5555", "mygame:My-v0", key)
+    assert options_of("tcp://10.0.0.7:5555", "mygame:My-v0", "")[-1] == "mygame:My-v0"
+    typed = subprocess.run(["bash", "-c", f"echo {command}"], capture_output=True, text=True, check=True).stdout
+    assert f"--server-key={key}" in typed

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from click.testing import CliRunner
 
-from shoal.errors import ClusterError, RunError
+from shoal.errors import ClusterError, DataError, RunError
 
 if TYPE_CHECKING:
     from shoal.cluster.embedded import EmbeddedCluster
@@ -159,5 +159,8 @@ def test_it_ends_where_an_endpoint_leaves_one_cpu_and_words_stay_words(
             out = tmp_path / f"{name}.out"
             ray_batch_predict.predict_files(None, [tmp_path / name], out, None, {"text": pa.string()})  # type: ignore[arg-type]
             assert pyarrow.parquet.read_table(out).to_pydict() == table.to_pydict()
+        (tmp_path / "in.csv").write_text("text,y\n")
+        with pytest.raises(DataError, match=r"has no rows\. there is nothing to predict"):
+            ray_batch_predict.predict_files(None, [tmp_path / "in.csv"], tmp_path / "none", None)  # type: ignore[arg-type]
     finally:
         ray.kill(there)

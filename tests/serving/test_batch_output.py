@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from shoal.errors import RunError
-from shoal.serve.batch_output import incoming_for, num_rows, publish, require_all_rows
+from shoal.serve.batch_output import has_rows, incoming_for, num_rows, publish, require_all_rows
 
 
 def written(folder: Path, rows: int) -> Path:
@@ -35,6 +35,15 @@ def test_it_has_a_row_for_each_row_of_the_input(tmp_path: Path) -> None:
     assert require_all_rows(incoming, [tmp_path / "a.csv"] * 2) == 6
     with pytest.raises(RunError, match="6 rows were written for 3 of the input"):
         require_all_rows(incoming, [tmp_path / "a.csv"])
+
+
+def test_a_table_without_rows_is_known_before_anything_is_computed(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pa.table({"x": pa.array([], pa.int64())}), tmp_path / "none.parquet")
+    (tmp_path / "none.csv").write_text("x\n")
+    (tmp_path / "one.csv").write_text("x\n1\n")
+    assert not has_rows([tmp_path / "none.parquet"])
+    assert not has_rows([tmp_path / "none.csv"])
+    assert has_rows([tmp_path / "none.csv", tmp_path / "one.csv"])
 
 
 def test_rows_are_counted_whatever_their_columns_turn_out_to_be(tmp_path: Path) -> None:

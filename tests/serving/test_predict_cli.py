@@ -20,6 +20,7 @@ from shoal.cli import cli
 from shoal.cli.predict_inputs import from_table
 from shoal.errors import InferenceError, ShoalError
 from shoal.open_inference.messages import TensorMetadata
+from shoal.serve.options import ModelOptions
 
 GREY = np.arange(16, dtype=np.uint8).reshape(4, 4) * 16
 
@@ -162,6 +163,20 @@ def test_more_rows_than_a_request_takes_are_asked_in_turn(tmp_path: Path, host: 
     found = rows("m", "--csv", "in.csv", "--rows-per-request", "4")
     assert [row["x"] for row in found] == [[row, 0, 0] for row in range(10)]
     assert [call.num_rows for call in host.models_by_name["m"].calls[before:]] == [4, 4, 2]
+
+
+def test_more_rows_than_the_model_takes_are_said_to_be_asked_for_in_smaller_requests(
+    tmp_path: Path, host: FakeHost
+) -> None:
+    (tmp_path / "in.csv").write_text("a,b,c\n" + "".join(f"{row},0,0\n" for row in range(70)))
+    model = host.models_by_name["m"]
+    before, model.options = model.options, ModelOptions(max_batch_size=8)
+    try:
+        said = complaint("m", "--csv", "in.csv")
+    finally:
+        model.options = before
+    assert "expected 1 to 8 rows" in said
+    assert "--rows-per-request sends fewer" in said
 
 
 def test_pictures_in_the_models_size_and_channels(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.errors import RegistryError
+from shoal.errors import ConfigError, RegistryError
 from shoal.flows.serving_spec import check, from_file
 from shoal.models.lenet import MEAN, SPREAD, normalise, probabilities
 from shoal.registry import Registry
@@ -71,6 +71,12 @@ def test_a_tree_lstm_learns_what_formulas_are_worth_and_is_served_as_its_file_sa
     answers = predictor.load(package.snapshot).predict_batch(requests)
     worth = np.concatenate([answer["logits"].argmax(1) for answer in answers])
     assert np.mean(worth == [int(eval(each)) for each in formulas]) > 0.9
+
+
+def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "shop.yaml").write_bytes(b"models: [m]  # f\xfcr alle\n")
+    with pytest.raises(ConfigError, match=r"file = .*shop.yaml.*cannot be read .*give a YAML file"):
+        from_file(tmp_path / "shop.yaml")
 
 
 @pytest.mark.parametrize("name", ["image_classifier", "live_policy", "syntax_tree"])

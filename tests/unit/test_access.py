@@ -86,6 +86,16 @@ def test_the_scheme_may_be_written_in_any_case(scheme: str) -> None:
 
 def test_a_spec_may_hold_the_hash_of_a_key() -> None:
     assert Access(None, [api_key("ada", hashed(KEY))]).admit(bearer(KEY)).name == "ada"
+    written = hashed(KEY).upper().replace("SHA256", "sha256")  # as some programs print it
+    access = Access(None, [api_key("ada", written)])
+    assert access.admit(bearer(KEY)).name == "ada"
+    assert refusal(access, bearer(written)).status == 401
+
+
+@pytest.mark.parametrize("written", ["sha256:zz", hashed(KEY)[:-1], hashed(KEY) + "0", "SHA256:"])
+def test_what_should_be_a_hash_and_is_none_is_no_key_by_itself(written: str) -> None:
+    with pytest.raises(ConfigError, match="64 hexadecimal digits"):
+        ApiKey.parse({"name": "ada", "key": written})
 
 
 def test_a_key_is_for_its_models() -> None:

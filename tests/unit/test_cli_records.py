@@ -198,6 +198,7 @@ def test_a_resumed_run_is_not_shown_with_what_its_earlier_life_said(monkeypatch:
         again.flush()
         session._read_record()
         assert session._view.phase == "solved; playing through the endpoint"
+        again.finish("stopped")
     assert session.how_to_resume() == "Go on with: shoal run x --actors 2 resume=one"
 
 
@@ -207,9 +208,19 @@ def test_words_are_said_again_until_the_record_has_them() -> None:
     session = a_session("resume=one", "target_return=7")
     session._read_record()
     assert session.how_to_resume() == "Go on with: shoal run x --actors 2 resume=one target_return=7"
-    with runs.reopen("one"):
+    with runs.reopen("one") as again:
         session._read_record()
+        again.finish("stopped")
     assert session.how_to_resume() == "Go on with: shoal run x --actors 2 resume=one"
+    with runs.reopen("one"):
+        pass
+    assert session.how_to_resume() == "The run has finished: shoal runs one"
+
+
+def test_a_run_that_has_finished_is_not_said_to_go_on_with_what_was_refused() -> None:
+    with runs.create("x", "", "one"):
+        pass
+    assert a_session("resume=one").how_to_resume() == "The run has finished: shoal runs one"
 
 
 @pytest.mark.parametrize(
@@ -217,8 +228,9 @@ def test_words_are_said_again_until_the_record_has_them() -> None:
 )
 def test_what_cannot_be_resumed_is_not_said_to_go_on(spec: str, words: str) -> None:
     session = a_session("a=1")
-    with runs.create("x", spec, session.run_id):
+    with runs.create("x", spec, session.run_id) as run:
         session._read_record()
+        run.finish("failed", "why")
     assert session.how_to_resume() == (words and f"{words}{session.run_id}")
 
 
@@ -259,8 +271,8 @@ def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(
     def gone(*arguments: object, **more: object) -> object:
         raise error
 
-    with runs.create("x", "", "one"):
-        pass
+    with runs.create("x", "", "one") as run:
+        run.finish("stopped")
     session = a_session("resume=one")
     monkeypatch.setattr("shoal.cli.run.ray_jobs.submit", lambda *arguments, **more: None)
     monkeypatch.setattr("shoal.cluster.jobs.Job.status", gone)

@@ -132,6 +132,7 @@ def test_deadlines(
         ({"timeout": 10**300}, {}, "timeout"),
         ({}, {"shoal-deadline-ms": "soon"}, "'soon'"),
         ({}, {"shoal-deadline-ms": "nan"}, "'nan'"),
+        ({}, {"shoal-deadline-ms": "1_000"}, "'1_000'"),
         ({}, {"shoal-deadline-ms": "0"}, "'0'"),
         ({}, {"shoal-deadline-ms": "1e300"}, "1e300"),
         ({}, {"shoal-track": "left"}, "'left'"),

@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 from shoal.actor.client import ActorClient
 from shoal.actor.environment import make_environment, require_fit
@@ -15,6 +17,7 @@ from shoal.actor.loop import play
 from shoal.errors import ConfigError, ShoalError
 from shoal.home import existing_token
 
+Number = TypeVar("Number", int, float)
 _EXAMPLES = """examples:
   python -m shoal.actor --connect tcp://127.0.0.1:5555 --env CartPole-v1
   SHOAL_TOKEN=... python -m shoal.actor --connect tcp://10.0.0.7:5555 --server-key KEY --env CartPole-v1
@@ -33,9 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--env", required=True, help="a gymnasium environment id; module:Id imports module first")
     parser.add_argument("--actor-id", default="", help="unique in the run; default: host name and process id")
     parser.add_argument("--server-key", default="", help="the gateway's CURVE public key, when it is on another host")
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--max-steps", type=int, default=None, help="stop after so many environment steps")
-    parser.add_argument("--timeout-s", type=float, default=60.0, help="give up when no gateway answers for so long")
+    parser.add_argument("--seed", type=_at_least(0, int), default=None)
+    parser.add_argument(
+        "--max-steps", type=_at_least(1, int), default=None, help="stop after so many environment steps"
+    )
+    parser.add_argument(
+        "--timeout-s", type=_at_least(0.1, float), default=60.0, help="give up when no gateway answers for so long"
+    )
     parser.add_argument(
         "--lifeline", action="store_true", help="end when standard input closes: for a program that starts actors"
     )
@@ -50,6 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShoalError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _at_least(least: Number, kind: Callable[[str], Number]) -> Callable[[str], Number]:
+    """For argparse, which names the option."""
+
+    def parse(word: str) -> Number:
+        with suppress(ValueError):
+            if (value := kind(word)) >= least:
+                return value
+        raise argparse.ArgumentTypeError(f"{word!r} is no number from {least:g} on")
+
+    return parse
 
 
 def _end_with_standard_input() -> None:

@@ -22,7 +22,7 @@ from typing import Self
 import numpy as np
 import zmq
 
-from shoal.actor.connection import Attempts, check_address, connect
+from shoal.actor.connection import Attempts, check_address, connect, first_answer
 from shoal.actor.outbox import Outbox
 from shoal.errors import Closed, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged, ShoalError
 from shoal.weights import decode_tensors
@@ -349,7 +349,7 @@ class ActorClient:
         while (remaining_s := deadline - time.monotonic()) > 0 and not self._closing.is_set():
             if not self._socket.poll(int(min(remaining_s, 0.1) * 1000) + 1):
                 continue
-            message = decode(self._socket.recv_multipart(), self._limits)
+            message = first_answer(self._socket.recv_multipart(), self._limits, self._address)
             if isinstance(message, Welcome):
                 return message
             if isinstance(message, Error) and message.code not in _AGAIN:

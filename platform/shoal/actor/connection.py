@@ -5,11 +5,14 @@ Called by the client for each attempt. An address or a key that cannot be one en
 
 from __future__ import annotations
 
+import shlex
 import time
 
 import zmq
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ConnectionLost, ProtocolViolation
+from shoal.wire import Limits, decode
+from shoal.wire.messages import Message
 
 _ADDRESS_REMEDY = "give tcp://host:port, as the job prints it"
 _KEY_REMEDY = "give the gateway's public key: 40 characters of Z85 text, as the job prints it"
@@ -45,6 +48,24 @@ def connect(
         socket.close(linger=0)
         raise ConfigError(field, value, f"{problem}: {error}", remedy) from None
     return socket
+
+
+def first_answer(frames: list[bytes], limits: Limits, address: str) -> Message:
+    """What came in answer to a hello. Raises ConnectionLost when it is nothing that a gateway says."""
+    try:
+        return decode(frames, limits)
+    except ProtocolViolation as violation:
+        raise ConnectionLost(f"what answers at {address} is no gateway: {violation}") from None
+
+
+def options_of(address: str, env: str, server_key: str) -> list[str]:
+    """The options of `python -m shoal.actor` for a run; a key may begin with a dash."""
+    return ["--connect", address, "--env", env, *([f"--server-key={server_key}"] if server_key else [])]
+
+
+def command_of(address: str, env: str, server_key: str) -> str:
+    """What to type to start an actor for a run."""
+    return shlex.join(["python", "-m", "shoal.actor", *options_of(address, env, server_key)])
 
 
 class Attempts:

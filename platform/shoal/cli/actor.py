@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import click
@@ -13,4 +14,5 @@ def actor(arguments: tuple[str, ...]) -> None:
     """Play an environment and send the experience to a gateway (`shoal actor --help` lists the options)."""
     from shoal.actor.__main__ import main
 
+    sys.path.insert(0, os.getcwd())  # as `python -m` has it: the environment's module may lie there
     sys.exit(main(arguments))

@@ -44,7 +44,7 @@ MODULE = "shoal.flows.batch_predict"
 @click.option(
     "--skip-errors",
     is_flag=True,
-    help="A row that the model fails on gets a word in the column `error`; an empty field is no such row.",
+    help="A row that the model fails on, or that lacks a value, gets a word in the column `error`.",
 )
 @click.option("--address", help="The cluster to use: a dashboard URL, or 'local' for one of its own.")
 def batch_predict(

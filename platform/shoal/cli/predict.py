@@ -23,7 +23,7 @@ from shoal.cli import predict_inputs as read
 from shoal.client import Answer, Client
 from shoal.client.find import find_endpoint, token_for
 from shoal.client.tensors import ArrayLike
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, InferenceError
 from shoal.open_inference.messages import ModelMetadata, TensorMetadata
 from shoal.registry import split_ref
 
@@ -120,13 +120,17 @@ def predict(
 def _ask(
     client: Client, model: str, inputs: dict[str, ArrayLike], rows_per_request: int, options: dict[str, Any]
 ) -> list[Answer]:
-    """One request after the other, of so many rows each."""
+    """One request after the other, of so many rows each. Raises InferenceError."""
     count = read.num_rows(inputs)
     starts = range(0, max(count, 1), rows_per_request)
-    return [
-        client.infer(model, {name: rows[start : start + rows_per_request] for name, rows in inputs.items()}, **options)
-        for start in starts
-    ]
+    parts = [{name: rows[start : start + rows_per_request] for name, rows in inputs.items()} for start in starts]
+    try:
+        return [client.infer(model, part, **options) for part in parts]
+    except InferenceError as error:
+        if error.status != 422 or min(count, rows_per_request) == 1:
+            raise
+        remedy = f"the requests had up to {min(count, rows_per_request)} rows each; --rows-per-request sends fewer"
+        raise InferenceError(422, f"{error.message}. {remedy}") from None
 
 
 def _show(signature: ModelMetadata, answers: Sequence[Answer], output: str) -> None:

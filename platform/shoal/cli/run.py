@@ -21,6 +21,7 @@ from rich.live import Live
 
 import shoal
 import shoal.runs
+from shoal.actor.connection import options_of
 from shoal.cli import display, train_display
 from shoal.cli.job_file import check_words, find_job, words_apart
 from shoal.cli.job_words import (
@@ -39,7 +40,7 @@ from shoal.cluster.handle import ClusterHandle
 from shoal.config import last_value, word_of
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.home import access_token
-from shoal.runs import Run
+from shoal.runs import Run, Status
 from shoal.runs.display import duration, number
 from shoal.runs.origin import COMMAND_VARIABLE, as_typed
 
@@ -161,11 +162,16 @@ class _Session:
         self._summary()
 
     def how_to_resume(self) -> str:
-        """What to type to go on, when there is a record of what can be resumed."""
-        if not (self._resumed or (self._record is not None and can_be_resumed(self._record))):
+        """What to type to go on, when there is a record of what can be resumed; or to see how it has finished."""
+        if self._record is None and not self._resumed:
             return ""
         # What was typed is in the record, unless this life of the run has not come as far as to write it there.
         others = [] if self._record else [each for each in self._words if not each.startswith("resume=")]
+        record = shoal.runs.load(self.run_id)
+        if record.status is Status.FINISHED and not others:
+            return f"The run has finished: shoal runs {record.id}"
+        if not (self._resumed or can_be_resumed(record)):
+            return ""
         return f"Go on with: {replace(self._typed, words=(f'resume={self.run_id}', *others)).command()}"
 
     # -- while it runs --------------------------------------------------------------------------------------------
@@ -252,9 +258,7 @@ class _Session:
     def _start_actors(self, record: Run) -> None:
         details = record.last_events(since_resumed=True)["gateway_ready"]
         words = [sys.executable, "-m", "shoal.actor", "--lifeline"]
-        words += ["--connect", details["address"], "--env", details["env"]]
-        if details["server_key"]:
-            words += ["--server-key", details["server_key"]]
+        words += options_of(details["address"], details["env"], details["server_key"])
         environment = {**os.environ, "SHOAL_TOKEN": access_token(), "OMP_NUM_THREADS": "1"}
         # The job finds modules beside its file, and so do they.
         places = [os.environ.get("PYTHONPATH", ""), str(self._path.parent)]
@@ -314,7 +318,8 @@ class _Session:
 
     def _summary(self) -> None:
         record = shoal.runs.load(self.run_id)
-        events, models = record.last_events(since_resumed=True), record.models().to_dict("records")
+        events, registered = record.last_events(since_resumed=True), record.models()
+        models = registered[registered["time"] >= record.life_began_at() - record.created_at].to_dict("records")
         say = self._console.print
         if "trained" in events:
             trained = events["trained"]

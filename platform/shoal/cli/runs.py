@@ -164,7 +164,7 @@ def _show_places(console: Console, run: Run) -> None:
         table = _plain_table(2)
         for model in models:
             table.add_row(Text(f"{model['name']}@{model['version']}"), Text(", ".join(model["aliases"])))
-        _section(console, "Registered models", table)
+        _section(console, "Registered models (aliases then)", table)
 
 
 def _show_events(console: Console, run: Run) -> None:

@@ -186,7 +186,7 @@ def promote(model: str, endpoint: str | None) -> None:
 @click.option("--reason", default="", help="For the record.")
 @_endpoint_option
 def rollback(model: str, to: int | None, left: int | None, reason: str, endpoint: str | None) -> None:
-    """End a canary or a shadow; without one, go back to the version before the last promotion.
+    """End a canary or a shadow; without one, go back to the version before: of an alias, to what it meant before.
 
     A model that follows the weights of a run goes back to the version before the one that answers, or to the one that
     --to names (`status` shows which are held), and stays with it until it is promoted. Its canary ends like any other.

@@ -25,6 +25,7 @@ import zmq
 from pydantic import SecretStr
 
 import shoal.runs
+from shoal.actor.connection import command_of
 from shoal.cluster.driver import expected_run_id
 from shoal.cluster.room import require_cpus
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RunError
@@ -100,8 +101,7 @@ class _Flow:
         self._last_rates: dict[str, tuple[float, float]] = {}
         self._printed_at = 0.0
         self._learning_since: float | None = None  # in this life of the run
-        self._solved = False
-        self._num_requests = 0.0
+        self._solved, self._num_requests = False, 0.0
         self._candidate: WeightSnapshot | None = None  # what passed its trial
         self._tried_at = -UPDATES_BETWEEN_TRIALS  # the learner's updates at the last trial
         self._server_key = ""
@@ -135,8 +135,8 @@ class _Flow:
         env, key = self.spec.env, self._server_key
         self.recorder.event("gateway_ready", address=address, env=env, server_key=key)
         self._announce("gateway", "gateway", address)
-        command = f"python -m shoal.actor --connect {address} --env {env}" + (f" --server-key {key}" if key else "")
-        print(f"run {self.recorder.id}: waiting for actors; start some with\n    {command}", flush=True)
+        told = f"waiting for actors; start some with\n    {command_of(address, env, key)}"
+        print(f"run {self.recorder.id}: {told}", flush=True)
 
     def _announce(self, name: str, kind: str, address: str) -> None:
         self._listening[name] = (kind, address)

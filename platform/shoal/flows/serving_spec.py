@@ -67,7 +67,7 @@ def from_file(path: Path) -> ServingSpec:
     """A YAML file of this spec, or one for `serve deploy`, whose application has it as its `args`."""
     try:
         content = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError("file", str(path), f"cannot be read ({error})", "give a YAML file") from None
     if not isinstance(content, dict):
         raise ConfigError("file", str(path), "is not a mapping", "write `models: [name@champion]`")

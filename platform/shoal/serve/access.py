@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-import re
 import secrets
 import time
 from collections import Counter
@@ -25,12 +24,11 @@ from collections.abc import Callable, Sequence
 
 from shoal.errors import ConfigError, InferenceError
 from shoal.serve.call import Caller
-from shoal.serve.options import ApiKey
+from shoal.serve.options import HASHED, ApiKey
 from shoal.serve.refusals import Refusals, Refused
 
 ADMINISTRATOR = "administrator"  # the name of whoever shows the endpoint's token
 ANYONE = "anyone"  # the name of all callers of an endpoint that has neither token nor keys
-_HASHED = re.compile(r"sha256:([0-9a-f]{64})")
 _SCHEME = b"bearer "
 MAX_SHOWN = 1024  # ways in which known keys were written
 
@@ -119,7 +117,7 @@ class Access:
         caller = holder.caller
         if administrator and not caller.administrator:
             self._counts[caller.name, "forbidden"] += 1
-            problem = f"the key {caller.name!r} may not change this endpoint; its token may"
+            problem = f"the key {caller.name!r} is for models; this takes the endpoint's token"
             raise self._refused(caller.name, 403, problem, model, origin)
         if model is not None and caller.models is not None and model not in caller.models:
             self._counts[caller.name, "forbidden"] += 1
@@ -196,7 +194,7 @@ def hashed(key: str) -> str:
 
 
 def _digest(key: str) -> bytes:
-    written = _HASHED.fullmatch(key)
+    written = HASHED.fullmatch(key)
     return bytes.fromhex(written[1]) if written else _digest_bytes(key.encode())
 
 

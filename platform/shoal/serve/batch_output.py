@@ -21,6 +21,11 @@ def incoming_for(output: Path) -> Path:
     return output.with_name(f".incoming-{output.name}-{secrets.token_hex(4)}")
 
 
+def has_rows(files: Sequence[Path]) -> bool:
+    """Whether there is anything in them; looks no further than it has to."""
+    return any(_begins(file) if file.suffix == ".csv" else _num_rows_of_parquet(file) for file in files)
+
+
 def num_rows(files: Sequence[Path]) -> int:
     """The rows of files that have been read before, all CSV or all Parquet."""
     return sum(_num_rows_of_csv(file) if file.suffix == ".csv" else _num_rows_of_parquet(file) for file in files)
@@ -41,6 +46,11 @@ def publish(incoming: Path, output: Path) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise RunError(f"{output} cannot be made ({reason}): all rows are in {incoming}, rename that folder") from error
+
+
+def _begins(file: Path) -> bool:
+    with pyarrow.csv.open_csv(file) as reader:
+        return any(batch.num_rows for batch in reader)
 
 
 def _num_rows_of_parquet(file: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field, SecretStr, field_validator, model_validator
@@ -77,6 +78,10 @@ class ModelOptions(Spec):
         return self
 
 
+HASH = "sha256:"
+HASHED = re.compile(r"sha256:([0-9a-f]{64})", re.IGNORECASE)
+
+
 def usable_secret(secret: SecretStr) -> SecretStr:
     """A token or key that a header can carry. Raises ValueError, which does not show it."""
     text = secret.get_secret_value()
@@ -105,4 +110,7 @@ class ApiKey(Spec):
     @field_validator("key")
     @classmethod
     def _usable_in_a_header(cls, key: SecretStr) -> SecretStr:
+        text = key.get_secret_value()
+        if text.lower().startswith(HASH) and HASHED.fullmatch(text) is None:
+            raise ValueError(f"behind {HASH} are 64 hexadecimal digits: the SHA-256 of the key")
         return usable_secret(key)

@@ -21,8 +21,8 @@ import ray.data
 import ray.util.annotations
 
 from shoal.cluster.room import wait_for_free
-from shoal.errors import ClusterError, RunError
-from shoal.serve.batch_output import incoming_for, publish, require_all_rows
+from shoal.errors import ClusterError, DataError, RunError
+from shoal.serve.batch_output import has_rows, incoming_for, publish, require_all_rows
 from shoal.serve.complaints import own_words
 from shoal.serve.options import ModelOptions
 from shoal.serve.sources import RegisteredModel
@@ -79,8 +79,11 @@ def predict_files(
     types:   of columns of CSV files, whatever they look like
 
     Raises RunError with the words of the first worker that failed, when workers die again and again, or when the rows
-    are written and `output` has come to be meanwhile; ClusterError when the cluster has no CPU to spare.
+    are written and `output` has come to be meanwhile; DataError when there are no rows; ClusterError when the cluster
+    has no CPU to spare.
     """
+    if not has_rows(files):
+        raise DataError("input", str(files[0]), "has no rows", "there is nothing to predict")
     count, cpus_each = _share(workers)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False

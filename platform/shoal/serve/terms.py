@@ -65,7 +65,7 @@ def asked_deadline(now_s: float, timeout_us: object, deadline_ms: str, default_s
             wanted_s.append(timeout_us / 1e6)
     if deadline_ms:
         try:
-            value = float(deadline_ms)
+            value = float(deadline_ms.replace("_", "?"))  # which Python would read over
         except ValueError:
             value = -1.0
         if not 0 < value < MAX_DEADLINE_MS:
