@@ -63,18 +63,19 @@ class WeightSnapshot:
 
     def tensors(self) -> dict[str, np.ndarray]:
         """The arrays by name. Raises WeightsError when checksum or format do not fit."""
-        self._require_checksum()
+        self.verify()
         return decode_tensors(self.payload)
 
     def check(self) -> None:
         """Raises WeightsError when checksum or format do not fit. NumPy need not have the tensors' datatypes."""
-        self._require_checksum()
+        self.verify()
         try:
             safetensors.deserialize(self.payload)  # type: ignore[no-untyped-call]
         except safetensors.SafetensorError as error:
             raise WeightsError(f"the payload is not safetensors: {error}") from None
 
-    def _require_checksum(self) -> None:
+    def verify(self) -> None:
+        """Raises WeightsError when the checksum does not fit."""
         if hashlib.sha256(self.payload).hexdigest() != self.sha256:
             raise WeightsError(f"weights version {self.version}: the checksum does not match the payload")
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError, WeightsError
@@ -62,8 +63,11 @@ class ModuleTemplate:
             self._bind = GraphedModule(module, self._called).bind
 
     def load(self, snapshot: WeightSnapshot) -> Forward:
-        snapshot.check()
-        tensors = safetensors.torch.load(snapshot.payload)  # in memory of their own; NumPy has no bfloat16
+        snapshot.verify()
+        try:
+            tensors = safetensors.torch.load(snapshot.payload)  # in memory of their own; NumPy has no bfloat16
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise WeightsError(f"weights version {snapshot.version} are not safetensors: {error}") from None
         self._check(snapshot.version, tensors)
         # In the module's order: a compiled graph is guarded by the order of its arguments, and a file has none.
         state = self._precision.convert({name: tensors[name] for name in self._expected})
