@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,6 +27,19 @@ class _Stored(_Squares):
 
     def sample_losses(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
         return batch[1].flatten()
+
+
+class _Named(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class _ByName(Task):
+    def inputs(self, batch: _Named) -> tuple[Tensor]:
+        return (batch.x,)
+
+    def loss(self, outputs: Tensor, batch: _Named) -> Tensor:
+        return (outputs - batch.y).square().mean()
 
 
 class _Whole:
@@ -130,6 +143,23 @@ def test_a_resumed_run_chooses_the_same_samples() -> None:
     assert [step for step, _ in resumed] == [step for step, _ in undisturbed.stepped]
     for (_, ours), (_, theirs) in zip(resumed, undisturbed.stepped, strict=True):
         assert torch.equal(ours[0], theirs[0])
+
+
+def test_a_resumed_run_gives_its_task_named_tuples_as_before() -> None:
+    spec, task, batches = SelectiveSpec(beta=1.0), _ByName(), [_Named(*batch) for batch in _batches(20)]
+    _, before = _made(spec, task)
+    for step in range(9):
+        before.train_step(batches[step], step)
+    saved = before.state_dict()
+    assert len(saved["waiting"].x) > 0
+    model, after = _made(spec, task)
+    after.load_state_dict(decode(encode(saved, "selective")))
+    for step in range(9, 20):
+        after.train_step(batches[step], step)
+    assert model.stepped
+    assert all(isinstance(batch, _Named) for _, batch in model.stepped)
+    held, first = saved["waiting"].x, model.stepped[0][1].x
+    assert torch.equal(first[: len(held)], held)  # the oldest are still the first
 
 
 def test_a_rank_that_is_ready_waits_for_the_others_and_keeps_two_batches_at_most() -> None:

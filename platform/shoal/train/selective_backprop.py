@@ -137,6 +137,7 @@ def _split(batch: Any, size: int) -> tuple[Any, Any]:
     return _part(batch, slice(size)), _part(batch, slice(size, None))
 
 
-def _joined(first: Any, second: Any) -> Any:
-    tensors = tensors_of(second)
-    return map_tensors(first, lambda tensor: torch.cat([tensor, next(tensors)]))
+def _joined(waiting: Any, new: Any) -> Any:
+    """In the form of the new batch: a checkpoint gives a named tuple back as a plain one."""
+    tensors = tensors_of(waiting)
+    return map_tensors(new, lambda tensor: torch.cat([next(tensors), tensor]))
