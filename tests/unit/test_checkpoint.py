@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     assert loaded.step == 1
     assert len(loaded.damaged) == 1
     assert loaded.damaged[0].startswith("step-000000002: ")
+
+
+@pytest.mark.parametrize("changed", [{"step": 9}, {"step": "2"}, {"step": 2.0}, {}, None, []])
+def test_a_manifest_that_does_not_name_its_folders_step_is_damage(tmp_path: Path, changed: object) -> None:
+    checkpoint.save(tmp_path, 1, state(1))
+    newest = checkpoint.save(tmp_path, 2, state(2)) / "manifest.json"
+    manifest = json.loads(newest.read_text())
+    del manifest["step"]
+    newest.write_text(json.dumps({**manifest, **changed} if isinstance(changed, dict) else changed))
+    loaded = checkpoint.load_latest(tmp_path)
+    assert loaded is not None
+    assert (loaded.step, loaded.state["version"]) == (1, 1)
+    assert loaded.damaged == ["step-000000002: manifest.json does not name this step"]
 
 
 def test_nothing_but_damage_is_an_error(tmp_path: Path) -> None:

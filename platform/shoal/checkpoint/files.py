@@ -67,6 +67,9 @@ def load_latest(folder: Path) -> Loaded | None:
         except (OSError, ValueError) as error:
             damaged.append(f"{path.name}: {error}")
             continue
+        if not _is_of(manifest, path):
+            damaged.append(f"{path.name}: manifest.json does not name this step")
+            continue
         if hashlib.sha256(payload).hexdigest() != manifest.get("sha256"):
             damaged.append(f"{path.name}: state.pt does not match its checksum")
             continue
@@ -74,3 +77,9 @@ def load_latest(folder: Path) -> Loaded | None:
     if damaged:
         raise CheckpointError(f"no checkpoint in {folder} can be read: {'; '.join(damaged)}")
     return None
+
+
+def _is_of(manifest: Any, path: Path) -> bool:
+    """Whether it is a manifest at all, and that of this folder's step: no checksum covers the manifest itself."""
+    step = manifest.get("step") if isinstance(manifest, dict) else None
+    return type(step) is int and path_of(path.parent, step) == path
