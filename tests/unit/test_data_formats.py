@@ -229,6 +229,18 @@ def test_columns(tmp_path: Path, reader: Any, suffix: str, write: Callable[[arro
         reader(folder, ["y"])
 
 
+@pytest.mark.parametrize(("reader", "write"), [(Parquet, write_parquet), (Arrow, write_arrow)])
+def test_files_of_one_folder_may_differ_in_nullability(
+    tmp_path: Path, reader: Any, write: Callable[[arrow.Table, Path], None]
+) -> None:
+    for name, rows, nullable in (("a", Y[:20], True), ("b", Y[20:], False)):
+        schema = arrow.schema([arrow.field("y", arrow.int64(), nullable=nullable)])
+        write(arrow.table({"y": rows}, schema=schema), tmp_path / f"{name}{reader.suffixes[0]}")
+    dataset = reader(tmp_path, {"target": "y"})
+    assert dataset.batch(MIXED)["target"].tolist() == Y[MIXED].tolist()
+    assert pickle.loads(pickle.dumps(dataset))[49]["target"] == Y[49]
+
+
 def test_the_pages_of_parquet_are_checked(tmp_path: Path) -> None:
     flipped = tmp_path / "flipped.parquet"
     how: dict[str, Any] = {"use_dictionary": False, "compression": "none", "write_page_checksum": True}

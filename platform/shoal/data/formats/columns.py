@@ -62,7 +62,7 @@ class Columns(FileDataset):
     def _open(self) -> dict[str, np.ndarray[Any, Any]]:
         columns = list(dict.fromkeys(self.places.values()))
         tables = [self._read_of(file, columns) for file in self.paths]
-        table = arrow.concat_tables(tables)
+        table = arrow.concat_tables(tables, promote_options="default")  # the types are equal: nullability may differ
         return {name: _values(table.column(column), column) for name, column in self.places.items()}
 
     def _head_of(self, path: Path) -> tuple[int, Any]:
