@@ -252,6 +252,24 @@ def test_the_pages_of_parquet_are_checked(tmp_path: Path) -> None:
         Parquet(flipped, ["y"]).batch(np.array([0]))
 
 
+def test_a_field_that_is_listed_twice_comes_twice(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", X)
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["x"], file["x'"], file["y"] = X, X + 1, Y
+    write_parquet(arrow.table({"x": X[:, 0], "y": Y}), tmp_path / "data.parquet")
+    array = torch.from_numpy(X)
+    for dataset, expected in [
+        (NumpyFiles([tmp_path / "x.npy", str(tmp_path / "x.npy")]), [array, array]),
+        (Hdf5(tmp_path / "data.h5", ["x", "y", "x", "x'"]), [array, torch.from_numpy(Y), array, array + 1]),
+        (Parquet(tmp_path / "data.parquet", ["x", "x", "y"]), [array[:, 0], array[:, 0], torch.from_numpy(Y)]),
+    ]:
+        batch = pickle.loads(pickle.dumps(dataset)).batch(MIXED)
+        assert isinstance(batch, tuple)
+        for found, values in zip(batch, expected, strict=True):
+            assert torch.equal(found, values[MIXED])
+        assert len(dataset[0]) == len(dataset.shapes()) == len(expected)
+
+
 def test_image_folder(tmp_path: Path) -> None:
     for name, colours in {"cat": [10, 20], "dog": [30]}.items():
         (tmp_path / name).mkdir()

@@ -9,7 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from shoal.data.order import Indices
 from shoal.errors import DataError
 
+Place = TypeVar("Place")
 Fields = Mapping[str, str] | Sequence[str]
 
 
@@ -80,7 +81,18 @@ def names_and_places(fields: Fields) -> tuple[dict[str, str], bool]:
         )
     if isinstance(fields, Mapping):
         return dict(fields), True
-    return {place: place for place in fields}, False
+    return named(fields), False
+
+
+def named(places: Sequence[Place]) -> dict[str, Place]:
+    """Each place of a list under its own name; one that comes again gets primes, so that a tuple has it as often."""
+    names: dict[str, Place] = {}
+    for place in places:
+        name = str(place)
+        while name in names:
+            name += "'"
+        names[name] = place
+    return names
 
 
 def equally_long(lengths: Mapping[str, int], path: Path) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
-from shoal.data.formats.files import FileDataset, as_tensor, equally_long, existing, structured
+from shoal.data.formats.files import FileDataset, as_tensor, equally_long, existing, named, structured
 from shoal.data.order import Indices
 from shoal.errors import DataError
 
@@ -30,8 +30,8 @@ class NumpyFiles(FileDataset):
             path = existing(fields)
             fields = {name: f"{path}:{name}" for name in _names(path)}
         self.as_dict = isinstance(fields, Mapping)
-        named = fields if isinstance(fields, Mapping) else {str(place): place for place in fields}
-        self._places = {name: _place(place) for name, place in named.items()}
+        places = fields if isinstance(fields, Mapping) else named(fields)
+        self._places = {name: _place(place) for name, place in places.items()}
         if not self._places:
             raise DataError("fields", fields, "names no array")
         heads = {name: _head(place) for name, place in self._places.items()}
