@@ -138,6 +138,16 @@ def test_a_histogram_counts_every_finite_value_once() -> None:
     assert constant[0].sum() == 7
 
 
+def test_a_bin_holds_more_values_than_can_be_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, histc = 16, torch.histc  # as if float32 were full at 16 in place of 2**24
+    monkeypatch.setattr("shoal.train.histograms.COUNTED_AT_ONCE", limit)
+    monkeypatch.setattr(torch, "histc", lambda *arguments: histc(*arguments).clamp(max=limit))
+    found = histogram_of(torch.cat([torch.zeros(100), torch.ones(37)]), 2)
+    assert found is not None
+    assert found[0].dtype == np.int64
+    assert found[0].tolist() == [100, 37]
+
+
 def test_histograms_of_weights_and_of_the_gradients_that_there_are() -> None:
     recorder = shoal.runs.create("train", "{}", "one")
     seen: list[tuple[int, str]] = []

@@ -15,6 +15,7 @@ from shoal.parallel.model import ParallelModel
 from shoal.train.journal import Journal, Silent
 
 NUM_BINS = 64
+COUNTED_AT_ONCE = 2**24  # torch.histc counts in float32, which adds no 1 to more than that
 
 
 def write_histograms(journal: Journal, model: ParallelModel, step: int) -> None:
@@ -40,5 +41,5 @@ def histogram_of(tensor: Tensor, num_bins: int = NUM_BINS) -> tuple[np.ndarray, 
     if low == high:  # a bin of some width around the one value
         margin = max(abs(low), 1.0) * 1e-3
         low, high = low - margin, high + margin
-    counts = torch.histc(values, num_bins, low, high)
-    return counts.cpu().numpy().astype(np.int64), np.linspace(low, high, num_bins + 1)
+    counts = torch.stack([torch.histc(part, num_bins, low, high).long() for part in values.split(COUNTED_AT_ONCE)])
+    return counts.sum(0).cpu().numpy(), np.linspace(low, high, num_bins + 1)
