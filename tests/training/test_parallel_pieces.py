@@ -15,7 +15,7 @@ from shoal.parallel import ParallelSpec, World, gradients, state
 from shoal.parallel.dropout import Draws, Part, SeededDropout, mixed, seed_dropout
 from shoal.parallel.precision import LossScale
 from shoal.parallel.sharded import find_blocks
-from shoal.parallel.whole import Single
+from shoal.parallel.whole import Single, compile_forward
 
 CPU = torch.device("cpu")
 
@@ -320,3 +320,36 @@ def test_what_cannot_be_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch, "compile", lambda function: function)
     with pytest.raises(PlanError, match="no graph was made of it"):
         _single(nn.Linear(2, 2), compile=True).train_step(torch.ones(4, 2), 0)
+
+
+@pytest.mark.parametrize(("widths", "num_graphs"), [(list(range(2, 16)), 14), ([4] * 14, 1)])
+def test_each_block_is_compiled_and_alike_ones_once(
+    widths: list[int], num_graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[Any] = []
+
+    def counted(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile_with(function, backend=counted))
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for width in widths]
+    for width, block in zip(widths, blocks, strict=True):
+        compile_forward(block)
+        block(torch.ones(2, width)).sum().backward()
+    assert len(graphs) == num_graphs
+    for width, block in zip(widths, blocks, strict=True):
+        expected = block[1](block[0](torch.ones(2, width)))
+        torch.testing.assert_close(block(torch.ones(2, width)), expected)
+    assert len(graphs) == num_graphs
+
+
+def test_a_second_model_that_is_alike_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile_with(function, backend="eager"))
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        losses.append(_single(nn.Sequential(nn.Linear(3, 2), nn.Tanh()), compile=True).train_step(torch.ones(4, 3), 0))
+    torch.testing.assert_close(losses[0], losses[1])

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +30,8 @@ from shoal.parallel.plan import ParallelSpec
 from shoal.parallel.precision import LossScale, autocast
 from shoal.parallel.waiting import Waiting
 from shoal.parallel.world import World
+
+_kinds = count()  # of modules that were compiled in this process
 
 
 class Whole(ParallelModel):
@@ -224,19 +230,43 @@ def compile_forward(module: nn.Module) -> None:
 
 
 def _compiled(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    compiled = torch.compile(function)
-    before = _num_graphs()  # blocks that are alike may share one
+    kind = _kind_of(module, function)
+    compiled = torch.compile(FunctionType(kind.code, function.__globals__, closure=function.__closure__))
+    before = _num_graphs()
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             output = compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise _not_compiled(module, f"{type(error).__name__}: {error}") from error
-        if _num_graphs() == before:
+        if not kind.has_graph and _num_graphs() == before:
             raise _not_compiled(module, "no graph was made of it")
+        kind.has_graph = True
         return output
 
     return call
+
+
+@dataclass
+class _Kind:
+    """What modules that are alike share, so that they are compiled once.
+
+    torch.compile keeps its graphs by code object, a few (8) for each; past that it silently compiles no more. So those
+    that are not alike must not share one.
+    """
+
+    code: CodeType
+    has_graph: bool = False
+
+
+def _kind_of(module: nn.Module, function: Callable[..., Any]) -> _Kind:
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+    return _kind(function.__code__, f"{module} {shapes}")
+
+
+@cache
+def _kind(code: CodeType, description: str) -> _Kind:
+    return _Kind(code.replace(co_name=f"compiled_{next(_kinds)}"))  # torch remembers by name which sizes have changed
 
 
 def _num_graphs() -> int:
