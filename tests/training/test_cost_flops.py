@@ -50,6 +50,21 @@ def test_layers_by_hand() -> None:
     assert convolution.flops_forward == 2 * 4 * 3 * (5 * 5) * (2 * 5 * 5)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_each_gradient_of_a_convolution_counts_as_its_forward_pass(groups: int, transposed: bool) -> None:
+    layer = (nn.ConvTranspose2d if transposed else nn.Conv2d)(4, 8, 3, stride=2, groups=groups)
+    places = 7 * 7 if transposed else 3 * 3  # every weight is used once at each of them
+    forward = 2 * 5 * places * (4 * 8 // groups * 3 * 3)
+    images = torch.randn(5, 4, 7, 7)
+    first = read(layer, images)  # nobody asks for the images' gradient
+    assert (first.flops_forward, first.flops_backward) == (forward, forward)
+    within = read(layer, images.requires_grad_())
+    assert (within.flops_forward, within.flops_backward) == (forward, 2 * forward)
+    frozen = read(layer.requires_grad_(False), images)
+    assert (frozen.flops_forward, frozen.flops_backward) == (forward, forward)
+
+
 def test_fused_attention_counts_like_its_two_products() -> None:
     query = torch.randn(2, 3, 8, 4, requires_grad=True)
     with metered() as reading:

@@ -134,6 +134,15 @@ def _convolution_over_time(args: Sequence[Any], out: Any) -> int:
     return 2 * int(out.numel()) * int(weight.shape[0] * weight.shape[1])
 
 
+def _convolution_backward(args: Sequence[Any], out: Any) -> int:
+    """Each gradient that is asked for takes what forward takes: all weights at each place of the output [B, C, ...]
+    or, where it is transposed, of the input. A weight belongs to one group only."""
+    gradient, inputs, weight, transposed, asked = args[0], args[1], args[2], args[7], args[10]
+    places = inputs if transposed else gradient
+    num_places = int(places.shape[0]) * math.prod(places.shape[2:])
+    return 2 * sum(map(bool, asked[:2])) * int(weight.numel()) * num_places
+
+
 def _dot(args: Sequence[Any], out: Any) -> int:
     return 2 * int(args[0].numel())
 
@@ -177,6 +186,7 @@ FORMULAS: dict[Any, Formula] = {
     aten.addmv: _matrix_vector,
     aten.addbmm: _summed_products,
     aten.conv_tbc: _convolution_over_time,
+    aten.convolution_backward: _convolution_backward,
     aten.dot: _dot,
     aten.vdot: _dot,
     aten.addr: _outer,
