@@ -139,7 +139,7 @@ def _convolution_backward(args: Sequence[Any], out: Any) -> int:
     or, where it is transposed, of the input. A weight belongs to one group only."""
     gradient, inputs, weight, transposed, asked = args[0], args[1], args[2], args[7], args[10]
     places = inputs if transposed else gradient
-    num_places = int(places.shape[0]) * math.prod(places.shape[2:])
+    num_places = int(places.shape[0] * math.prod(places.shape[2:]))
     return 2 * sum(map(bool, asked[:2])) * int(weight.numel()) * num_places
 
 
