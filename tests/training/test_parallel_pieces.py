@@ -150,6 +150,37 @@ def test_a_repeated_step_counts_once_in_batch_statistics() -> None:
     assert model[1].num_batches_tracked == 1
 
 
+class Caching(nn.Module):
+    """Its forward pass makes one buffer, lets another grow and replaces a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.width = nn.Linear(1, 1, bias=False), 1
+        self.register_buffer("mask", None, persistent=False)
+        self.register_buffer("cache", torch.ones(1), persistent=False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, values: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(1)
+        if len(values) > self.width:
+            self.width, self.cache = len(values), torch.ones(len(values))
+        self.calls = self.calls + 1
+        return self.layer(values) * self.mask * self.cache[: len(values), None]
+
+
+def test_a_repeated_step_takes_back_buffers_that_are_made_replaced_or_grow() -> None:
+    model = Caching()
+    parallel = _single(model, Mean(8.0), precision="fp16")
+    parallel.train_step(torch.ones(4, 1), 0)
+    assert parallel._scale is not None
+    assert parallel._scale.value < 65536
+    assert model.calls == 1
+    assert (model.width, model.cache.shape) == (4, (4,))
+    assert model.layer.weight.grad is not None
+    assert model.layer.weight.grad.item() == 8.0
+
+
 def test_the_scale_of_a_loss_goes_on_where_it_was() -> None:
     parallel, again = (_single(nn.Linear(1, 1, bias=False), Mean(8.0), precision="fp16") for _ in range(2))
     parallel.train_step(torch.ones(4, 1), 0)

@@ -257,3 +257,41 @@ def test_statistics_that_each_rank_takes_of_its_own_samples_are_refused(tmp_path
     for messages in run_ranks(normalise, 2, tmp_path):
         for message in messages:
             assert "'0.mean': is a buffer that data ranks 0 and 1 have made different ones of" in message
+
+
+class Caching(nn.Module):
+    """Masks features; the mask is made in the first pass, and what it multiplies by grows with the batch it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 1
+        self.register_buffer("mask", None, persistent=False)
+        self.register_buffer("cache", torch.ones(1), persistent=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.linspace(0.5, 1.0, FEATURES)
+        if len(features) > self.length:
+            self.length = len(features)
+            self.cache = torch.full((self.length,), 2.0)
+        return features * self.mask * self.cache[: len(features), None]
+
+
+class Cached(Toy):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Caching(), super().model())
+
+
+def cache(world: World, folder: Path, plan: str) -> dict[int, float]:
+    """The program of a rank: the losses of a model that makes buffers as it is called."""
+    from shoal.train.trainer import Trainer
+
+    losses = Losses()
+    Trainer(spec_of(plan, stop={"steps": 3}), Cached(), world, folder, journal=losses).run()
+    return losses.by_step
+
+
+def test_buffers_that_a_forward_pass_makes_or_lets_grow_are_trained_with_as_alone(tmp_path: Path) -> None:
+    [expected] = run_ranks(cache, 1, tmp_path / "alone", "single")
+    assert sorted(expected) == [1, 2, 3]
+    assert run_ranks(cache, 2, tmp_path / "ddp", "ddp")[0] == pytest.approx(expected, rel=TOLERANCE)

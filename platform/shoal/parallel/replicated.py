@@ -20,6 +20,7 @@ from shoal.errors import PlanError
 from shoal.parallel.batch_norm import globalise_batch_norm
 from shoal.parallel.batches import micro_batches
 from shoal.parallel.flat_gradients import FlatGradients
+from shoal.parallel.held import unchanged
 from shoal.parallel.model import Learnable
 from shoal.parallel.plan import ParallelSpec
 from shoal.parallel.whole import Whole, compile_module
@@ -103,15 +104,12 @@ def _take_those_of_first(model: nn.Module, group: dist.ProcessGroup) -> None:
 def _order_of_gradients(model: nn.Module, learnable: Learnable, batch: Any) -> list[nn.Parameter]:
     """The parameters that get a gradient from `batch`, in that order. Leaves the model as it was."""
     order: list[nn.Parameter] = []
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [each.register_post_accumulate_grad_hook(order.append) for each in parameters]
-    with torch.random.fork_rng():
+    with unchanged(model), torch.random.fork_rng():
         learnable.loss(model(*learnable.inputs(batch)), batch).backward()
     for hook in hooks:
         hook.remove()
     for parameter in parameters:
         parameter.grad = None
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
     return order

@@ -19,8 +19,9 @@ from torch import nn
 
 from shoal.errors import PlanError
 from shoal.parallel.batches import map_tensors
+from shoal.parallel.held import unchanged
 from shoal.parallel.model import Learnable
-from shoal.parallel.tensor_trace import LinearCall, Pair, Trace, traced, unchanged
+from shoal.parallel.tensor_trace import LinearCall, Pair, Trace, traced
 from shoal.parallel.tensor_trial import Split, try_pair
 from shoal.parallel.tensor_use import is_seen_elsewhere, is_used_elsewhere
 

@@ -19,6 +19,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.parallel.dropout import SeededDropout
+from shoal.parallel.held import unchanged
 from shoal.parallel.whole import evaluating
 
 # The layers whose masks do not come from the generators that all parts share.
@@ -213,25 +214,6 @@ def training(model: nn.Module) -> Iterator[None]:
             if type(module) in DROPOUTS or isinstance(module, _BatchNorm):
                 modes.enter_context(evaluating(module))
         yield
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Afterwards all modules hold what they held: buffers with their values, and attributes of their own."""
-    held = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    tensors = [each for _, *both in held for some in both for each in some.values() if isinstance(each, Tensor)]
-    values = [each.detach().clone() for each in tensors]
-    try:
-        yield
-    finally:
-        for module, attributes, buffers in held:
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        for each, value in zip(tensors, values, strict=True):
-            if not torch.equal(each, value):
-                each.detach().copy_(value)
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointFunction
 
 from shoal.parallel.batches import tensors_of
-from shoal.parallel.tensor_trace import MISFITS, Pair, Trace, alike, largest, looking, training, unchanged
+from shoal.parallel.held import unchanged
+from shoal.parallel.tensor_trace import MISFITS, Pair, Trace, alike, largest, looking, training
 
 
 def lost_gradient(trace: Trace, pair: Pair) -> str | None:

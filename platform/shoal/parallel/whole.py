@@ -24,6 +24,7 @@ from shoal.parallel.batch_norm import DataRanks, globalise_batch_norm
 from shoal.parallel.batches import micro_batches, num_samples
 from shoal.parallel.buffers import check_buffers
 from shoal.parallel.dropout import Draws, seed_dropout
+from shoal.parallel.held import remembered
 from shoal.parallel.host_sum import HostSum
 from shoal.parallel.model import Learnable, ParallelModel, measured
 from shoal.parallel.plan import ParallelSpec
@@ -69,14 +70,13 @@ class Whole(ParallelModel):
     def train_step(self, batch: Any, step: int) -> Tensor:
         if self._scale is None:
             return self._gradients(batch, step)
-        before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        take_back = remembered(self.module)
         while True:
             loss = self._gradients(batch, step)
             gradients.scale(self._trainable, 1.0 / self._scale.value)
             if self._scale.update(bool(gradients.global_norm(self._trainable, self._world.device).isfinite())):
                 return loss
-            for name, buffer in self.module.named_buffers():  # running statistics have had this batch: once is enough
-                buffer.copy_(before[name])
+            take_back()  # running statistics have had this batch: once is enough
 
     def _gradients(self, batch: Any, step: int) -> Tensor:
         for parameter in self._trainable:

@@ -1,0 +1,42 @@
+"""What a model holds beside its parameters, and how a pass through it is taken back.
+
+A forward pass may change a buffer, replace it, let it grow or make it (running statistics, masks, caches), and note in
+an attribute that it has: they go back together. Called by plans, and by who tries a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+def remembered(model: nn.Module) -> Callable[[], None]:
+    """What lets all modules hold again what they hold now: buffers with their values, and attributes of their own."""
+    held = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    tensors = [each for _, *both in held for some in both for each in some.values() if isinstance(each, Tensor)]
+    values = [each.detach().clone() for each in tensors]
+
+    def restore() -> None:
+        for module, attributes, buffers in held:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for each, value in zip(tensors, values, strict=True):
+            if not torch.equal(each, value):
+                each.detach().copy_(value)
+
+    return restore
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Afterwards all modules hold what they held before."""
+    restore = remembered(model)
+    try:
+        yield
+    finally:
+        restore()
