@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -16,7 +18,7 @@ from data_sources import Shards, Stream
 from shoal.data import Loader, LoaderSpec
 from shoal.data.example import example_batch
 from shoal.data.order import Request
-from shoal.data.reader import Ended, Made, Reader
+from shoal.data.reader import Ended, Made, Reader, random_state_kept
 from shoal.errors import ConfigError, DataError, SpecMismatch
 
 
@@ -90,6 +92,28 @@ def test_noise_in_a_stream_is_the_same_after_a_resume() -> None:
     again.load_state_dict(batches[1][1])
     for batch, (noise, _) in zip(again, batches[2:], strict=True):
         assert torch.equal(batch["noise"], noise)
+
+
+class Constant(Stream):
+    """A stream that draws nothing."""
+
+    deterministic = True
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter([{"inputs": number} for number in range(self.num_samples)])
+
+
+def drawn() -> tuple[float, float, float]:
+    return random.random(), np.random.rand(), float(torch.rand(()))
+
+
+def test_a_stream_that_draws_nothing_leaves_the_random_numbers_of_training_alone() -> None:
+    with random_state_kept():
+        torch.manual_seed(5), random.seed(5), np.random.seed(5)
+        expected = [drawn() for _ in range(6)]
+        torch.manual_seed(5), random.seed(5), np.random.seed(5)
+        loader = Loader(Constant(12, stateful=False), batch_size=4)
+        assert [drawn() for _ in range(2) for _ in loader] == expected  # what a loss draws while it is read from
 
 
 def test_torchdatas_pipelines_keep_their_state() -> None:

@@ -68,7 +68,7 @@ class StreamReader(ABC):
 
     def _begin(self, request: StreamRequest) -> None:
         self._at, state = request.state or (self._first(request), None)
-        seed_all(self.seed, request.epoch, self._at)
+        self._seed(request)
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(request.epoch)
         stream = self._open(request)
@@ -85,10 +85,16 @@ class StreamReader(ABC):
 
     def _take(self, request: StreamRequest, wanted: int | None = None) -> list[Any]:
         """The next samples of the stream, at most up to the request's position, or as many as `wanted`."""
-        seed_all(self.seed, request.epoch, self._at)
+        self._seed(request)
         taken = list(islice(self._iterator, wanted or self._unread(request)))
         self._at += self._advance(len(taken))
         return taken
+
+    def _seed(self, request: StreamRequest) -> None:
+        """What the dataset draws follows from its place. One that draws nothing leaves the process's numbers alone:
+        nobody would put them back, see `Inline`."""
+        if self.draws:
+            seed_all(self.seed, request.epoch, self._at)
 
     def _state(self) -> tuple[int, Any] | None:
         return None if self._holder is None else (self._at, self._holder.state_dict())
