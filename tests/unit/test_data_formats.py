@@ -296,6 +296,29 @@ def test_image_folder(tmp_path: Path) -> None:
         ImageFolder(tmp_path / "dog")
 
 
+@pytest.mark.parametrize(("kind", "order"), [("png", "<"), ("tif", "<"), ("tif", ">")])
+def test_pictures_of_16_bits_keep_their_greys(tmp_path: Path, kind: str, order: str) -> None:
+    (tmp_path / "cat").mkdir()
+    greys = np.array([[0, 255, 256], [0x1234, 0x8000, 65535]], dtype=f"{order}u2")
+    picture = Image.frombytes("I;16" if order == "<" else "I;16B", (3, 2), greys.tobytes())
+    picture.save(tmp_path / "cat" / f"1.{kind}")
+    expected = np.array([[0, 0, 1], [0x12, 0x80, 255]], dtype=np.float32) / 255
+    np.testing.assert_allclose(ImageFolder(tmp_path, mode="L")[0][0], expected[None], rtol=1e-6)
+    np.testing.assert_allclose(ImageFolder(tmp_path)[0][0], np.stack([expected] * 3), rtol=1e-6)
+    as_bytes = ImageFolder(tmp_path, mode="L", transform=lambda image: torch.from_numpy(np.array(image)))[0][0]
+    assert as_bytes.tolist() == [[0, 0, 1], [0x12, 0x80, 255]]
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("I", np.int32), ("F", np.float32)])
+def test_pictures_of_32_bits_need_a_transform(tmp_path: Path, mode: str, dtype: Any) -> None:
+    (tmp_path / "cat").mkdir()
+    Image.fromarray(np.array([[-1, 70000]], dtype=dtype)).save(tmp_path / "cat" / "1.tif")
+    with pytest.raises(DataError, match=rf"1.tif': has 32 bits a pixel \(mode {mode}\).* give ImageFolder a transform"):
+        ImageFolder(tmp_path).batch(np.array([0]))
+    kept = ImageFolder(tmp_path, transform=lambda image: torch.from_numpy(np.array(image)))[0][0]
+    assert kept.tolist() == [[-1, 70000]]
+
+
 class Shard:
     """What Ray gives a rank: 10 rows of its own."""
 

@@ -22,8 +22,10 @@ class ImageFolder(FileDataset):
     """`FOLDER/CLASS/picture.png`: (float32 [B, C, H, W] from 0 to 1, int64 [B]), classes numbered by name.
 
     size:      (height, width) that every picture is brought to; None: they must all be of one size
-    mode:      "RGB" (3 channels) or "L" (1)
-    transform: of a picture, into the tensor of a sample; then `size` is yours to see to. It may draw random numbers
+    mode:      "RGB" (3 channels) or "L" (1); pictures of 16 bits are brought to 8 before
+    transform: of a picture, into the tensor of a sample; then `size` is yours to see to. It may draw random numbers.
+               Pictures of 32 bits (Pillow's modes I and F), of which nobody knows what is white, need one, and come
+               to it as they are
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class ImageFolder(FileDataset):
     def _read(self, path: Path) -> Tensor:
         try:
             with Image.open(path) as opened:
-                picture = opened.convert(self.mode)
+                picture = self._in_mode(opened, path)
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError("path", str(path), f"is no picture, or a damaged one ({error})", "remove it") from error
         if self.transform is not None:
@@ -73,6 +75,17 @@ class ImageFolder(FileDataset):
             picture = picture.resize((self.size[1], self.size[0]), Image.Resampling.BILINEAR)
         values = torch.from_numpy(np.array(picture)).to(torch.float32).div_(255)
         return values.unsqueeze(0) if values.dim() == 2 else values.permute(2, 0, 1)
+
+    def _in_mode(self, opened: Image.Image, path: Path) -> Image.Image:
+        """Pillow's own `convert` cuts off what is above 255: such pictures would be white in silence."""
+        if opened.mode.startswith("I;16"):
+            return Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8)).convert(self.mode)
+        if opened.mode not in ("I", "F"):
+            return opened.convert(self.mode)
+        if self.transform is None:
+            problem = f"has 32 bits a pixel (mode {opened.mode}): nobody says which value is white"
+            raise DataError("path", str(path), problem, "give ImageFolder a transform")
+        return opened.copy()
 
     def _open(self) -> Any:
         """Every picture is opened by itself."""
