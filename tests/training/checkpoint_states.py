@@ -50,6 +50,11 @@ def newest(checkpointer: Checkpointer) -> Found:
     return found
 
 
+def best_step(checkpointer: Checkpointer) -> int | None:
+    found = checkpointer.best()
+    return None if found is None else found.step
+
+
 def names(checkpointer: Checkpointer) -> list[str]:
     checkpointer.wait()
     return sorted(path.name for path in checkpointer.folder.iterdir())

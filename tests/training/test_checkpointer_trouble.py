@@ -13,7 +13,7 @@ import torch
 
 from shoal.checkpoint import Checkpointer, folder
 from shoal.errors import CheckpointError, Closed, ConfigError
-from training.checkpoint_states import Gate, assert_equal, names, newest, state_of
+from training.checkpoint_states import Gate, assert_equal, best_step, names, newest, state_of
 from waiting import wait_for
 
 
@@ -61,6 +61,37 @@ def test_a_damaged_checkpoint_is_named_with_the_reason_and_the_one_before_is_use
     assert_equal(state, state_of(1))
     checkpointer.save(2, state_of(3))  # a good one takes the bad one's place
     assert newest(checkpointer).damaged == []
+
+
+@pytest.mark.parametrize("again", [[25, 30, 40, 50], [30, 40]])
+def test_the_best_one_of_a_timeline_that_was_given_up_is_not_taken_for_one_of_the_next(
+    checkpointer: Checkpointer, again: list[int]
+) -> None:
+    for step in (10, 20, 30):
+        checkpointer.save(step, state_of(step), best=step == 30)
+    assert best_step(checkpointer) == 30
+    (newest(checkpointer).path / "index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-000000030 in .* index\.json cannot be read"):
+        checkpointer.best()
+    with Checkpointer(checkpointer.folder, keep=2) as reopened:
+        assert newest(reopened).step == 20
+        for step in again:
+            reopened.save(step, state_of(step + 0.5))
+            assert best_step(reopened) is None
+        assert names(reopened) == ["best.json", *(f"step-{step:09d}" for step in again[-2:])]  # nothing else is kept
+        reopened.save(60, state_of(60), best=True)
+        reopened.save(70, state_of(70))
+        reopened.save(80, state_of(80))
+        assert best_step(reopened) == 60
+
+
+def test_a_best_one_that_was_noted_without_its_manifest_stays_the_best_one(checkpointer: Checkpointer) -> None:
+    checkpointer.save(1, state_of(1), best=True)
+    checkpointer.wait()
+    (checkpointer.folder / "best.json").write_text('{"step": 1}')
+    for step in (2, 3, 4):
+        checkpointer.save(step, state_of(step))
+    assert best_step(checkpointer) == 1
 
 
 def test_nothing_but_damage_is_an_error(checkpointer: Checkpointer) -> None:

@@ -89,12 +89,12 @@ def _finish(job: Job, index: Mapping[str, Any], shards: Sequence[Written]) -> No
         "plan": job.plan,
         "files": {name: one._asdict() for name, one in files.items()},
     }
-    text = json.dumps(manifest | {"sha256": _sum(manifest)}, indent=1)
-    folder.write_file(job.draft / MANIFEST, [text.encode()])
+    signed = manifest | {"sha256": _sum(manifest)}
+    folder.write_file(job.draft / MANIFEST, [json.dumps(signed, indent=1).encode()])
     folder.publish(job.draft, job.target)
     place = job.target.parent
     if job.best:
-        folder.write_synced(place / BEST, json.dumps({"step": job.step}).encode())
+        folder.write_synced(place / BEST, json.dumps({"step": job.step, "sha256": signed["sha256"]}).encode())
     best = best_step(place)
     folder.tidy(place, job.target, job.keep, None if best is None else folder.path_of(place, best))
 
@@ -109,12 +109,22 @@ def _merge(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def best_step(place: Path) -> int | None:
-    """The step that was last called the best one, if its checkpoint is still there."""
+    """The step that was last called the best one, if its checkpoint is still there.
+
+    After going back, another timeline comes to the same step: its checkpoint is told by its manifest. One that cannot
+    be read is still the best one: who asks for it hears what is wrong with it.
+    """
     try:
-        step = int(json.loads((place / BEST).read_text())["step"])
+        noted = json.loads((place / BEST).read_text())
+        step = int(noted["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return step if folder.path_of(place, step).exists() else None
+    path = folder.path_of(place, step)
+    manifest = read_manifest(path)
+    if isinstance(manifest, str):
+        return step if path.exists() else None
+    is_same = noted.get("sha256", _sum(manifest)) == _sum(manifest)  # earlier versions noted the step alone
+    return step if is_same else None
 
 
 def read_manifest(path: Path) -> dict[str, Any] | str:
