@@ -179,6 +179,14 @@ def test_more_rows_than_the_model_takes_are_said_to_be_asked_for_in_smaller_requ
     assert "--rows-per-request sends fewer" in said
 
 
+def test_deep_pictures_keep_their_greys(tmp_path: Path) -> None:
+    Image.fromarray(GREY.astype(np.uint16) * 257).save(tmp_path / "deep.png")
+    (found,) = rows("picture", "--image", "deep.png")
+    np.testing.assert_allclose(found["image"], GREY[None] / 255, atol=1e-6)
+    Image.fromarray(GREY.astype(np.float32)).save(tmp_path / "float.tiff")
+    assert "has 32 bits a pixel (mode F). use --npy" in complaint("picture", "--image", "float.tiff")
+
+
 def test_pictures_in_the_models_size_and_channels(tmp_path: Path) -> None:
     Image.fromarray(GREY).save(tmp_path / "grey.png")
     Image.fromarray(np.stack([GREY] * 3, axis=2).repeat(2, 0).repeat(2, 1)).save(tmp_path / "large.png")

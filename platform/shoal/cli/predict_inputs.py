@@ -172,7 +172,12 @@ def _picture(path: Path, spec: TensorSpec) -> np.ndarray:
     is_grey = len(sizes) == 2 or (sizes[0] if first else sizes[2]) == 1
     try:
         with Image.open(path) as opened:
-            image = opened.convert("L" if is_grey else "RGB")
+            if opened.mode in ("I", "F"):
+                raise DataError("image", str(path), f"has 32 bits a pixel (mode {opened.mode})", "use --npy")
+            # Of 16 bits the upper ones: Pillow's own `convert` takes all that is above 255 for white.
+            is_deep = opened.mode.startswith("I;16")
+            picture = Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8)) if is_deep else opened
+            image = picture.convert("L" if is_grey else "RGB")
     except (OSError, UnidentifiedImageError) as error:
         raise DataError("image", str(path), f"is no picture: {error}", "give a PNG, JPEG or the like") from None
     wanted = (width if width > 0 else image.width, height if height > 0 else image.height)
