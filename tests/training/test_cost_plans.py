@@ -36,6 +36,7 @@ OF_FOUR = {
     "split stages": ["parallel={data: 1, tensor: 2, pipeline: 2}"],
 }
 WITHIN = 0.1
+PROBES = 3  # of which the least counts: on a busy machine gloo may hold what it has sent until the next is allocated
 
 
 class Net(nn.Module):
@@ -85,19 +86,20 @@ def _measured(world: World, spec: TrainSpec) -> dict[str, float]:
     batch = first_batch(task.data(), spec.batch_size // degrees.data, world.device)
     model = parallelize(task.model(), task, spec.parallel, degrees, world, batch, spec.seed)
     optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
-    probe = CostProbe(model, optimizer, world)
-    step = 0
-    while not probe.is_due:
-        with probe.step():
-            model.train_step(batch, step)
-            if spec.clip_norm is not None:
-                model.clip(spec.clip_norm)
-            optimizer.step()
-        model.optimizer_stepped()
-        step += 1
-    found = probe.measured().values
+    found: list[dict[str, float]] = []
+    for _ in range(PROBES):
+        probe, step = CostProbe(model, optimizer, world), 0
+        while not probe.is_due:
+            with probe.step():
+                model.train_step(batch, step)
+                if spec.clip_norm is not None:
+                    model.clip(spec.clip_norm)
+                optimizer.step()
+            model.optimizer_stepped()
+            step += 1
+        found.append(probe.measured().values)
     model.close()
-    return found
+    return found[0] | {"memory_peak": min(each["memory_peak"] for each in found)}
 
 
 def peak_of_collectives(world: World, num: int, size: int) -> int:
