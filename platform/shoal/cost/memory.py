@@ -7,9 +7,10 @@ inside of operators included. Called by the dry run and by the probe, around sin
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +25,18 @@ class Growth:
     """peak_bytes: the most that was allocated at once since the body began, without what was there before."""
 
     peak_bytes: int = 0
+    _unheard: list[tuple[float, int]] = field(default_factory=list)  # microseconds of the wall clock, bytes
+
+    def freed(self, num_bytes: int) -> None:
+        """Called on a thread that the profiler does not listen to, when it frees what was allocated in the body."""
+        self._unheard.append((time.time_ns() / 1e3, -num_bytes))
+
+    def follow(self, changes: Iterable[tuple[float, int]]) -> None:
+        """The peak is what these make it, in the order of their times, with what was freed unheard."""
+        live = 0
+        for _, change in sorted([*changes, *self._unheard]):
+            live += change
+            self.peak_bytes = max(self.peak_bytes, live)
 
 
 @contextmanager
@@ -59,15 +72,10 @@ def _watched(device: torch.device) -> Iterator[Growth]:
         yield found
     finally:
         threads = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
-        changes = [event for thread in threads for event in thread if str(event.kind()) == "memory_alloc"]
-        live = 0
-        for event in sorted(changes, key=_started_us):
-            live += event.cpu_memory_usage()
-            found.peak_bytes = max(found.peak_bytes, live)
-
-
-def _started_us(event: Any) -> float:
-    return float(event.start_us())
+        events: Iterable[Any] = (event for thread in threads for event in thread)
+        found.follow(
+            (event.start_us(), event.cpu_memory_usage()) for event in events if str(event.kind()) == "memory_alloc"
+        )
 
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:

@@ -7,7 +7,6 @@ metered does not know of it. Never changes what is computed, and keeps no tensor
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,11 +20,8 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.cost import flops, traffic
-from shoal.cost.memory import local
-
-# Gloo's thread holds what it has carried for a moment longer than who waits for it. Were it the last to let go, nobody
-# would hear that the memory is free: up to 15% of a tensor parallel transformer's.
-LETTING_GO_S = 0.002
+from shoal.cost.carried import Carried
+from shoal.cost.memory import Growth, local
 
 
 @dataclass
@@ -66,10 +62,11 @@ class Meter(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, is_pretended: bool = False) -> None:
+    def __init__(self, grown: Growth, is_pretended: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_pretended = is_pretended
         self._thread = threading.get_ident()
+        self._carried = Carried(grown)
         self.reading = Reading()
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the storage's id
         self._allocated_bytes = 0  # since entering, and still alive
@@ -94,14 +91,23 @@ class Meter(TorchDispatchMode):
         if not self._in_backward and torch._C._current_graph_task_id() != -1:
             self._in_backward = True
             self.reading.saved_bytes = self._allocated_bytes
-        out = func(*args, **kwargs)
-        if not self._is_pretended and traffic.is_waited_for(func) and out.is_cpu:
-            time.sleep(LETTING_GO_S)
+        out = self._call(func, args, kwargs)
         if self._is_pretended and not isinstance(func, HigherOrderOperator):
-            traffic.scratch(func, args, out)
+            for each in traffic.scratched(func, args, out):
+                torch.empty_like(each)
         for each in _tensors(out):
             self._see(each, is_new=True)
         self._count(func, args, kwargs, out)
+        return out
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_pretended or isinstance(func, HigherOrderOperator) or not traffic.is_on_cpu(args):
+            return func(*args, **kwargs)
+        if traffic.is_collective(func):
+            return self._carried.call(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if traffic.is_wait(func):
+            self._carried.let_go(out)
         return out
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -159,14 +165,18 @@ class Meter(TorchDispatchMode):
 
 @contextmanager
 def metered(
-    held: Iterable[Tensor] = (), buckets: Iterable[torch.UntypedStorage] = (), is_pretended: bool = False
+    grown: Growth | None = None,
+    held: Iterable[Tensor] = (),
+    buckets: Iterable[torch.UntypedStorage] = (),
+    is_pretended: bool = False,
 ) -> Iterator[Reading]:
     """Count what the body does; the reading is complete when the body has ended.
 
+    grown:         who hears of memory, and is told what it cannot hear
     held, buckets: tensors, and storages, that are there all the time (parameters, optimiser state), touched or not
     is_pretended:  the group is; what a real one would allocate for itself is allocated in its place
     """
-    meter = Meter(is_pretended)
+    meter = Meter(grown or Growth(), is_pretended)
     meter.hold(held, buckets)
     resize = torch.UntypedStorage.resize_
 

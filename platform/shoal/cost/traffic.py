@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
@@ -58,7 +57,7 @@ def sent_bytes(op: Any, args: Sequence[Any], out: Any) -> float:
         if name not in _WHOLE:
             return 0.0
         index, factor = _WHOLE[name]
-        if "reduce_scatter" in name and _is_gloo(args):
+        if "reduce_scatter" in name and is_on_cpu(args):
             factor = 2.0
         return factor * _size(args[index]) * _share(_ranks(args))
     if op.namespace in _NAMESPACES:
@@ -66,15 +65,15 @@ def sent_bytes(op: Any, args: Sequence[Any], out: Any) -> float:
         if name not in _FUNCTIONAL:
             return 0.0
         takes_whole, factor = _FUNCTIONAL[name]
-        if "reduce_scatter" in name and _is_gloo(args):
+        if "reduce_scatter" in name and is_on_cpu(args):
             factor = 2.0
         return factor * _size(args[0] if takes_whole else out) * _share(_ranks_of_name(op, args))
     return 0.0
 
 
-def scratch(op: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
-    """Tensors like those that Gloo makes for itself while it carries this: a copy of what it gathers, or reduces."""
-    if op.namespace not in _NAMESPACES or not _is_gloo(args):
+def scratched(op: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
+    """Tensors of which Gloo makes another for itself while it carries this: of what it gathers, or reduces."""
+    if op.namespace not in _NAMESPACES or not is_on_cpu(args):
         return []
     name = op._overloadpacket.__name__
     whole: Any = ()
@@ -84,15 +83,24 @@ def scratch(op: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
         whole = out
     elif name.startswith("reduce_scatter_tensor"):
         whole = args[0]
-    return [torch.empty_like(each) for each in _flat(whole)]
+    return _flat(whole)
 
 
-def is_waited_for(op: Any) -> bool:
+def is_collective(op: Any) -> bool:
+    """Whether all ranks of a group call `op`."""
+    name: str = op._overloadpacket.__name__
+    if op.namespace == "c10d":
+        return name in _WHOLE
+    return op.namespace in _NAMESPACES and name.removesuffix("_") in _FUNCTIONAL
+
+
+def is_wait(op: Any) -> bool:
     """Whether a functional collective has ended with this call of `op`."""
-    return bool(op.namespace == "_c10d_functional" and op._overloadpacket.__name__ == "wait_tensor")
+    return bool(op.namespace in _NAMESPACES and op._overloadpacket.__name__ == "wait_tensor")
 
 
-def _is_gloo(args: Sequence[Any]) -> bool:
+def is_on_cpu(args: Sequence[Any]) -> bool:
+    """Whether Gloo carries it, and no device's own library."""
     return any(each.is_cpu for each in _flat(args))
 
 
