@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -95,14 +96,17 @@ def test_a_call_that_nobody_waits_for_any_more_is_counted(tmp_path: Path) -> Non
     async def body() -> None:
         async with replica_of(hold) as replica:
             model = replica.host.model("faulty")
+            traces = []
             for left_s in (3600.0, TIMERS_S / 2):  # the protocol's timer may be the first that goes off
                 inputs = {"x": np.array([[HANG, 1.0]], np.float32)}
-                call = InferCall(inputs, 1, deadline_s=time.monotonic() + left_s)
+                traces.append(SimpleNamespace(submitted_ns=0, cancelled_as=499))
+                call = InferCall(inputs, 1, deadline_s=time.monotonic() + left_s, trace=cast(Any, traces[-1]))
                 asked = asyncio.create_task(model.infer(call))
                 await asyncio.sleep(0)
                 asked.cancel()
                 await asyncio.wait([asked])
             assert model.counts.snapshot()["refused"] == {"499": 1, "504": 1}
+            assert [trace.cancelled_as for trace in traces] == [499, 504]
             hold.unlink()
 
     asyncio.run(body())

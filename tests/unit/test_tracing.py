@@ -116,6 +116,17 @@ def test_a_request_that_failed(traced: Any, error: BaseException, status: int, i
     assert (span["status"]["status_code"] == "ERROR") == is_error
 
 
+def test_a_request_that_was_cancelled_because_it_is_late(traced: Any) -> None:
+    make, spans = traced
+    trace = make().request("POST infer", "m")
+    trace.cancelled_as = 504
+    with pytest.raises(asyncio.CancelledError), trace:
+        raise asyncio.CancelledError
+    (span,) = spans()
+    assert span["attributes"]["http.response.status_code"] == 504
+    assert span["status"]["status_code"] == "ERROR"
+
+
 def test_who_says_that_it_is_not_traced_is_not(traced: Any) -> None:
     make, spans = traced
     tracer = make()

@@ -115,7 +115,10 @@ class Hosted:
             raise
         except asyncio.CancelledError:
             is_late = deadline_s is not None and time.monotonic() > deadline_s - TIMERS_S
-            self._count_failure(track, 504 if is_late else CLIENT_GONE, arrived_s)
+            status = 504 if is_late else CLIENT_GONE
+            self._count_failure(track, status, arrived_s)
+            if call.trace is not None:
+                call.trace.cancelled_as = status
             raise
         seconds = time.monotonic() - arrived_s
         self.counts.request(version, 200, seconds, queued_s, computed_s, call.num_rows)

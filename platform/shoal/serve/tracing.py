@@ -74,12 +74,16 @@ class Destination:
 
 
 class RequestTrace:
-    """The span of one request; ends when it is left. `submitted_ns`: when it was put into a queue."""
+    """The span of one request; ends when it is left.
 
-    __slots__ = ("_span", "_tracer", "context", "submitted_ns")
+    submitted_ns: when it was put into a queue
+    cancelled_as: the status of one that nobody waits for any more
+    """
+
+    __slots__ = ("_span", "_tracer", "cancelled_as", "context", "submitted_ns")
 
     def __init__(self, tracer: OpenTelemetryTracer, span: Span) -> None:
-        self._tracer, self._span, self.submitted_ns = tracer, span, 0
+        self._tracer, self._span, self.submitted_ns, self.cancelled_as = tracer, span, 0, CLIENT_GONE
         self.context: SpanContext = span.get_span_context()
 
     def computed(self, prediction: Prediction, num_rows: int) -> None:
@@ -108,7 +112,7 @@ class RequestTrace:
         if error is not None:
             # A request whose client has gone is cancelled, and then says so.
             is_answer = isinstance(error, Exception) and not isinstance(error, Disconnected)
-            status = error.status if isinstance(error, InferenceError) else 500 if is_answer else CLIENT_GONE
+            status = error.status if isinstance(error, InferenceError) else 500 if is_answer else self.cancelled_as
         self._span.set_attribute("http.response.status_code", status)
         if status >= 500:
             from opentelemetry.trace import Status, StatusCode
