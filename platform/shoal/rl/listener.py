@@ -5,12 +5,13 @@ Called by the gateway when it starts. Never reads or writes a message.
 
 from __future__ import annotations
 
+import socket as sockets
 import time
 
 import zmq
 
 from shoal.errors import ConfigError
-from shoal.rl.spec import GatewaySpec
+from shoal.rl.spec import GatewaySpec, is_loopback
 
 UNREAD_MESSAGES = 16  # that one connection may have waiting here; further ones wait on its own side
 # A peer that vanished without a word (no network, no power) gives its descriptor back after 60 + 4 * 15 s.
@@ -20,6 +21,8 @@ _KEEPALIVE = (
     (zmq.TCP_KEEPALIVE_INTVL, 15),
     (zmq.TCP_KEEPALIVE_CNT, 4),
 )
+WILDCARDS = ("0.0.0.0", "::", "*")
+_ELSEWHERE = "192.0.2.1"  # of RFC 5737: nobody's
 _PORT_WAIT_S = 1.0  # for the gateway that had this port before to let go of it
 
 
@@ -53,6 +56,24 @@ def listen(
 def address_of(host: str, port: int) -> str:
     """What actors connect to; an address of IPv6 stands in brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def reachable_host(host: str, node: str) -> str:
+    """The host that actors are told to connect to.
+
+    For a wildcard, the one of this `node`; where a cluster knows that by loopback alone, the one that this machine has
+    towards others, if it has one.
+    """
+    if host not in WILDCARDS:
+        return host
+    if not is_loopback(node):
+        return node
+    with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_ELSEWHERE, 9))  # sends nothing: it asks the routing table
+        except OSError:
+            return node
+        return str(probe.getsockname()[0])
 
 
 def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> None:

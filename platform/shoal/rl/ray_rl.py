@@ -22,7 +22,7 @@ from shoal.errors import ClusterError, ConnectionLost
 from shoal.loading import loading
 from shoal.rl.gateway import Gateway
 from shoal.rl.ledger import Ledger
-from shoal.rl.listener import address_of
+from shoal.rl.listener import address_of, reachable_host
 from shoal.rl.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.spec import RLSpec
 from shoal.weights import Published, WeightSnapshot
@@ -74,9 +74,7 @@ class GatewayWorker:
 
     def address(self) -> str:
         """Where actors reach it; for a wildcard host, the address of this node."""
-        host = self._gateway.spec.host
-        if host in ("0.0.0.0", "::", "*"):
-            host = ray.util.get_node_ip_address()
+        host = reachable_host(self._gateway.spec.host, ray.util.get_node_ip_address())
         return address_of(host, self._gateway.port)
 
     def take(self, consumer: str, request: BatchRequest) -> bytes | None:
