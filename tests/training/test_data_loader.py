@@ -160,6 +160,11 @@ def test_random_numbers_of_a_dataset_follow_from_the_sample_and_leave_the_proces
     again = Loader(Noisy(8), batch_size=2)
     again.seek(0, position=4)
     assert all(torch.equal(one, other) for one, other in zip(next(iter(again)), batches[2], strict=True))
+    drawn = {int(batch[0][row]): [float(each[row]) for each in batch[1:]] for batch in batches for row in range(2)}
+    for rank in range(2):  # another batch, of which each rank has a half
+        for batch in Loader(Noisy(8), batch_size=8, share=(rank, 2)):
+            for index, *values in zip(*batch, strict=True):
+                assert [float(value) for value in values] == drawn[int(index)]
 
 
 def test_what_does_not_fit_is_refused_with_field_value_and_remedy() -> None:
