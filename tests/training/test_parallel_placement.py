@@ -42,3 +42,17 @@ def test_stages() -> None:
     assert [(each.module, each.ranks) for each in placed] == [("0", (0, 1, 2, 3)), ("1", (0, 1)), ("3", (2, 3))]
     assert parameters_by_rank(placed, degrees) == [80, 80, 76, 76]
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_a_pipeline_shards_blocks_alone() -> None:
+    degrees = Degrees(data=2, shard=True, pipeline=2)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = nn.ModuleDict({"embedding": nn.Embedding(8, 4), "blocks": nn.ModuleList([block, nn.Linear(4, 4)])})
+    names = [name for name, _ in model.named_parameters()]
+    along = {name: [0] if name.startswith(("embedding", "blocks.0")) else [1] for name in names}
+    placed = placement(model, degrees, pipeline_ranks=along)
+    assert [each.cells() for each in placed] == [
+        ("embedding", "32", "whole", "0-1"),
+        ("blocks.0.0 ... blocks.0.2", "40", "1/2 sharded", "0-1"),
+        ("blocks.1", "20", "1/2 sharded", "2-3"),
+    ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shoal.parallel.plan import Degrees
+from shoal.parallel.sharded import find_blocks
 
 if TYPE_CHECKING:
     from shoal.parallel.tensor_plan import TensorPlan
@@ -59,8 +60,9 @@ def placement(
     pipeline_ranks: of each parameter, by its first name: the ranks along the pipeline that hold it
     """
     groups: list[_Group] = []
+    whole = set[str]() if pipeline_ranks is None else _beside_blocks(model, pipeline_ranks)
     for name, first, num_parameters in _layers(model):
-        held_as, share = _held(name, degrees, tensor)
+        held_as, share = _held(name, degrees, tensor, name not in whole)
         ranks = _ranks(degrees, None if pipeline_ranks is None else pipeline_ranks[first])
         if not groups or (groups[-1].held_as, groups[-1].ranks) != (held_as, ranks):
             groups.append(_Group(held_as, share, ranks))
@@ -99,14 +101,24 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, str, int]]:
             yield name, own[0][0], sum(each.numel() for _, each in own)
 
 
-def _held(name: str, degrees: Degrees, tensor: TensorPlan | None) -> tuple[str, float]:
+def _beside_blocks(model: nn.Module, pipeline_ranks: Mapping[str, Sequence[int]]) -> set[str]:
+    """The modules that a pipeline never shards: those in no block that one rank alone holds."""
+    sharded = set()
+    for path, block in find_blocks(model):
+        holders = [pipeline_ranks.get(f"{path}.{name}", ()) for name, _ in block.named_parameters()]
+        if all(len(ranks) == 1 for ranks in holders) and len({ranks[0] for ranks in holders}) == 1:
+            sharded |= {f"{path}.{name}".removesuffix(".") for name, _ in block.named_modules()}
+    return {name for name, _ in model.named_modules()} - sharded
+
+
+def _held(name: str, degrees: Degrees, tensor: TensorPlan | None, can_be_sharded: bool) -> tuple[str, float]:
     parts: list[str] = []
     share = 1.0
     style = tensor.styles.get(name) if tensor is not None and degrees.tensor > 1 else None
     if style is not None:
         parts.append(f"1/{degrees.tensor} by {style.replace('_', ', ')}")
         share /= degrees.tensor
-    if degrees.shard and degrees.data > degrees.replicate:
+    if degrees.shard and can_be_sharded and degrees.data > degrees.replicate:
         shards = degrees.data // degrees.replicate
         parts.append(f"1/{shards} sharded")
         share /= shards
