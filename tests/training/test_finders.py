@@ -139,6 +139,15 @@ def test_a_loss_that_never_falls_suggests_nothing() -> None:
     assert (at_once.suggestion, at_once.losses) == (None, [1.0])
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_fall_that_may_be_chance_suggests_nothing(seed: int) -> None:
+    rates = np.geomspace(1e-7, 10, 100).tolist()
+    noise = 0.7 + 0.02 * np.random.default_rng(seed).standard_normal(100)
+    assert judge_rates(rates, noise.tolist(), diverged=False).suggestion is None
+    falling = noise - 0.1 / (1 + np.exp(-2 * (np.log10(rates) + 2)))
+    assert judge_rates(rates, falling.tolist(), diverged=False).suggestion is not None
+
+
 @pytest.mark.parametrize("curvature", [1.0, 100.0])
 def test_on_a_parabola_it_stops_soon_after_the_rate_at_which_descent_diverges(task: str, curvature: float) -> None:
     sgd = {"name": "sgd", "momentum": 0.0, "learning_rate": 0.3}

@@ -73,7 +73,8 @@ def rate(
         return
     Console().print(_rate_table(found))
     if found.suggestion is None:
-        click.echo("The loss did not fall at any rate: look at the picture, or sweep wider.")
+        advice = "look at the picture, or try more --steps, a wider sweep, or a larger batch_size"
+        click.echo(f"The loss falls nowhere by more than chance: {advice}.")
     elif type(make_task(spec.task, spec.args)).optimizer is not Task.optimizer:
         click.echo(
             f"Suggested: {found.suggestion:.2g} (lowest loss at {found.lowest:.2g}), in the task's own optimizer()"

@@ -33,6 +33,7 @@ from shoal.train.task import make_task
 
 SMOOTHED_SHARE = 0.03  # of the sweep: the width of the window in which losses are averaged
 DIVERGED = 4.0  # times the best loss
+CLEAR = 7.0  # times the noise of the averaged losses: of chance alone, 99% of sweeps fall by less
 WORTH_LOOKING = 0.1  # of the sweep: at its very beginning the smoothing has little to go by
 FIRST = 8  # the size that is tried first: small, and no trouble for batch-norm
 PRECISION = 32  # the largest batch is found to within a 32nd
@@ -45,7 +46,8 @@ class RateFound:
     """A learning-rate range test (arXiv:1506.01186): one step at each rate, from low to high.
 
     smoothed:   the losses, averaged over their neighbours on both sides, so that nothing is shifted
-    suggestion: where the smoothed loss falls steepest, by the logarithm of the rate; None when it never falls
+    suggestion: where the smoothed loss falls steepest, by the logarithm of the rate; None when it never falls, or by
+                so little that it may be chance
     lowest:     where it is lowest: a rate beyond is too high
     diverged:   whether the sweep ended early for that
     """
@@ -117,14 +119,17 @@ def judge_rates(rates: list[float], losses: list[float], diverged: bool) -> Rate
     """What a sweep says. Pure."""
     finite = [loss for loss in losses if math.isfinite(loss)]  # only the last can be otherwise
     rates = rates[: len(finite)]
-    smoothed = _smoothed(np.asarray(finite), max(1.0, SMOOTHED_SHARE * len(rates)))
+    width = max(1.0, SMOOTHED_SHARE * len(rates))
+    smoothed = _smoothed(np.asarray(finite), width)
     if len(rates) < 3:
         return RateFound(rates, finite, smoothed.tolist(), None, rates[0] if rates else math.nan, diverged)
     best = int(smoothed.argmin())
     first = min(int(WORTH_LOOKING * len(rates)), best)
     slopes = np.gradient(smoothed, np.log(rates))[first : best + 1]
     steepest = first + int(slopes.argmin())
-    suggestion = rates[steepest] if slopes.min() < 0 and best > 0 else None
+    fall = float(smoothed[: best + 1].max() - smoothed[best])
+    is_clear = slopes.min() < 0 and best > 0 and fall > CLEAR * _noise(np.asarray(finite), width)
+    suggestion = rates[steepest] if is_clear else None
     return RateFound(rates, finite, smoothed.tolist(), suggestion, rates[best], diverged)
 
 
@@ -281,6 +286,12 @@ def _smoothed(losses: np.ndarray, width: float) -> np.ndarray:
     weights = np.exp(-0.5 * ((steps[:, None] - steps[None, :]) / width) ** 2)
     averaged: np.ndarray = (weights @ losses) / weights.sum(axis=1)
     return averaged
+
+
+def _noise(losses: np.ndarray, width: float) -> float:
+    """The standard deviation that chance alone gives to losses averaged over `width`, by how neighbours differ."""
+    of_one = 1.4826 * float(np.median(np.abs(np.diff(losses)))) / math.sqrt(2)
+    return of_one / math.sqrt(2 * math.sqrt(math.pi) * width)
 
 
 def _free_bytes(device: torch.device) -> int:
