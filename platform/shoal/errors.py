@@ -147,6 +147,10 @@ class RunError(ShoalError):
     """A run does not exist or failed."""
 
 
+class RecordUnwritable(RunError):
+    """The run record cannot be written for now: the disk is full, or others keep it busy. What was said is kept."""
+
+
 class InferenceError(ShoalError):
     """A request that an endpoint refuses; `status` is the HTTP status of the answer.
 

@@ -64,9 +64,9 @@ def test_a_run_without_a_checkpoint_says_that_it_begins_again(capsys: pytest.Cap
     run = trained()
     shutil.rmtree(run.folder / "checkpoints")
     assert main([f"resume={run.id}", "stop.steps=6"]) == 0
-    assert f"run {run.id} had no checkpoint: it began again, at step 0" in capsys.readouterr().out
+    assert "there is no checkpoint: it begins again, at step 0" in capsys.readouterr().out
     assert main([f"resume={run.id}", "stop.steps=7"]) == 0
-    assert "had no checkpoint" not in capsys.readouterr().out
+    assert "no checkpoint" not in capsys.readouterr().out
 
 
 def test_a_run_that_has_ended_is_not_resumed_for_nothing() -> None:

@@ -98,6 +98,8 @@ def _show_run(console: Console, run: Run, as_json: bool) -> None:
         return
     console.print(Text(f"{run.id}: predicted beside measured", style="bold"))
     console.print(_columns({"predicted": predicted.values, "measured": measured.values}))
+    if PREDICTED not in events:
+        console.print("A run is predicted when it ends by itself; before that: shoal inspect TASK a.b=c", style="dim")
     _words(console, predicted)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 import yaml
 from rich.console import Console, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
 
 import shoal
@@ -43,6 +44,7 @@ from shoal.home import access_token
 from shoal.runs import Run, Status
 from shoal.runs.display import duration, number
 from shoal.runs.origin import COMMAND_VARIABLE, as_typed
+from shoal.runs.trouble import trouble
 
 REFRESH_S = 0.25
 PLAIN_S = 2.0
@@ -184,7 +186,7 @@ class _Session:
         with Live(console=self._console, refresh_per_second=4, transient=True) as live:
             while (outcome := self._step()) is None:
                 if self._view is not None:
-                    live.update(_picture(self._view))
+                    live.update(Constrain(_picture(self._view), self._console.width - len("^C")))  # which is echoed
         return outcome
 
     def _step(self) -> ray_jobs.JobStatus | None:
@@ -192,7 +194,7 @@ class _Session:
         assert self._job is not None
         time.sleep(REFRESH_S)
         self._read_record()
-        if self._view is None or not self._view.metrics:
+        if self._view is None or not (self._view.metrics or self._view.phase == train_display.TRAINING):
             self._print_new_words()
             self._require_actors()
         return self._job.outcome()
@@ -216,7 +218,7 @@ class _Session:
         addresses = {point.kind: point.address for point in self._record.endpoints() if point.state == "ready"}
         if "gateway" in addresses and not self._actors and self._num_actors:
             self._start_actors(self._record)
-        notes = self._notes + self._dead_actors()
+        notes = self._all_notes()
         if record.job == TRAINING:
             before = self._view if isinstance(self._view, train_display.TrainView) else None
             self._view = train_display.view_of(record, before, notes)
@@ -243,15 +245,19 @@ class _Session:
         for note in self._new_notes():
             self._console.print(note, markup=False)
         phase, at = self._printed
-        if self._view.phase != phase or time.monotonic() - at >= PLAIN_S:
+        if self._view.phase != phase or (self._view.metrics and time.monotonic() - at >= PLAIN_S):
             self._printed = (self._view.phase, time.monotonic())
             self._console.print(_line(self._view), markup=False)
 
     def _new_notes(self) -> list[str]:
         """What went wrong with actors, and was not said yet."""
-        found = [note for note in (*self._notes, *self._dead_actors()) if note not in self._said]
+        found = [note for note in self._all_notes() if note not in self._said]
         self._said += found
         return found
+
+    def _all_notes(self) -> list[str]:
+        seen = self._record.last_events(since_resumed=True) if self._record is not None else {}
+        return [*self._notes, *self._dead_actors(), *filter(None, (trouble(*each) for each in seen.items()))]
 
     # -- actors ---------------------------------------------------------------------------------------------------
 

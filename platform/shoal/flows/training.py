@@ -13,7 +13,7 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import shoal.runs
 from shoal.cluster.driver import expected_run_id, job_main
@@ -24,12 +24,13 @@ from shoal.runs.ray_mailbox import Message
 from shoal.train.checks import Checked, check
 from shoal.train.ending import end_run
 from shoal.train.interrupts import interrupts
-from shoal.train.journal import NO_CHECKPOINT
+from shoal.train.journal import Recorded
 from shoal.train.outcome import Outcome
 from shoal.train.ray_room import placed, require_room
 from shoal.train.recipe import spec_from_words
 from shoal.train.record import record_of
 from shoal.train.spec import TrainSpec
+from shoal.train.told import Told, in_words
 
 if TYPE_CHECKING:
     from shoal.train.ray_train import Fit
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 JOB = "train"
 POLL_S = 0.25
 STOP_S = 12.0  # for the workers to save, before whoever asked for an end loses patience
-PRINT_S = 2.0
 ROOM_S = 10.0  # for a run that has just ended to give its place back
 ATTEMPTS_WITHOUT_PROGRESS = 3
 
@@ -82,7 +82,7 @@ class _Flow:
     def __init__(self, spec: TrainSpec, checked: Checked, recorder: RunRecorder) -> None:
         self.spec, self.checked, self.recorder = placed(spec), checked, recorder
         self._step = -1  # the newest that was heard of
-        self._printed_at = 0.0
+        self._told = Told(Recorded(recorder), _say)
 
     def run(self) -> None:
         """Attempt until the run ends, or until workers were lost several times without a step between."""
@@ -107,7 +107,7 @@ class _Flow:
         end_run(self.spec, outcome, self.checked, self.recorder, registers=True)
         if outcome.is_interrupted:
             raise KeyboardInterrupt
-        print(f"run {self.recorder.id}: {outcome.detail}; {_in_words(outcome.metrics)}", flush=True)
+        print(f"run {self.recorder.id}: {outcome.detail}; {in_words(outcome.metrics)}", flush=True)
 
     def _attempt(self) -> Outcome:
         from shoal.train.ray_train import Fit, Setting  # Ray Train takes a second to load: not for `--check`
@@ -140,23 +140,13 @@ class _Flow:
         if kind == "log":
             step, values = content
             self._step = max(self._step, step)
-            self.recorder.log(step, values)
-            self._print(step, values)
+            self._told.log(step, values)
         elif kind == "event":
             name, details = content
-            self.recorder.event(name, **details)
-            if name == NO_CHECKPOINT:
-                print(f"run {self.recorder.id} has no checkpoint: it begins again, at step 0", flush=True)
+            self._told.event(name, **details)
         else:
-            self.recorder.histogram(*content)
-
-    def _print(self, step: int, values: dict[str, Any]) -> None:
-        is_evaluation = any(name.startswith("validation/") for name in values)
-        if not is_evaluation and time.monotonic() - self._printed_at < PRINT_S:
-            return
-        self._printed_at = time.monotonic()
-        print(f"step {step:6,} | {_in_words(values)}", flush=True)
+            self._told.histogram(*content)
 
 
-def _in_words(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+def _say(words: str) -> None:
+    print(words, flush=True)

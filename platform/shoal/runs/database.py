@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shoal.errors import RunError
+from shoal.errors import RecordUnwritable, RunError
 
 BUSY_TIMEOUT_S = 10.0
 SCHEMA_VERSION = 1
@@ -82,7 +82,7 @@ def _create(connection: sqlite3.Connection) -> None:
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     """All of the body's writes, or none; takes the write lock at once, so that what the body reads stays true.
 
-    Raises RunError when the database refuses, or when others keep it busy for longer than BUSY_TIMEOUT_S.
+    Raises RecordUnwritable when the database refuses, or when others keep it busy for longer than BUSY_TIMEOUT_S.
     """
     try:
         try:  # around BEGIN too: an interruption that came while it waited for the lock is raised when it has it
@@ -93,4 +93,5 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
     except sqlite3.Error as error:
-        raise RunError(f"the run record cannot be written: {error}") from error
+        remedy = ": free space where SHOAL_HOME lies" if "full" in str(error) else ""
+        raise RecordUnwritable(f"the run record cannot be written: {error}{remedy}") from error

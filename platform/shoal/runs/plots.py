@@ -116,7 +116,7 @@ def small_plot(curve: Curve, begin: float, end: float) -> Figure:
 
     with rc_context(_STYLE):
         figure = Figure(figsize=(3.5, 1.7), facecolor="white")
-        figure.subplots_adjust(left=0.13, right=0.97, bottom=0.14, top=0.95)
+        figure.subplots_adjust(left=0.16, right=0.97, bottom=0.14, top=0.95)
         axes = figure.add_subplot()
         _draw(axes, curve, width=1.2)
         margin = 0.01 * (end - begin)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
-import shoal.runs
 from shoal.config import last_value
 from shoal.errors import ConfigError, ShoalError
 from shoal.loading import loading
 from shoal.train.alone import train_here
-from shoal.train.journal import NO_CHECKPOINT
 from shoal.train.recipe import spec_from_words
+from shoal.train.told import in_words
 
 
 def main(words: list[str]) -> int:
@@ -27,16 +27,15 @@ def main(words: list[str]) -> int:
     rank, is_alone = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") == "1"
     try:
         _require_as_many(last_value(words, "workers"))
-        outcome = train_here(spec_from_words(words), predicts=True)
+        outcome = train_here(spec_from_words(words), predicts=True, say=partial(print, flush=True))
     except ShoalError as error:
         # Each rank says its own, also what is the same on all: torchrun ends the others as soon as one has ended.
         print(f"error: {error}" if is_alone else f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
         return 1
     if rank == "0":
-        metrics = ", ".join(f"{name} {value:.4g}" for name, value in outcome.metrics.items())
-        if NO_CHECKPOINT in shoal.runs.load(outcome.run_id).last_events(since_resumed=True):
-            print(f"run {outcome.run_id} had no checkpoint: it began again, at step 0", flush=True)
-        print(f"run {outcome.run_id}: {outcome.detail}, {outcome.seconds:.1f} s. {metrics}", flush=True)
+        print(
+            f"run {outcome.run_id}: {outcome.detail}, {outcome.seconds:.1f} s. {in_words(outcome.metrics)}", flush=True
+        )
         if outcome.is_interrupted:
             print(f"Go on with: python -m shoal.train resume={outcome.run_id}", flush=True)
     return 130 if outcome.is_interrupted else 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import shoal.runs
@@ -20,25 +20,34 @@ from shoal.train.assembly import set_threads
 from shoal.train.checks import check
 from shoal.train.ending import end_run
 from shoal.train.interrupts import TORCHRUN, interrupts
-from shoal.train.journal import Recorded, Silent
+from shoal.train.journal import Journal, Recorded, Silent
 from shoal.train.outcome import Outcome
 from shoal.train.prediction import predicted_cost
 from shoal.train.record import record_of
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
+from shoal.train.told import Told
 from shoal.train.trainer import Trainer
 
 JOB = "train"
 _NUM_LOOKED_AT = 50  # newest runs, when the one that torchrun has interrupted is looked for
 
 
-def train_here(spec: TrainSpec, job: str = JOB, *, registers: bool = True, predicts: bool = False) -> Outcome:
+def train_here(
+    spec: TrainSpec,
+    job: str = JOB,
+    *,
+    registers: bool = True,
+    predicts: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> Outcome:
     """Train in this process, one of torchrun's ranks or the only one, and return how it ended.
 
     Ctrl-C saves a checkpoint and ends the run as stopped. Raises ShoalError; the record then says why.
 
     registers: put the network into the registry at the end
     predicts:  record what the run is predicted to cost, which takes a second or two at its beginning
+    say:       takes a line for a person now and then: how far it is, and what went wrong
     """
     workers = int(os.environ.get("WORLD_SIZE", "1"))
     is_told = predicts and os.environ.get("RANK", "0") == "0"
@@ -64,7 +73,9 @@ def train_here(spec: TrainSpec, job: str = JOB, *, registers: bool = True, predi
             recorder.event(PREDICTED, **cost)
         folder = home() / "runs" / run_id
         stop = closing.enter_context(interrupts())
-        journal = Recorded(recorder) if recorder else Silent()
+        journal: Journal = Recorded(recorder) if recorder else Silent()
+        if recorder and say:
+            journal = Told(journal, say)
         trainer = Trainer(
             spec,
             make_task(spec.task, spec.args),

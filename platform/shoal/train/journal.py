@@ -15,8 +15,6 @@ import numpy as np
 from shoal.errors import RunError
 from shoal.runs import RunRecorder
 
-NO_CHECKPOINT = "no_checkpoint"  # the event of a resumed run that begins again
-
 
 class Journal(Protocol):
     """Receives what happens in a run. Every method but `flush` returns at once."""
@@ -64,11 +62,14 @@ class Recorded:
         self._recorder.log(step, values)
 
     def event(self, kind: str, /, **details: object) -> None:
-        self._recorder.event(kind, **details)
+        with suppress(
+            RunError
+        ):  # a full disk: it is kept, and tried again; no training ends because its record cannot be written for now
+            self._recorder.event(kind, **details)
 
     def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         self._recorder.histogram(step, name, counts, edges)
 
     def flush(self) -> None:
-        with suppress(RunError):  # a full disk: it is kept, and tried again
+        with suppress(RunError):  # likewise
             self._recorder.flush()

@@ -147,8 +147,8 @@ class Keeper:
         try:
             self._checkpointer.wait()
         except CheckpointError as error:
-            self._saved_step = -1
-            self._lost(error, None, must)
+            lost, self._saved_step = self._saved_step, -1
+            self._lost(error, lost if lost >= 0 else None, must)
 
     def newest(self) -> str | None:
         """The newest good checkpoint in words, for a message; None when there is none. Collective."""

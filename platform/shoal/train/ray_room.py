@@ -27,4 +27,4 @@ def require_room(spec: TrainSpec, wait_s: float) -> None:
     free = wait_for_free(resource, spec.workers, wait_s)
     if free < spec.workers:
         problem = f"{spec.workers} workers need a {resource} each, and {int(free)} of {there} are free"
-        raise ClusterError(f"{problem}: wait for what runs (`shoal status`), or use fewer workers")
+        raise ClusterError(f"{problem}: wait for what runs, or end it (`shoal status`), or use fewer workers")

@@ -173,7 +173,7 @@ class StopPolicy:
         if self._best is None:
             return self._ended("convergence", f"{spec.metric} was not a number in {evaluations}", step)
         best_step, best = self._best
-        detail = f"{spec.metric} {number(best)} of step {best_step:,} was not bettered in {evaluations} after it"
+        detail = f"{spec.metric} {number(best)} of step {best_step:,} was not bettered by {evaluations} that followed"
         return self._ended("convergence", detail, step)
 
     def _ended(self, reason: Reason, detail: str, step: int) -> Stop:

@@ -22,13 +22,14 @@ from shoal.cost.peak import peak_flops
 from shoal.cost.probe import CostProbe
 from shoal.errors import NotFinite, TrainError
 from shoal.parallel import World
+from shoal.runs.trouble import NO_CHECKPOINT
 from shoal.train.agreement import INTERVAL_S, Agreement, Signs
 from shoal.train.assembly import assemble
 from shoal.train.evaluation import evaluate
 from shoal.train.expense import TRAINING_S
 from shoal.train.fitting import explained, lost_ranks_named
 from shoal.train.histograms import write_histograms
-from shoal.train.journal import NO_CHECKPOINT, Journal, Silent
+from shoal.train.journal import Journal, Silent
 from shoal.train.keeping import Keeper, Progress, write_weights
 from shoal.train.meter import Meter
 from shoal.train.outcome import Outcome

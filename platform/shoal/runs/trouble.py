@@ -1,0 +1,22 @@
+"""What went wrong in a run that goes on, in words for a person. Called by whoever shows a run; knows events alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NO_CHECKPOINT = "no_checkpoint"  # the event of a resumed run that begins again
+
+
+def trouble(kind: str, details: Mapping[str, Any]) -> str:
+    """What an event tells of something that went wrong and did not end the run; nothing for others."""
+    match kind:
+        case "checkpoint_failed":
+            return f"a checkpoint could not be written, training goes on: {details['error']}"
+        case "restored" if details["damaged"]:
+            return f"going on from step {details['step']:,}; damaged, and passed over: {'; '.join(details['damaged'])}"
+        case "workers_lost":
+            return f"workers were lost after step {details['step']:,}: going on from the last checkpoint"
+        case "no_checkpoint":
+            return "there is no checkpoint: it begins again, at step 0"
+    return ""

@@ -1,0 +1,62 @@
+"""What a person reads of a run while it goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+import shoal.runs
+from shoal.errors import RecordUnwritable
+from shoal.runs import recorder as recording
+from shoal.runs.trouble import trouble
+from shoal.train import told
+from shoal.train.journal import Recorded, Silent
+from shoal.train.told import Told
+
+
+def test_progress_now_and_then_and_every_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(told.time, "monotonic", lambda: now_s)
+    said: list[str] = []
+    journal = Told(Silent(), said.append)
+    for step in range(1, 6):
+        now_s += 0.75
+        journal.log(step, {"train/loss": 1 / step})
+    assert said == ["step      3 | train/loss 0.3333"]
+    journal.log(5, {"validation/accuracy": 0.9})
+    assert said[1:] == ["step      5 | validation/accuracy 0.9"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "details", "words"),
+    [
+        ("checkpoint_failed", {"step": 9, "error": "step 9 could not be saved"}, "training goes on: step 9 could"),
+        (
+            "restored",
+            {"step": 5, "damaged": ["step 10: a.bin is gone"]},
+            "from step 5; damaged, and passed over: step 10",
+        ),
+        ("restored", {"step": 5, "damaged": []}, ""),
+        ("workers_lost", {"step": 1234, "error": "a worker died"}, "workers were lost after step 1,234"),
+        ("no_checkpoint", {}, "begins again"),
+        ("stopped", {"step": 5}, ""),
+    ],
+)
+def test_what_goes_wrong_is_said_and_nothing_else(kind: str, details: dict[str, object], words: str) -> None:
+    said: list[str] = []
+    Told(Silent(), said.append).event(kind, **details)
+    assert said == ([trouble(kind, details)] if words else [])
+    assert words in "".join(said)
+
+
+def test_an_event_that_cannot_be_written_for_now_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = shoal.runs.create("train", "")
+
+    def full(connection: object) -> None:
+        raise RecordUnwritable("the run record cannot be written: database or disk is full")
+
+    with monkeypatch.context() as while_full:
+        while_full.setattr(recording, "transaction", full)
+        Recorded(recorder).event("checkpoint_failed", step=3, error="no space")
+    recorder.finish("finished")
+    recorder.close()
+    assert shoal.runs.load(recorder.id).last_events()["checkpoint_failed"]["step"] == 3
