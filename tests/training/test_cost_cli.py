@@ -72,6 +72,7 @@ def test_inspect_a_task_begins_with_its_recipe_and_takes_words(folder: Path) -> 
     found = json.loads(typed(inspect, path, "--json", "args.width=16"))
     assert (found["batch_size"], found["plan"], found["parameters"]) == (32, "single", 4 * 16 + 16 + 2 * 16 + 2)
     assert found["placement"][0]["held_as"] == "whole"
+    assert json.loads(typed(inspect, f"task={path}", "--json", "args.width=16"))["task"] == path
     text = typed(inspect, path, "parallel=fsdp", "workers=2")
     assert "1/2 sharded" in text
     assert "a rank sends, each step" in text

@@ -146,6 +146,8 @@ def test_runs_are_found_by_id_beginning_or_latest() -> None:
         runs.load("2026")
     with pytest.raises(RunError, match=r"did you mean .*20270101-000000-cccc.*shoal runs"):
         runs.load("20270101-000000-cccd")
+    with pytest.raises(RunError, match=r"no run 'nope': the newest is 20270101-000000-cccc\. `shoal runs`"):
+        runs.load("nope")
     with pytest.raises(RunError, match="no run ''"):
         runs.load("")
 

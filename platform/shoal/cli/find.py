@@ -62,6 +62,7 @@ def rate(
       shoal find rate lenet
       shoal find rate my_task.py:MyTask batch_size=256 optimizer.name=sgd --lowest 1e-5
     """
+    task = task.removeprefix("task=")
     if not 0 < lowest < highest:
         raise ConfigError("--lowest", lowest, f"is not between 0 and --highest ({highest:g})")
     spec = _spec(task, words)
@@ -108,6 +109,7 @@ def batch(
       shoal find batch lenet
       shoal find batch my_task.py:MyTask args.width=512 --memory 2G
     """
+    task = task.removeprefix("task=")
     found = find_batch(_spec(task, words), None if memory is None else parse_bytes(memory), up_to, longest)
     paths = _write(out, "batch", task, batch_picture(found, f"{task}: speed and memory by batch size"), _as_dict(found))
     if as_json:

@@ -44,7 +44,7 @@ def inspect(what: str, words: tuple[str, ...], as_json: bool) -> None:
       shoal inspect my_task.py:MyTask parallel=fsdp workers=4 --json
       shoal inspect latest
     """
-    console = Console(highlight=False)
+    console, what = Console(highlight=False), what.removeprefix("task=")
     run = None if words else _run(what)
     if run is not None:
         _show_run(console, run, as_json)

@@ -94,6 +94,7 @@ def deploy(
     grpc = [f", gRPC at {each.address}" for each in _endpoints(run_id) if each.kind == GRPC]
     click.echo(f"endpoint {found.name} is ready at {found.url}{''.join(grpc)}")
     click.echo("what next:")
+    click.echo("  shoal predict --help")
     click.echo(f"  shoal serve status {found.name}")
     click.echo(f"  shoal serve delete {found.name}")
 

@@ -94,8 +94,9 @@ def find_row(connection: sqlite3.Connection, ref: str) -> sqlite3.Row:
     if len(matches) > 1:
         raise RunError(f"{ref!r} begins {len(matches)} runs: {', '.join(matches[-3:])}: type more of the id")
     if not matches:
-        near = difflib.get_close_matches(ref, ids, n=3, cutoff=0.5) or ids[-1:]
-        raise RunError(f"there is no run {ref!r}: did you mean {' or '.join(near)}? `shoal runs` lists them all")
+        near = difflib.get_close_matches(ref, ids, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"the newest is {ids[-1]}."
+        raise RunError(f"there is no run {ref!r}: {hint} `shoal runs` lists them all")
     row: sqlite3.Row = connection.execute("SELECT * FROM runs WHERE id = ?", (matches[0],)).fetchone()
     return row
 

@@ -199,7 +199,8 @@ def load_file(path: Path, word: str) -> ModuleType:
 
 def _import(word: str, place: str) -> ModuleType:
     recipes = sorted(path.stem for path in JOBS.glob("*.py"))
-    remedy = "give file.py:Class, package.module:Class" + (f", or one of {', '.join(recipes)}" if recipes else "")
+    others = f"one of {', '.join(recipes)}" if recipes else "a recipe's name where its folder, jobs/, is"
+    remedy = f"give file.py:Class, package.module:Class, or {others}"
     if not all(part.isidentifier() for part in place.split(".")):
         raise ConfigError("task", word, "is no file and no module", remedy)
     try:

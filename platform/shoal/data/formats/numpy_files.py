@@ -14,6 +14,7 @@ from shoal.data.formats.files import FileDataset, as_tensor, equally_long, exist
 from shoal.data.order import Indices
 from shoal.errors import DataError
 
+_WANTED = "save an array of numbers with the sample as dimension 0"
 _Place = tuple[Path, str]  # a file, and the array's name in an .npz
 
 
@@ -86,10 +87,11 @@ def _head(place: _Place) -> tuple[tuple[int, ...], np.dtype[Any]]:
     except KeyError as error:
         raise DataError("fields", name, f"is not in {path.name}", f"there is {', '.join(_names(path))}") from error
     except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+        if "Python objects" in str(error):  # which cannot be mapped, and are not looked for
+            raise DataError("fields", name or str(path), "holds Python objects, no numbers", _WANTED) from error
         raise _damaged(path, error) from error
     if not shape or dtype.kind not in "biuf":
-        remedy = "save an array of numbers with the sample as dimension 0"
-        raise DataError("fields", name or str(path), f"is ragged or no numbers: {dtype}, shape {shape}", remedy)
+        raise DataError("fields", name or str(path), f"is ragged or no numbers: {dtype}, shape {shape}", _WANTED)
     return shape, dtype
 
 
