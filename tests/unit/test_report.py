@@ -61,6 +61,7 @@ def write(run: Run) -> Page:
 
 
 def learn(run: RunRecorder, num_logs: int = 30) -> None:
+    began_at = time.time()
     for k in range(1, num_logs + 1):
         values: dict[str, float] = {
             "return/mean_100": 10.0 * k,
@@ -74,7 +75,7 @@ def learn(run: RunRecorder, num_logs: int = 30) -> None:
             "drops/duplicate": 1,
         }
         run.log(k, values)
-        run.weights_published(k, k, "ab", time.time() + k)
+        run.weights_published(k, k, "ab", began_at + k)
 
 
 def test_a_full_run_is_told_in_full(home: Path) -> None:
