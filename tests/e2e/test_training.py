@@ -82,6 +82,17 @@ def at_step(step: int, incarnation: int = 1) -> Callable[[], bool]:
     return found
 
 
+def wait_while_it_runs(program: subprocess.Popen[str], predicate: Callable[[], bool], what: str) -> None:
+    """Until `predicate` holds. Fails with what the program has said when it ends before, or takes too long."""
+    try:
+        wait_for(lambda: predicate() or program.poll() is not None, STATE_S, what)
+        assert program.poll() is None or predicate(), f"it ended with {program.returncode} before {what}"
+    except AssertionError as error:
+        program.terminate()
+        said, _ = program.communicate(timeout=END_S)
+        raise AssertionError(f"{error}; it has said:\n{said}") from None
+
+
 def losses_of(run: Run) -> dict[int, float]:
     rows = run.metrics().dropna(subset=["train/loss"])
     return dict(zip(rows["train/step"].astype(int), rows["train/loss"], strict=True))
@@ -138,7 +149,7 @@ def _processes_of(home: Path) -> list[str]:
 
 def test_a_run_outlives_ctrl_c_and_the_death_of_everything(own_home: Path, tmp_path: Path) -> None:
     program = shoal_program("run", "train", *WORDS, f"args.notes={tmp_path}", "args.step_s=0.3")
-    wait_for(at_step(2), STATE_S, "the second step")
+    wait_while_it_runs(program, at_step(2), "the second step")
     program.send_signal(signal.SIGINT)
     said, _ = program.communicate(timeout=END_S)
     assert program.returncode == 130, said
