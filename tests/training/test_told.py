@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import shoal.runs
-from shoal.errors import RecordUnwritable
+from shoal.errors import RecordUnwritable, RunError
 from shoal.runs import recorder as recording
 from shoal.runs.trouble import trouble
 from shoal.train import told
@@ -60,3 +60,11 @@ def test_an_event_that_cannot_be_written_for_now_ends_no_training(monkeypatch: p
     recorder.finish("finished")
     recorder.close()
     assert shoal.runs.load(recorder.id).last_events()["checkpoint_failed"]["step"] == 3
+
+
+def test_who_was_superseded_hears_of_it() -> None:
+    recorder = shoal.runs.create("train", "")
+    with recorder._connection as connection:
+        connection.execute("UPDATE runs SET incarnation = incarnation + 1 WHERE id = ?", (recorder.id,))
+    with pytest.raises(RunError, match="was resumed by another process"):
+        Recorded(recorder).event("checkpoint_failed", step=3, error="no space")

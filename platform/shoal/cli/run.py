@@ -44,7 +44,6 @@ from shoal.home import access_token
 from shoal.runs import Run, Status
 from shoal.runs.display import duration, number
 from shoal.runs.origin import COMMAND_VARIABLE, as_typed
-from shoal.runs.trouble import trouble
 
 REFRESH_S = 0.25
 PLAIN_S = 2.0
@@ -218,7 +217,7 @@ class _Session:
         addresses = {point.kind: point.address for point in self._record.endpoints() if point.state == "ready"}
         if "gateway" in addresses and not self._actors and self._num_actors:
             self._start_actors(self._record)
-        notes = self._all_notes()
+        notes = self._notes + self._dead_actors()
         if record.job == TRAINING:
             before = self._view if isinstance(self._view, train_display.TrainView) else None
             self._view = train_display.view_of(record, before, notes)
@@ -250,14 +249,11 @@ class _Session:
             self._console.print(_line(self._view), markup=False)
 
     def _new_notes(self) -> list[str]:
-        """What went wrong with actors, and was not said yet."""
-        found = [note for note in self._all_notes() if note not in self._said]
+        """What went wrong, and was not said yet."""
+        seen = self._view.notes if self._view is not None else ()
+        found = [note for note in dict.fromkeys((*self._notes, *self._dead_actors(), *seen)) if note not in self._said]
         self._said += found
         return found
-
-    def _all_notes(self) -> list[str]:
-        seen = self._record.last_events(since_resumed=True) if self._record is not None else {}
-        return [*self._notes, *self._dead_actors(), *filter(None, (trouble(*each) for each in seen.items()))]
 
     # -- actors ---------------------------------------------------------------------------------------------------
 

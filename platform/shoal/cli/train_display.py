@@ -21,6 +21,7 @@ from rich.text import Text
 from shoal.cli.display import MAX_HISTORY, sparkline
 from shoal.runs import Run
 from shoal.runs.display import duration, number
+from shoal.runs.trouble import trouble
 
 TRAINING = "training"
 RATES = (
@@ -80,7 +81,8 @@ def view_of(run: Run, before: TrainView | None, notes: Sequence[str]) -> TrainVi
     if math.isfinite(loss) and (not history or history[-1] != loss):
         history = (*history, loss)[-MAX_HISTORY:]
     elapsed_s = time.time() - run.life_began_at()
-    return TrainView(run.id, _phase(seen), elapsed_s, metrics, seen.get("training", {}), history, tuple(notes))
+    told = (*notes, *filter(None, (trouble(*event) for event in seen.items())))
+    return TrainView(run.id, _phase(seen), elapsed_s, metrics, seen.get("training", {}), history, told)
 
 
 def _phase(seen: dict[str, dict[str, Any]]) -> str:

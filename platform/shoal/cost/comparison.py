@@ -23,7 +23,7 @@ ROWS = {
     "steps": ("count", "steps"),
     "lived_s": ("seconds", "wall time, starts and evaluations included"),
     "training_s": ("seconds", "of it, in training steps"),
-    "money": ("money", "cost of that"),
+    "money": ("money", "cost of all of it"),
     "samples_per_s": ("rate", "samples a second"),
     "step_s": ("seconds", "a step"),
     "data_wait": ("share", "waiting for data"),

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from shoal.errors import RunError
+from shoal.errors import RecordUnwritable, RunError
 from shoal.runs import RunRecorder
 
 
@@ -62,14 +62,12 @@ class Recorded:
         self._recorder.log(step, values)
 
     def event(self, kind: str, /, **details: object) -> None:
-        with suppress(
-            RunError
-        ):  # a full disk: it is kept, and tried again; no training ends because its record cannot be written for now
+        with suppress(RecordUnwritable):  # it is kept, and tried again: training goes on
             self._recorder.event(kind, **details)
 
     def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         self._recorder.histogram(step, name, counts, edges)
 
     def flush(self) -> None:
-        with suppress(RunError):  # likewise
+        with suppress(RunError):  # a full disk: it is kept, and tried again
             self._recorder.flush()
