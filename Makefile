@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Run the main job: four external actors teach a policy that an endpoint already serves
 	@$(BIN)/shoal run actor_learner --actors 4
 
-# Bytecode is kept: else each worker, and each process that a test starts, compiles again what it imports.
+# Bytecode is kept: else each worker, and each process that a test or a benchmark starts, compiles again what it imports.
 # In the last line, a Ray cluster per process, and the tests that take longest first (see tests/conftest.py).
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY) $(CLIENTS)/.ready  ## Run the whole test suite
@@ -60,6 +60,7 @@ $(PEERS)/.ready: benchmarks/peers.txt
 	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers.txt
 	@touch $@
 
+bench: export PYTHONDONTWRITEBYTECODE =
 bench: $(READY) $(PEERS)/.ready  ## Measure every bar beside its peers, and renew the README's table
 	@$(BIN)/python -m benchmarks.all
 	@$(BIN)/python -m benchmarks.table --write

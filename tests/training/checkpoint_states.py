@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shoal.checkpoint import Checkpointer, Found, folder
+from shoal.checkpoint.staging import Staging
 
 
 def state_of(number: float, width: int = 5) -> dict[str, Any]:
@@ -67,3 +68,17 @@ class Gate:
         self.open = threading.Event()
         real = folder.write_file
         monkeypatch.setattr(folder, "write_file", lambda *words: self.open.wait(10.0) and real(*words))
+
+
+class Copying:
+    """Holds the background thread in front of what `save` has left to be copied."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        real = Staging.finish
+
+        def held(staging: Staging) -> None:
+            self.go.wait(10.0)
+            real(staging)
+
+        monkeypatch.setattr(Staging, "finish", held)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.checkpoint import Checkpointer
-from training.checkpoint_states import Gate
+from training.checkpoint_states import Copying, Gate
 
 
 @pytest.fixture
@@ -20,3 +20,8 @@ def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
+
+
+@pytest.fixture
+def copying(monkeypatch: pytest.MonkeyPatch) -> Copying:
+    return Copying(monkeypatch)

@@ -17,7 +17,7 @@ from torch import nn
 
 from shoal.checkpoint import Checkpointer
 from shoal.errors import CheckpointError, ConfigError, SpecMismatch
-from training.checkpoint_states import Gate, assert_equal, names, newest, state_of
+from training.checkpoint_states import Copying, Gate, assert_equal, names, newest, state_of
 from waiting import wait_for
 
 
@@ -84,6 +84,32 @@ def test_the_state_may_change_when_save_returns(checkpointer: Checkpointer, gate
     loaded = state_of(0)
     checkpointer.load(newest(checkpointer), loaded)
     assert_equal(loaded, state_of(1))
+
+
+def test_what_is_copied_later_may_change_once_it_is(checkpointer: Checkpointer, copying: Copying) -> None:
+    state = state_of(1)
+    checkpointer.save(1, state, later=["optimizer"])
+    state["model"]["layer.weight"].fill_(99.0)
+    waiting = threading.Thread(target=checkpointer.wait_until_copied)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    copying.go.set()
+    waiting.join()
+    state["optimizer"]["state"][0]["exp_avg"].fill_(99.0)
+    loaded = state_of(0)
+    checkpointer.load(newest(checkpointer), loaded)
+    assert_equal(loaded, state_of(1))
+    checkpointer.wait_until_copied()  # nothing is in flight
+
+
+def test_a_copy_that_takes_too_long_is_said(tmp_path: Path, copying: Copying) -> None:
+    with Checkpointer(tmp_path, timeout_s=0.1) as checkpointer:
+        checkpointer.save(1, state_of(1), later=["optimizer"])
+        with pytest.raises(CheckpointError, match=r"the state was not copied within 0\.1 s"):
+            checkpointer.wait_until_copied()
+        copying.go.set()
+        checkpointer.wait_until_copied()
 
 
 def test_a_second_save_waits_for_the_first(checkpointer: Checkpointer, gate: Gate) -> None:

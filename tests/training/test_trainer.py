@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from shoal.checkpoint.staging import Staging
 from shoal.data import Data
 from shoal.errors import NotFinite, SpecMismatch
 from shoal.parallel import World
@@ -78,6 +80,21 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert one.keys() == other.keys()
     for name, weight in one.items():
         assert torch.equal(weight, other[name]), name
+
+
+def test_the_optimizer_waits_until_its_moments_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Staging.finish
+    monkeypatch.setattr(Staging, "finish", lambda staging: (time.sleep(0.05), real(staging)))  # many steps
+    shards = []
+    for asynchronous in (False, True):
+        folder = tmp_path / str(asynchronous)
+        spec = spec_of(
+            average=0.9, stop={"steps": 6}, checkpoint={"every_steps": 2, "asynchronous": asynchronous, "keep": 3}
+        )
+        train(folder, spec)
+        shards.append([path.read_bytes() for path in sorted(folder.rglob("shard-*"))])
+    assert len(shards[0]) == 3
+    assert shards[0] == shards[1]
 
 
 def test_it_learns_and_says_how_it_went(tmp_path: Path) -> None:

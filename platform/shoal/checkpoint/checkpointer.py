@@ -64,7 +64,8 @@ class Checkpointer:
     timeout_s:    how long to wait for another rank, and for a save in flight
 
     | saves in flight | one                                                         |
-    | what blocks     | every method, while one is in flight: so a second save too  |
+    | what blocks     | every method, while one is in flight: so a second save too; |
+    |                 | `wait_until_copied` no longer than it says                  |
     | who unblocks    | the background thread when it has ended; else `timeout_s`   |
     | close()         | waits for it, then ends thread and group                    |
 
@@ -102,8 +103,9 @@ class Checkpointer:
         per_rank: Mapping[str, Any] | None = None,
         plan: str = "",
         best: bool = False,
+        later: Collection[str] = (),
     ) -> None:
-        """Write `state` as step `step`. When it returns, the state is copied and may change.
+        """Write `state` as step `step`. When it returns, the state is copied and may change, but for `later`.
 
         state:    nested dicts and lists of tensors, DTensors, numbers and strings; what several ranks hold under one
                   name must be equal, and is written once
@@ -111,6 +113,7 @@ class Checkpointer:
         per_rank: the same, kept for every rank (random states)
         plan:     words that are written down with it
         best:     keep this one also when `keep` newer ones exist, in place of the best one so far
+        later:    top-level names of what is copied in the background: it must not change before `wait_until_copied`
 
         Raises CheckpointError when the save before this one failed (this one is then not begun), RankLost, and
         ConfigError for a state that cannot be saved. With `asynchronous=False`, also when this one failed.
@@ -122,13 +125,24 @@ class Checkpointer:
             values = {name: encode(leaf.value, name) for name, leaf in leaves.items() if name not in tensors}
             notes = (encode(dict(extras or {}), "extras"), encode(dict(per_rank or {}), "per_rank"))
         staging = self._plan(tensors, step)
-        staging.fill(tensors)
+        staging.begin(tensors, later)
         self._num_saves += 1
         draft = draft_of(self.folder, step, f"{self._token}-{self._num_saves}")
         job = Job(step, draft, path_of(self.folder, step), plan, best, self.keep, values, *notes)
         self._flying = self._writer.submit(self._write, job, staging)
         if not self.asynchronous:
             self.wait()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether this rank still writes what was last given to `save`."""
+        return self._flying is not None and not self._flying.done()
+
+    def wait_until_copied(self) -> None:
+        """Until all of the state that was given to `save` may change. Raises CheckpointError after `timeout_s`."""
+        staging = self._staging if self._flying is not None else None
+        if staging is not None and not staging.wait_until_copied(self._timeout_s):
+            raise CheckpointError(f"the state was not copied within {self._timeout_s:g} s")
 
     def wait(self) -> None:
         """Until no save is in flight. Raises CheckpointError when it failed: once."""
@@ -256,6 +270,7 @@ class Checkpointer:
 
     def _write(self, job: Job, staging: Staging) -> None:
         """In the background thread: this rank's shard, then together the rest of the checkpoint."""
+        staging.finish()
         name = shards.shard_name(self._ranks.rank, self._ranks.size)
         written = record.write_shard(job, name, staging.pieces())
         reason: str | None = None

@@ -3,12 +3,14 @@
 Its bytes are those of the shard file, in the file's order. From CUDA the copies are queued on the current stream, so
 that later kernels of that stream wait for them and the host does not; the buffer is then pinned.
 
-Called by `checkpointer` (fill: the training thread; pieces: the background thread, one save at a time).
+Called by `checkpointer`, for one save at a time: `begin` and `wait_until_copied` by the training thread, `finish` and
+then `pieces` by the background thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -30,26 +32,48 @@ class Staging:
             buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, pin_memory=pinned).zero_()
         self._buffer = buffer
         self._targets = [self._buffer[slot.begin : slot.end].view(slot.dtype).view(slot.sizes) for slot in layout.slots]
-        self._copied: torch.cuda.Event | None = None
+        self._rest: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._is_copied = threading.Event()
+        self._fetched: torch.cuda.Event | None = None
 
     @torch.no_grad()
-    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's part of the state. When it returns, the state may change (in stream order, on CUDA).
+    def begin(self, tensors: Mapping[str, torch.Tensor], later: Collection[str] = ()) -> None:
+        """Copy this rank's part of the state, but for what lies under the top-level names `later`: that does `finish`.
 
-        On the host by torch's own threads, as many as this rank was given (measured, docs/decisions/006).
+        When it returns, what is copied may change (in stream order, on CUDA, where nothing is left for later). On the
+        host by torch's own threads, as many as this rank was given (measured, docs/decisions/006).
         """
+        self._is_copied.clear()
+        left = frozenset(() if self._buffer.is_pinned() else later)
         for slot, target in zip(self.layout.slots, self._targets, strict=True):
             tensor = tensors[slot.name]
             source = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            target.copy_(source, non_blocking=True)
+            if slot.name.partition(".")[0] in left:
+                self._rest.append((target, source.detach()))
+            else:
+                target.copy_(source, non_blocking=True)
         if self._buffer.is_pinned():
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._fetched = torch.cuda.Event()
+            self._fetched.record()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Copy the rest."""
+        rest, self._rest = self._rest, []
+        try:
+            for target, source in rest:
+                target.copy_(source)
+        finally:
+            self._is_copied.set()
+
+    def wait_until_copied(self, timeout_s: float) -> bool:
+        """Whether `finish` has ended, within `timeout_s`."""
+        return self._is_copied.wait(timeout_s)
 
     def pieces(self) -> Iterator[bytes | memoryview]:
         """The shard file, in blocks."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._fetched is not None:
+            self._fetched.synchronize()
         yield self.layout.header()
         content = self._buffer.numpy().data[: self.layout.size_bytes]
         for begin in range(0, len(content), BLOCK_BYTES):

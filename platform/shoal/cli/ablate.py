@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli.find import write_files
+from shoal.cli.task_argument import without_key
 from shoal.config import word_of
 from shoal.runs.display import duration, number, size
 from shoal.train.ablation import (
@@ -43,7 +44,7 @@ JOB = "ablate"
 
 
 @click.command()
-@click.argument("task")
+@click.argument("task", callback=without_key)
 @click.argument("words", nargs=-1, metavar="[A.B=C]...")
 @click.option("--part", "parts", multiple=True, metavar="NAME", help="A part to leave out; all of them by default.")
 @click.option("--change", "changes", multiple=True, metavar="NAME=A.B=C", help="Something to change instead.")

@@ -17,6 +17,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from shoal.cli.task_argument import without_key
 from shoal.config import word_of
 from shoal.errors import ConfigError
 from shoal.home import home
@@ -43,7 +44,7 @@ def find() -> None:
 
 
 @find.command()
-@click.argument("task")
+@click.argument("task", callback=without_key)
 @click.argument("words", nargs=-1, metavar="[A.B=C]...")
 @click.option("--lowest", default=1e-7, show_default=True, type=float, help="The first rate.")
 @click.option("--highest", default=10.0, show_default=True, type=float, help="The last rate.")
@@ -62,7 +63,6 @@ def rate(
       shoal find rate lenet
       shoal find rate my_task.py:MyTask batch_size=256 optimizer.name=sgd --lowest 1e-5
     """
-    task = task.removeprefix("task=")
     if not 0 < lowest < highest:
         raise ConfigError("--lowest", lowest, f"is not between 0 and --highest ({highest:g})")
     spec = _spec(task, words)
@@ -86,7 +86,7 @@ def rate(
 
 
 @find.command()
-@click.argument("task")
+@click.argument("task", callback=without_key)
 @click.argument("words", nargs=-1, metavar="[A.B=C]...")
 @click.option("--memory", default=None, help="The most to use, as 512M or 2G; what is free when left out.")
 @click.option("--up-to", default=65_536, show_default=True, type=click.IntRange(min=1), help="The largest to try.")
@@ -109,7 +109,6 @@ def batch(
       shoal find batch lenet
       shoal find batch my_task.py:MyTask args.width=512 --memory 2G
     """
-    task = task.removeprefix("task=")
     found = find_batch(_spec(task, words), None if memory is None else parse_bytes(memory), up_to, longest)
     paths = _write(out, "batch", task, batch_picture(found, f"{task}: speed and memory by batch size"), _as_dict(found))
     if as_json:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shoal.cli.task_argument import without_key
 from shoal.config import word_of
 from shoal.errors import RunError
 from shoal.runs import Run, load
@@ -29,7 +30,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is importe
 
 
 @click.command()
-@click.argument("what", metavar="TASK|RUN")
+@click.argument("what", metavar="TASK|RUN", callback=without_key)
 @click.argument("words", nargs=-1, metavar="[A.B=C]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def inspect(what: str, words: tuple[str, ...], as_json: bool) -> None:
@@ -44,7 +45,7 @@ def inspect(what: str, words: tuple[str, ...], as_json: bool) -> None:
       shoal inspect my_task.py:MyTask parallel=fsdp workers=4 --json
       shoal inspect latest
     """
-    console, what = Console(highlight=False), what.removeprefix("task=")
+    console = Console(highlight=False)
     run = None if words else _run(what)
     if run is not None:
         _show_run(console, run, as_json)

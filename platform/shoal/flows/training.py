@@ -21,6 +21,7 @@ from shoal.cost import PREDICTED
 from shoal.errors import RankLost
 from shoal.runs import RunRecorder
 from shoal.runs.ray_mailbox import Message
+from shoal.runs.trouble import trouble
 from shoal.train.checks import Checked, check
 from shoal.train.ending import end_run
 from shoal.train.interrupts import interrupts
@@ -96,8 +97,9 @@ class _Flow:
                 break
             except RankLost as error:
                 lost_in_a_row = 1 if self._step > before else lost_in_a_row + 1
-                self.recorder.event("workers_lost", step=self._step, error=str(error))
-                print(f"{error}; going on from the last checkpoint", flush=True)
+                lost = {"step": self._step, "error": str(error)}
+                self.recorder.event("workers_lost", **lost)
+                print(trouble("workers_lost", lost), flush=True)
                 if lost_in_a_row >= ATTEMPTS_WITHOUT_PROGRESS:
                     raise
         if not outcome.is_interrupted:  # told now, when the cores are free: it follows from the spec alone

@@ -16,7 +16,6 @@ def trouble(kind: str, details: Mapping[str, Any]) -> str:
         case "restored" if details["damaged"]:
             return f"going on from step {details['step']:,}; damaged, and passed over: {'; '.join(details['damaged'])}"
         case "workers_lost":
-            return f"workers were lost after step {details['step']:,}: going on from the last checkpoint"
-        case "no_checkpoint":
-            return "there is no checkpoint: it begins again, at step 0"
-    return ""
+            lost = f"workers were lost after step {details['step']:,} ({details['error']})"
+            return f"{lost}: going on from the last checkpoint"
+    return "there is no checkpoint: it begins again, at step 0" if kind == NO_CHECKPOINT else ""

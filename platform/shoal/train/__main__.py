@@ -33,9 +33,8 @@ def main(words: list[str]) -> int:
         print(f"error: {error}" if is_alone else f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
         return 1
     if rank == "0":
-        print(
-            f"run {outcome.run_id}: {outcome.detail}, {outcome.seconds:.1f} s. {in_words(outcome.metrics)}", flush=True
-        )
+        ended = f"run {outcome.run_id}: {outcome.detail}, {outcome.seconds:.1f} s."
+        print(f"{ended} {in_words(outcome.metrics)}", flush=True)
         if outcome.is_interrupted:
             print(f"Go on with: python -m shoal.train resume={outcome.run_id}", flush=True)
     return 130 if outcome.is_interrupted else 0

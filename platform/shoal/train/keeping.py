@@ -24,6 +24,7 @@ from shoal.train.random_state import random_state, set_random_state
 from shoal.train.spec import CheckpointSpec
 
 NUM_REPORTS = 16
+LATER = ("optimizer", AVERAGE)  # what only the optimiser's step changes; a forward pass may change the network
 
 
 @dataclass
@@ -135,12 +136,16 @@ class Keeper:
         state, plan = parts.state(), parts.degrees.words
         self._journal.flush()
         try:
-            self._checkpointer.save(progress.step, state, extras, per_rank=own, plan=plan, best=best)
+            self._checkpointer.save(progress.step, state, extras, per_rank=own, plan=plan, best=best, later=LATER)
         except CheckpointError as error:
             self._lost(error, progress.step, must)
         else:
             self._saved_step = progress.step
         self._saved_elapsed_s = progress.elapsed_s
+
+    def wait_until_copied(self) -> None:
+        """Until the optimiser may step: the rest of what was saved is copied while the gradients are computed."""
+        self._checkpointer.wait_until_copied()
 
     def wait(self, *, must: bool = False) -> None:
         """Until what was saved is on the disk. Collective."""

@@ -24,9 +24,8 @@ def predicted_table(task: Task, spec: TrainSpec) -> CostTable:
         raise
     except Exception as error:  # whatever a user's code raises of batches and plans that a run may never give it
         problem = f"cannot be looked at before it runs: {_words(error)}"
-        raise ConfigError(
-            "task", spec.task, problem, "if the Task is right, train it all the same: a run says what it measures"
-        ) from error
+        remedy = "if the Task is right, train it all the same: a run says what it measures"
+        raise ConfigError("task", spec.task, problem, remedy) from error
 
 
 def predicted_cost(spec: TrainSpec) -> dict[str, Any]:

@@ -165,6 +165,8 @@ class Trainer:
                     self._is_first_step = False
                 if self.spec.clip_norm is not None:
                     norm = parts.model.clip(self.spec.clip_norm)
+                with self._meter.paused():
+                    self._keeper.wait_until_copied()
                 parts.optimizer.step()
         except (MemoryError, RuntimeError) as error:
             better = explained(error, parts, batch, step)
