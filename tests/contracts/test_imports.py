@@ -118,7 +118,7 @@ def test_workers_that_compute_nothing_and_the_drivers_load_no_torch(module: str)
         ("jobs/actor_learner.py", ["torch", "ray.serve"]),
         ("serve_apps/live_policy.py", ["torch", "ray.serve"]),
         ("serve_apps/registered_model.py", ["torch", "ray.serve"]),
-        ("jobs/train.py", ["ray.train", "ray.serve"]),
+        ("jobs/train.py", ["ray.train", "ray.serve", "torch.distributed.tensor", "sympy"]),
     ],
 )
 def test_words_are_checked_before_what_only_a_run_needs_is_loaded(program: str, heavy: list[str]) -> None:

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import PlanError, SpecMismatch
 from shoal.parallel import ParallelSpec, World, gradients, state
+from shoal.parallel.blocks import find_blocks
 from shoal.parallel.dropout import Draws, Part, SeededDropout, mixed, seed_dropout
 from shoal.parallel.precision import LossScale
-from shoal.parallel.sharded import find_blocks
 from shoal.parallel.whole import Single, compile_forward
 
 CPU = torch.device("cpu")

@@ -8,6 +8,7 @@ dies with its cluster: what must survive is kept by runs, checkpoints and the re
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import shlex
@@ -27,6 +28,7 @@ from shoal.cluster.handle import ClusterHandle
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 
 FIRST_POLL_S, LAST_POLL_S = 0.1, 0.5
+OUTCOME_S = 0.5  # a question costs the dashboard and who asks 6 ms each, of cores that a starting run has need of
 NUM_LAST_LINES = 10
 PATIENCE_S = 30.0  # with a dashboard that fails to answer while the head lives: what it is asked about goes on
 
@@ -170,6 +172,7 @@ class Job:
         self._cluster = cluster
         self._path = f"/api/jobs/{submission_id}"
         self._silent_since_s: float | None = None  # as `outcome` has found; monotonic
+        self._outcome_at_s = -math.inf  # when it last asked
 
     def info(self) -> JobInfo:
         """What Ray says of it now. Raises RunError when Ray knows no such job."""
@@ -182,10 +185,15 @@ class Job:
 
     def outcome(self) -> JobStatus | None:
         """The state it ended in; None while it goes on, for who asks again and again, on a cluster of this machine.
+        The dashboard is asked every OUTCOME_S.
 
         Questions without an answer count as None for PATIENCE_S in a row, as long as the head lives; then what was in
         the way is raised (ClusterError, ConnectionLost).
         """
+        now = time.monotonic()
+        if now - self._outcome_at_s < OUTCOME_S:
+            return None
+        self._outcome_at_s = now
         try:
             status = self.status()
         except (ClusterError, ConnectionLost):

@@ -22,6 +22,7 @@ from shoal.errors import ConfigError, PlanError
 from shoal.parallel import gradients, state
 from shoal.parallel.batch_norm import DataRanks, globalise_batch_norm
 from shoal.parallel.batches import micro_batches, num_samples, pieces
+from shoal.parallel.blocks import find_blocks
 from shoal.parallel.buffers import check_buffers
 from shoal.parallel.dropout import seed_dropout
 from shoal.parallel.host_messages import HostMessages
@@ -36,7 +37,7 @@ from shoal.parallel.pipeline_views import GatedModel, View, views_of
 from shoal.parallel.pipeline_weights import Weights
 from shoal.parallel.plan import Degrees, ParallelSpec
 from shoal.parallel.precision import autocast
-from shoal.parallel.sharded import find_blocks, shard
+from shoal.parallel.sharded import shard
 from shoal.parallel.tensor import agreed_plan, part_dropouts, split_layers
 from shoal.parallel.usage import Usage
 from shoal.parallel.whole import evaluating

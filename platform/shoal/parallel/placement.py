@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from shoal.parallel.blocks import find_blocks
 from shoal.parallel.plan import Degrees
-from shoal.parallel.sharded import find_blocks
 
 if TYPE_CHECKING:
     from shoal.parallel.tensor_plan import TensorPlan

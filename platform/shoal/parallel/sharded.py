@@ -7,7 +7,6 @@ with one rank for each copy this is plain data parallel, for layers that are spl
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,14 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_map_only
 
+from shoal.parallel.blocks import find_blocks
 from shoal.parallel.model import Learnable
 from shoal.parallel.plan import ParallelSpec
 from shoal.parallel.usage import Usage
 from shoal.parallel.whole import Watched, compile_forward, trainable
 from shoal.parallel.world import World
-
-LEAST_SHARE = 0.01  # of all parameters: a smaller block is gathered together with the rest of the model
-LARGEST_SHARE = 0.5  # a larger block is divided further, where it can be
 
 
 class Sharded(Watched):
@@ -94,33 +91,3 @@ def shard(parts: Iterable[nn.Module], mesh: DeviceMesh, dynamic: bool) -> None:
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     """FSDP2 watches what its modules give; changing a view of it in place would escape its notice."""
     return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)
-
-
-def find_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of lists and sequences whose parameters are gathered together, and apart from other blocks'.
-
-    A parameter that is also used outside its block (a tied weight) keeps the block in the model's own group.
-    """
-    total = sum(parameter.numel() for parameter in model.parameters())
-    holders = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
-    yield from _blocks_within(model, "", total, holders)
-
-
-def _blocks_within(
-    module: nn.Module, prefix: str, total: int, holders: Counter[int]
-) -> Iterator[tuple[str, nn.Module]]:
-    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        size = sum(parameter.numel() for parameter in child.parameters())
-        inner = list(_blocks_within(child, f"{path}.", total, holders))
-        divides = size > LARGEST_SHARE * total and len(inner) > 1
-        if not is_list or divides or (isinstance(child, (nn.ModuleList, nn.Sequential)) and inner):
-            yield from inner
-        elif size >= LEAST_SHARE * total and _is_closed(child, holders) and not isinstance(child, nn.ModuleList):
-            yield path, child
-
-
-def _is_closed(block: nn.Module, holders: Counter[int]) -> bool:
-    own = Counter(id(each) for _, each in block.named_parameters(remove_duplicate=False))
-    return all(holders[each] == count for each, count in own.items())

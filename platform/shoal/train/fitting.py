@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shoal.errors import OutOfMemory, RankLost
-from shoal.parallel import World
 from shoal.parallel.batches import map_tensors, num_samples
-from shoal.train.assembly import Assembly
+
+if TYPE_CHECKING:
+    from shoal.parallel import World
+    from shoal.train.assembly import Assembly
 
 # What torch says of host memory, for which it raises a plain RuntimeError.
 _CPU = re.compile(r"DefaultCPUAllocator: .*(can't allocate memory|not enough memory)|unable to mmap", re.DOTALL)
