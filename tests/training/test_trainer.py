@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 from shoal.checkpoint.staging import Staging
 from shoal.data import Data
@@ -147,6 +148,39 @@ def test_a_resumed_run_has_the_losses_of_the_undisturbed_one_to_the_bit(
     assert second.events[0] == ("restored", {"step": stopped_at, "damaged": []})
     assert_same(weights_of(resumed), weights_of(expected))
     assert resumed.metrics == expected.metrics
+
+
+class Late(nn.Module):
+    """Trains its second layer from the seventh pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 3), nn.Linear(8, 3)
+        self.register_buffer("passes", torch.tensor(0))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        self.passes += self.training
+        return self.first(features) + (self.second(features) if self.passes > 6 else 0.0)
+
+
+class LateToy(Toy):
+    """With an optimiser that makes other state of its first gradient than of none."""
+
+    def model(self) -> nn.Module:
+        return Late()
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.NAdam(parameters, lr=0.01)
+
+
+def test_what_had_no_gradient_before_a_checkpoint_begins_with_its_first_one(tmp_path: Path) -> None:
+    found = []
+    for name, stops in (("whole", [12]), ("parts", [4, 12])):
+        for stop in stops:
+            spec = spec_of(stop={"steps": stop}, optimizer={})
+            outcome = Trainer(spec, LateToy(), World.alone("cpu"), tmp_path / name).run()
+        found.append(weights_of(outcome))
+    assert_same(*found)
 
 
 def test_an_average_may_begin_with_a_resumption_and_end_with_another(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import signal
 import ssl
@@ -202,7 +203,8 @@ class Asked(Job):
     """A job of which a dashboard that is a stand-in says these things, or fails to, at the times of a clock."""
 
     def __init__(self, head_is_alive: bool, clock: SimpleNamespace) -> None:
-        super().__init__(SimpleNamespace(head_is_alive=lambda: head_is_alive), "one")  # type: ignore[arg-type]
+        cluster = SimpleNamespace(is_local=True, head_is_alive=lambda: head_is_alive)
+        super().__init__(cluster, "one")  # type: ignore[arg-type]
         self._clock = clock
 
     def told(self, after_s: float, answer: JobStatus | ShoalError) -> JobStatus | None:
@@ -222,7 +224,11 @@ SILENCE = [ConnectionLost("no answer from http://h: ReadTimeout"), ClusterError(
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr("shoal.cluster.jobs.time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    monkeypatch.setattr("shoal.cluster.jobs.time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     return clock
 
 
@@ -237,6 +243,29 @@ def test_a_dashboard_that_does_not_answer_for_a_while_costs_no_job(silence: Shoa
     assert job.told(1.0, silence) is None
     with pytest.raises(type(silence)):
         job.told(PATIENCE_S, silence)
+
+
+@pytest.mark.parametrize("silence", SILENCE)
+def test_who_follows_a_job_elsewhere_outlasts_a_silence_but_not_for_ever(
+    silence: ShoalError, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = itertools.chain(["RUNNING", silence, silence, "RUNNING"], itertools.repeat(silence))
+
+    def ask(_client: object, _method: str, path: str) -> dict[str, str]:
+        if path.endswith("/logs"):
+            return {"logs": "one\ntwo\n" if next(pieces) else "one\n"}
+        if isinstance(state := next(states), ShoalError):
+            raise state
+        return {"submission_id": "one", "status": state, "entrypoint": "python job.py"}
+
+    pieces = iter(range(9))
+    monkeypatch.setattr("shoal.cluster.jobs.ask", ask)
+    said = Job(ClusterHandle("10.0.0.1:6379", "http://10.0.0.1:8265", "token", {}), "one").follow(1e9)
+    assert [next(said), next(said)] == ["one\n", "two\n"]
+    began_s = clock.now
+    with pytest.raises(type(silence)):
+        next(said)
+    assert PATIENCE_S <= clock.now - began_s < PATIENCE_S + 2.0
 
 
 @pytest.mark.parametrize("silence", SILENCE)

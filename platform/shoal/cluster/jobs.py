@@ -14,11 +14,11 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -27,6 +27,7 @@ from shoal.cluster.dashboard import ask, connect
 from shoal.cluster.handle import ClusterHandle
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 
+FoundT = TypeVar("FoundT")
 FIRST_POLL_S, LAST_POLL_S = 0.1, 0.5
 OUTCOME_S = 0.5  # a question costs the dashboard and who asks 6 ms each, of cores that a starting run has need of
 NUM_LAST_LINES = 10
@@ -171,7 +172,7 @@ class Job:
         self.submission_id = submission_id
         self._cluster = cluster
         self._path = f"/api/jobs/{submission_id}"
-        self._silent_since_s: float | None = None  # as `outcome` has found; monotonic
+        self._silent_since_s: float | None = None  # monotonic
         self._outcome_at_s = -math.inf  # when it last asked
 
     def info(self) -> JobInfo:
@@ -187,23 +188,14 @@ class Job:
         """The state it ended in; None while it goes on, for who asks again and again, on a cluster of this machine.
         The dashboard is asked every OUTCOME_S.
 
-        Questions without an answer count as None for PATIENCE_S in a row, as long as the head lives; then what was in
-        the way is raised (ClusterError, ConnectionLost).
+        Raises ClusterError or ConnectionLost when the dashboard has not answered for PATIENCE_S, or the head is dead.
         """
         now = time.monotonic()
         if now - self._outcome_at_s < OUTCOME_S:
             return None
         self._outcome_at_s = now
-        try:
-            status = self.status()
-        except (ClusterError, ConnectionLost):
-            now = time.monotonic()
-            self._silent_since_s = self._silent_since_s or now
-            if now - self._silent_since_s >= PATIENCE_S or not self._cluster.head_is_alive():
-                raise
-            return None
-        self._silent_since_s = None
-        return status if status.is_over else None
+        status = self._patiently(self.status)
+        return status if status is not None and status.is_over else None
 
     def logs(self) -> str:
         """All it has written so far, standard output and standard error mixed."""
@@ -226,20 +218,26 @@ class Job:
         return info.status
 
     def follow(self, timeout_s: float) -> Iterator[str]:
-        """The log as it grows, piece by piece, until the job is over. Raises ClusterError after `timeout_s`.
+        """The log as it grows, piece by piece, until the job is over. Raises ClusterError after `timeout_s`, and like
+        `outcome` when the dashboard does not answer.
 
         On this machine the file is read from where it was left; from a remote cluster the whole log comes each time.
         """
         deadline_s = time.monotonic() + timeout_s
-        poll_s, num_seen = FIRST_POLL_S, 0
+        status, num_seen, poll_s = JobStatus.PENDING, 0, FIRST_POLL_S
         with connect(self._cluster) as client:
+
+            def look() -> tuple[JobStatus, str, int]:
+                now = _job_info(ask(client, "GET", self._path)).status
+                return now, *self._log_from(client, num_seen)
+
             while True:
-                status = _job_info(ask(client, "GET", self._path)).status
-                piece, num_seen = self._log_from(client, num_seen)
-                if piece:
-                    yield piece
-                if status.is_over:
-                    return
+                if (found := self._patiently(look)) is not None:
+                    status, piece, num_seen = found
+                    if piece:
+                        yield piece
+                    if status.is_over:
+                        return
                 if time.monotonic() > deadline_s:
                     raise ClusterError(f"job {self.submission_id} is still {status} after {timeout_s:g} s")
                 time.sleep(poll_s)
@@ -258,6 +256,21 @@ class Job:
         and on a cluster that has ended, or fails."""
         with contextlib.suppress(ClusterError, RunError, ConnectionLost):
             self.stop(timeout_s)
+
+    def _patiently(self, question: Callable[[], FoundT]) -> FoundT | None:
+        """What was found; None without an answer, for PATIENCE_S in a row at most, as long as the head may live. Then
+        what was in the way is raised (ClusterError, ConnectionLost)."""
+        try:
+            found = question()
+        except (ClusterError, ConnectionLost):
+            now = time.monotonic()
+            self._silent_since_s = self._silent_since_s or now
+            is_dead = self._cluster.is_local and not self._cluster.head_is_alive()
+            if is_dead or now - self._silent_since_s >= PATIENCE_S:
+                raise
+            return None
+        self._silent_since_s = None
+        return found
 
     @property
     def _log_path(self) -> Path | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.data import Data, Loader
@@ -38,6 +38,7 @@ from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, data_of, model_of
 
 AVERAGE = "average"  # its part of the state, which a run that began without one has not saved
+BEGUN = "begun"  # which parameters the optimiser has state of; older checkpoints have none
 
 
 class Stream:
@@ -155,14 +156,23 @@ class Assembly:
 
     def state(self, *, to_fill: bool = False) -> dict[str, Any]:
         """All that is tensors: the network, and the optimiser; to be saved or, `to_fill`, to be filled."""
+        # Of those that had no gradient yet the optimiser makes state to be saved, which a first gradient makes anew.
+        kept = self.optimizer.state
+        begun = {name: torch.tensor(bool(kept.get(each))) for name, each in self._trained()}
         optimizer = self.model.optimizer_state(self.optimizer, to_fill=to_fill)
-        return {**self.network_state(), "optimizer": optimizer}
+        return {**self.network_state(), "optimizer": optimizer, BEGUN: begun}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take what `state` gave and a checkpoint has filled; what the spec says of the optimiser holds as it is."""
         self.load_network_state(state)
         self.model.load_optimizer_state(self.optimizer, state["optimizer"])
+        for name, each in self._trained():
+            if BEGUN in state and not state[BEGUN][name]:
+                self.optimizer.state.pop(each, None)
         keep_to_spec(self.optimizer, self.spec.optimizer)
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, each) for name, each in self.model.named_parameters() if each.requires_grad)
 
     def position(self) -> dict[str, Any]:
         """Where the data stands, for any number of ranks; rank 0's word counts for all."""

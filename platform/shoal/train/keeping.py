@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal.checkpoint import Checkpointer, Extras, Found, write_synced
 from shoal.errors import CheckpointError, NotFinite
 from shoal.parallel import World, gradients
-from shoal.train.assembly import AVERAGE, Assembly
+from shoal.train.assembly import AVERAGE, BEGUN, Assembly
 from shoal.train.journal import Journal
 from shoal.train.random_state import random_state, set_random_state
 from shoal.train.spec import CheckpointSpec
@@ -95,8 +95,8 @@ class Keeper:
         return Restored(progress, found.damaged)
 
     def _load(self, found: Found, state: dict[str, Any]) -> Extras:
-        """Fill `state`; an average that the run was begun without is taken out of it."""
-        extras = self._checkpointer.load(found, state, may_lack=(AVERAGE,))
+        """Fill `state`; what the checkpoint has nothing of is taken out of it."""
+        extras = self._checkpointer.load(found, state, may_lack=(AVERAGE, BEGUN))
         for name in extras.absent & state.keys():
             del state[name]
         return extras
