@@ -44,6 +44,7 @@ class Staging:
         host by torch's own threads, as many as this rank was given (measured, docs/decisions/006).
         """
         self._is_copied.clear()
+        self._rest = []
         left = frozenset(() if self._buffer.is_pinned() else later)
         for slot, target in zip(self.layout.slots, self._targets, strict=True):
             tensor = tensors[slot.name]

@@ -155,10 +155,10 @@ class Assembly:
             self.average.begin_anew()
 
     def state(self, *, to_fill: bool = False) -> dict[str, Any]:
-        """All that is tensors: the network, and the optimiser; to be saved or, `to_fill`, to be filled."""
+        """The network and the optimiser, to be saved or, `to_fill`, to be filled."""
         # Of those that had no gradient yet the optimiser makes state to be saved, which a first gradient makes anew.
         kept = self.optimizer.state
-        begun = {name: torch.tensor(bool(kept.get(each))) for name, each in self._trained()}
+        begun = {name: bool(kept.get(each)) for name, each in self._trained()}
         optimizer = self.model.optimizer_state(self.optimizer, to_fill=to_fill)
         return {**self.network_state(), "optimizer": optimizer, BEGUN: begun}
 
