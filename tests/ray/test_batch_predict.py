@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from click.testing import CliRunner
 
-from shoal.errors import ClusterError, DataError, RunError
+from shoal.errors import ClusterError, ConfigError, DataError, RunError
 
 if TYPE_CHECKING:
     from shoal.cluster.embedded import EmbeddedCluster
@@ -95,21 +95,29 @@ def test_a_worker_is_started_again_but_not_for_ever(tmp_path: Path, monkeypatch:
     assert (said["max_restarts"], said["max_task_retries"]) == (2, 2)
 
 
+@pytest.mark.parametrize(
+    ("when", "said"),
+    [
+        ("asked", r"a worker with the model died, after 2 others: .* try fewer workers"),
+        ("made", r"^model\.factory = 'mine:Model': cannot be imported$"),
+    ],
+)
 def test_a_model_that_ends_its_process_ends_the_prediction(
-    cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, said: str
 ) -> None:
     from shoal.serve import ray_batch_predict
 
     class Deadly:
         def __init__(self, job: object) -> None:
-            pass
+            if when == "made":
+                raise ConfigError("model.factory", "mine:Model", "cannot be imported")
 
         def __call__(self, table: pa.Table) -> pa.Table:
             os._exit(1)
 
     monkeypatch.setattr(ray_batch_predict, "PredictWorker", Deadly)
     pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "in.parquet")
-    with pytest.raises(RunError, match=r"a worker with the model died, after 2 others: .* try fewer workers"):
+    with pytest.raises(RunError, match=said):
         ray_batch_predict.predict_files(None, [tmp_path / "in.parquet"], tmp_path / "out", 1)  # type: ignore[arg-type]
     assert folders(tmp_path) == []
 

@@ -7,6 +7,7 @@ error.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -127,7 +128,7 @@ def _ask(
     try:
         return [client.infer(model, part, **options) for part in parts]
     except InferenceError as error:
-        if error.status != 422 or min(count, rows_per_request) == 1:
+        if error.status != 422 or not re.search(r"\b1 to \d+ rows", error.message):
             raise
         remedy = f"the requests had up to {min(count, rows_per_request)} rows each; --rows-per-request sends fewer"
         raise InferenceError(422, f"{error.message}. {remedy}") from None

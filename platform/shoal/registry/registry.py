@@ -185,7 +185,7 @@ class Registry:
             aliases = _read_aliases(folder)
             stack = aliases.promoted(alias)
             if len(stack) < 2:
-                now = f"is {name}@{stack[0]} and was never another" if stack else "was never promoted"
+                now = f"is {name}@{stack[0]}, with none left to go back to" if stack else "was never promoted"
                 remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"
                 raise RegistryError(f"{name}@{alias} {now}: {remedy}")
             _write_aliases(folder, aliases.moved(alias, Move(version=stack[-2], time=time.time(), kind="rollback")))

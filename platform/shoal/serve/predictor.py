@@ -46,11 +46,19 @@ class Predictor:
     `measured` says how long forwards of the first version took when it was warm, as (rows, seconds); empty before, and
     when nobody knows what a typical request is like.
 
+    after: that of the version before, where the model is built in another way now: when that one answered an example,
+           however improbable, so must this one
+
     Raises ConfigError when the model cannot be built, or not with these options.
     """
 
     def __init__(
-        self, factory: ModelFactory, signature: Signature, options: ModelOptions, torch_threads: int = 1
+        self,
+        factory: ModelFactory,
+        signature: Signature,
+        options: ModelOptions,
+        torch_threads: int = 1,
+        after: Predictor | None = None,
     ) -> None:
         self.signature, self.options, self.torch_threads = signature, options, torch_threads
         self._joiner = Joiner(signature, options.pad_value if options.ragged == "pad" else None)
@@ -64,6 +72,7 @@ class Predictor:
         self._first = threading.Lock()  # held while the first version chooses a device
         self._is_warm = False
         self._has_example = options.warm_up
+        self._must_answer = not is_guessed(signature, options.preprocess) or (after is not None and after._is_warm)
         self.measured: list[tuple[int, float]] = []
 
     def enter_thread(self) -> None:
@@ -106,7 +115,7 @@ class Predictor:
             if is_typical and not self._is_warm:
                 self.measured = measure(lambda size: model.predict_batch(examples[size]), sizes)
         except Exception as error:  # whatever a model raises for an example is why it cannot serve
-            if not self._is_warm and not is_typical:
+            if not self._is_warm and not self._must_answer:
                 self._has_example = False
                 logger.warning("not warmed up, since it does not take an example made up of its signature: %s", error)
                 return

@@ -144,12 +144,12 @@ def _share(workers: int | None) -> tuple[int, float]:
 
 def _in_words(error: Exception) -> RunError:
     """What a worker of ours said, which Ray Data leaves as the text of a traceback; or the last error named there."""
+    text = str(error).strip()
+    if ours := own_words(text):  # also of a worker that could not be made, which has died for Ray
+        return RunError(ours)
     if isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError)):
         why = "its process was killed, as when memory runs out, or the model ended it"
         remedy = "try fewer workers, a smaller options.max_batch_size, or fewer rows"
         return RunError(f"a worker with the model died, after {WORKER_RESTARTS} others: {why}. {remedy}")
-    text = str(error).strip()
-    if ours := own_words(text):
-        return RunError(ours)
     named = _NAMED.findall(text) or text.splitlines() or [repr(error)]  # what Ray adds below is advice
     return RunError(f"batch prediction failed: {named[-1]}")

@@ -98,7 +98,8 @@ class RegistryCatalogue:
     def before(self, name: str, alias: str) -> int:
         stack = self._registry.aliases(name).promoted(alias)
         if len(stack) < 2:
-            raise RegistryError(f"{name}@{alias} was never another version: deploy one by its number")
+            remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"
+            raise RegistryError(f"{name}@{alias} has no version left to go back to: {remedy}")
         return stack[-2]
 
     def rollback(self, name: str, alias: str) -> None:

@@ -56,7 +56,8 @@ class Stager:
         """Load one version. Raises StagingFailed.
 
         signature: that of the model as it is served; another one is refused
-        last:      the version staged before, whose predictor serves again when the model is built in the same way
+        last:      the version staged before, whose predictor serves again when the model is built in the same way, and
+                   whose answer to an example is what this one is measured by
         """
 
         def load() -> Staged:
@@ -100,6 +101,7 @@ class Stager:
         if last is not None and last.factory == package.factory:
             predictor = last.predictor
         else:
-            predictor = Predictor(package.factory, package.signature, options, self._torch_threads)
+            before = None if last is None else last.predictor
+            predictor = Predictor(package.factory, package.signature, options, self._torch_threads, before)
         predictor.enter_thread()
         return Staged(predictor, package.factory, predictor.load(package.snapshot))

@@ -1,0 +1,66 @@
+"""A version that is built in another way than the one before it: what it must show before anybody may ask it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from serving.fake_host import tensors
+from shoal.registry import ModelFactory, Signature
+from shoal.serve.options import ModelOptions
+from shoal.serve.predictor import ModelPackage
+from shoal.serve.staging import Staged, Stager, StagingFailed
+from shoal.weights import WeightSnapshot
+
+SIGNATURE = Signature(inputs=tensors(x=("FP32", [-1, -1])), outputs=tensors(y=("FP32", [-1, 1])))  # open: improbable
+
+
+class Sum(nn.Module):
+    """Of each row; or it fails, or gives NaN."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        self.fault = fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fault == "raises":
+            raise RuntimeError("version is bad")
+        return x.sum(1, keepdim=True) * (torch.nan if self.fault == "nan" else 1.0)
+
+
+def staged(faults: list[str]) -> Staged:
+    """The last of versions that were staged one after the other, each with such a fault."""
+    packages = [
+        ModelPackage(
+            ModelFactory(factory=f"{__name__}:Sum", kwargs={"fault": fault}),
+            SIGNATURE,
+            WeightSnapshot.of(version, {}),
+        )
+        for version, fault in enumerate(faults, start=1)
+    ]
+    source = SimpleNamespace(name="m", package=lambda version: packages[version - 1])
+
+    async def body(stager: Stager) -> Staged:
+        last: Staged | None = None
+        for version in range(1, len(packages) + 1):
+            last = await stager.stage(source, version, ModelOptions(max_batch_size=4), SIGNATURE, last)  # type: ignore[arg-type]
+        assert last is not None
+        return last
+
+    with closing(Stager(1)) as stager:
+        return asyncio.run(body(stager))
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("raises", "version is bad"), ("nan", "output 'y' is not finite")])
+def test_a_version_built_in_another_way_must_answer_what_the_one_before_it_did(fault: str, reason: str) -> None:
+    with pytest.raises(StagingFailed, match=f"version 2 cannot answer an example: .*{reason}"):
+        staged(["", fault])
+
+
+def test_where_none_has_answered_the_example_another_may_come_unproved() -> None:
+    assert staged(["raises", "nan", ""]).loaded.version == 3
