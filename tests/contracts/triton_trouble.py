@@ -47,7 +47,7 @@ def check_wrong_requests(client):
         wrong = client.input("x", np.ones(shape, np.float32))
         client.refused(422, "input 'x': expected FP32 [-1, 3], got FP32", args=("big", [wrong]))
     other = client.input("right", np.array([1, 2, 3]))
-    client.refused(422, "input 'right': expected 2 rows, got 3", args=("pair", [left, other]))
+    client.refused(422, "input 'right': expected 2 rows, as of 'left', got 3", args=("pair", [left, other]))
     empty = client.input("x", np.ones((0, 3), np.float32))
     client.refused(422, "input 'x': expected 1 to 64 rows, got FP32 [0, 3]", args=("big", [empty]))
     many = [client.input("left", np.ones((9, 3), np.float32)), client.input("right", np.arange(9))]

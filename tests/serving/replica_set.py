@@ -112,7 +112,7 @@ async def infer(
 class ReplicaSet:
     """See the module's docstring. `models`: as for `deploy`."""
 
-    def __init__(self, *models: ServedModel, lease_s: float = 0.5, stage_timeout_s: float = 5.0, **spec: Any) -> None:
+    def __init__(self, *models: ServedModel, lease_s: float = 2.0, stage_timeout_s: float = 5.0, **spec: Any) -> None:
         self.spec = EndpointSpec.parse({"name": "endpoint", **spec})
         self.models = models
         self.lease_s, self.stage_timeout_s = lease_s, stage_timeout_s

@@ -134,7 +134,7 @@ async def test_status_says_who_has_which_share(endpoint: LiveSet) -> None:
     about = "pinned at version 1 of a run, beside its newest"
     # One replica reports before the other: until then the candidate has half of its share.
     await until(lambda: shares(seen(endpoint)) == f"90% by 1 (stable), 10% by 2 (candidate), {about}")
-    lines = plain_lines(EndpointStatus("endpoint", models=[seen(endpoint)]))
+    lines = plain_lines(EndpointStatus("endpoint", models=[seen(endpoint)]), "http://here")[1:]
     assert [line.partition(",")[0] for line in lines] == ["moody@1 stable: share 90%", "moody@2 candidate: share 10%"]
 
 

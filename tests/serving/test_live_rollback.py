@@ -276,7 +276,7 @@ async def test_a_version_goes_by_what_a_user_measures(endpoint: LiveSet) -> None
 @live()
 async def test_status_says_what_it_follows_what_is_held_and_what_was_left(endpoint: LiveSet) -> None:
     def seen() -> list[str]:
-        return plain_lines(EndpointStatus.from_json(json_of(endpoint.status.endpoint())))
+        return plain_lines(EndpointStatus.from_json(json_of(endpoint.status.endpoint())), "http://here")[1:]
 
     await endpoint.publish(moody(2))
     await until(lambda: len(seen()) == 2)

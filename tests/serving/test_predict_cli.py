@@ -38,6 +38,7 @@ def host() -> FakeHost:
         FakeModel("signed", tensors(image=("INT8", [-1, 4, 4]))),
         FakeModel("words", tensors(text=("BYTES", [-1]))),
         FakeModel("wide", tensors(x=("FP32", [-1, -1]))),
+        FakeModel("texts", tensors(tokens=("BYTES", [-1, -1]), weight=("FP32", [-1]))),
         FakeModel("flags", tensors(on=("BOOL", [-1, 2]))),
         FakeModel("long", tensors(x=("FP32", [-1, 20]))),
     )
@@ -113,6 +114,21 @@ def test_json_rows_may_be_objects() -> None:
     assert rows("m", "--json", "-", stdin='[{"x": [1, 2, 3]}]')[0]["x"] == [1, 2, 3]
 
 
+def test_rows_may_differ_where_the_input_leaves_it_open(tmp_path: Path, host: FakeHost) -> None:
+    ragged = [[1, 2], [3, 4], [5], [6, 7, 8]]
+    pyarrow.parquet.write_table(pa.table({"x": ragged}), tmp_path / "in.parquet")
+    words = [f"--input={','.join(map(str, row))}" for row in ragged]
+    for given in (words, ["--input", json.dumps(ragged)], ["--parquet", "in.parquet"]):
+        before = len(host.models_by_name["wide"].calls)
+        assert [row["x"] for row in rows("wide", *given)] == ragged, given
+        shapes = [call.inputs["x"].shape for call in host.models_by_name["wide"].calls[before:]]
+        assert shapes == [(2, 2), (1, 1), (1, 3)], given
+    objects = [{"tokens": ["a", "b"], "weight": 1}, {"tokens": ["c"], "weight": 2}]
+    found = rows("texts", "--json", "-", stdin=json.dumps(objects))
+    assert [(row["tokens"], row["weight"]) for row in found] == [(["a", "b"], 1), (["c"], 2)]
+    assert "a b" in predict("texts", "--json", "-", stdin=json.dumps(objects)).stdout
+
+
 @pytest.mark.parametrize(
     ("model", "text", "message"),
     [
@@ -130,6 +146,7 @@ def test_json_rows_may_be_objects() -> None:
             "its 3 rows do not make 3 of the input 'x'. the input is FP32 [any, 3]",
         ),
         ("two", '{"a": [1, 2], "c": 3}', "the model has no input 'c'. inputs: a: FP32 [any, 2], b: INT64 [any]"),
+        ("texts", '{"tokens": [["a", "b"], "c"], "weight": [1, 2]}', "has rows of different lengths"),
         ("m", '{"inputs": [{"name": "x"}]}', "is no request of the protocol: KeyError('data')"),
         ("m", '{"inputs": [{"name": "x", "shape": [], "data": [1]}]}', "the input 'x' has the shape [], which has no"),
     ],
@@ -253,8 +270,10 @@ def test_a_table_for_people_and_who_answered() -> None:
         (["m@champion", "--input", "1"], "an endpoint knows versions by their number. write m@3, or m"),
         (["m", "--input", "1,b,3"], "input = '1,b,3': is not a list of FP32. for example x=1,0,1"),
         (["m", "--input", "y=1,2,3"], "the model has no input 'y'. inputs: x: FP32 [any, 3]"),
-        (["m", "--input", "[[1, 2], [3]]"], "has rows of different lengths"),
-        (["wide", "--input", "[[1, 2]]", "--input", "[[1, 2, 3]]"], "has rows of another shape than x=... before it"),
+        (["m", "--input", "[[1, 2], [3]]"], "has rows of different lengths. the input is FP32 [any, 3]"),
+        (["wide", "--input", "[[1, 2], 3]"], "has rows of different lengths. the input is FP32 [any, any]"),
+        (["wide", "--input", "[[1, [2]], [3]]"], "has rows of different lengths"),
+        (["m", "--input", "[[1, 2]]", "--input", "[[1, 2, 3]]"], "has rows of another shape than x=... before it"),
         (["words", "--input", "[1]"], "'text': element 0 is 1, no text"),
         (["m", "--input", "[1, 2"], "is not JSON"),
         (

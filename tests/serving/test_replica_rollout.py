@@ -72,7 +72,8 @@ async def test_a_version_that_one_replica_cannot_stage_is_taken_by_none(endpoint
     assert caught.value.status == 409
     assert await everywhere(endpoint) == {1: 120}
     assert endpoint.kinds()[-1] == "abandon"
-    assert "cannot be read" in endpoint.status.endpoint()["models"][0]["reason"]
+    assert "cannot be read" in (seen := endpoint.status.endpoint())["models"][0]["reason"]
+    assert not any(replica["error"] for replica in seen["replicas"])  # nobody wants it any more
     os.rename(path.with_suffix(".kept"), path)
     await endpoint.administer(action="deploy", model="linear", version=2)  # what failed once may be tried again
     assert endpoint.versions() == [2, 2, 2]

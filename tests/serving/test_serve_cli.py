@@ -24,6 +24,7 @@ from shoal.errors import ShoalError
 NOW_S = 1_700_000_000.0
 FASHION = ModelStatus(
     "fashion",
+    reason="version 2 is not served: too slow",
     source="fashion@champion",
     stable=3,
     candidate=4,
@@ -108,11 +109,19 @@ def test_every_verb_has_help_with_examples(verb: str) -> None:
 
 def test_status_without_a_terminal_is_a_line_for_each_version(recorded: str) -> None:
     found = lines("serve", "status", "--once")
-    assert found[0].startswith("fashion@4 candidate: share 10%, requests/s 134, p50 1.3 ms, p99 5.1 ms, errors 0.15%")
-    assert "differ 0.44%, batch 11.2/32, queue 12/2048, refused 7" in found[0]
-    assert found[1].startswith("fashion@3 stable: share 90%, requests/s 1,204")
-    unwell = ["syntax: loading warming up", "replica r-2: ready, at generation 6: version 4 does not fit"]
-    assert found[2:] == [*unwell, "gRPC at 127.0.0.1:9000"]
+    assert found[0] == f"shop: ready at {recorded}, gRPC at 127.0.0.1:9000"
+    assert found[1].startswith("fashion@4 candidate: share 10%, requests/s 134, p50 1.3 ms, p99 5.1 ms, errors 0.15%")
+    assert "differ 0.44%, batch 11.2/32, queue 12/2048, refused 7, follows fashion@champion" in found[1]
+    assert found[2].startswith("fashion@3 stable: share 90%, requests/s 1,204")
+    assert found[3] == "fashion: ready version 2 is not served: too slow"
+    assert found[4:] == ["syntax: loading warming up", "replica r-2: ready, at generation 6: version 4 does not fit"]
+
+
+@pytest.mark.parametrize(("source", "followed"), [("m@champion", True), ("m@3", False), ("m", False)])
+def test_only_what_can_move_is_said_to_be_followed(source: str, followed: bool) -> None:
+    status = EndpointStatus("shop", models=[ModelStatus("m", source=source, stable=3, versions=[VersionStatus(3)])])
+    assert ("follows" in serve_display.plain_lines(status, "")[1]) is followed
+    assert ("follows" in drawn(status, 80)) is followed
 
 
 @pytest.mark.parametrize("words", [["shop"], ["URL"]])
@@ -157,7 +166,7 @@ def test_the_picture_has_everything_and_fits(width: int) -> None:
 
 def test_an_endpoint_that_says_little_is_shown_too() -> None:
     status = EndpointStatus("shop", models=[ModelStatus("m", versions=[VersionStatus(1)])])
-    assert serve_display.plain_lines(status)[0].startswith("m@1 loaded: share 0%, requests/s 0.0, p50 -, p99 -")
+    assert serve_display.plain_lines(status, "")[1].startswith("m@1 loaded: share 0%, requests/s 0.0, p50 -, p99 -")
     assert "1 loaded" in drawn(status, 80)
 
 
@@ -208,6 +217,16 @@ def test_a_rollback_says_what_it_leaves_where_that_does_not_change_by_itself(
     monkeypatch.setattr(Client, "status", lambda client: EndpointStatus("shop", models=[model]))
     lines("serve", "rollback", "fashion")
     assert host.changes[-1] == {"action": "rollback", "model": "fashion", **left}
+
+
+def test_a_rollback_says_what_the_alias_had_come_to_mean(
+    recorded: str, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    canary = ModelStatus("fashion", source="fashion@champion", stable=2, candidate=4)
+    monkeypatch.setattr(Client, "status", lambda client: EndpointStatus("shop", models=[canary]))
+    assert lines("serve", "rollback", "fashion")[1:] == [
+        "fashion@champion had come to mean version 3, which is followed now"
+    ]
 
 
 def test_a_model_is_added_to_an_endpoint_that_is_up(recorded: str, host: Host) -> None:

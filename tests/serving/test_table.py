@@ -15,7 +15,7 @@ from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
 from shoal.serve.options import ModelOptions
 from shoal.serve.predictor import ModelPackage
-from shoal.serve.table import choose_columns, column_of, column_type, csv_types, inputs_of, parse_columns
+from shoal.serve.table import alike, choose_columns, column_of, column_type, csv_types, inputs_of, parse_columns
 from shoal.serve.table_predictor import TablePredictor
 from shoal.weights import WeightSnapshot
 
@@ -92,6 +92,26 @@ def test_lists_of_lists_have_the_sizes_that_an_input_leaves_open() -> None:
         inputs(pa.table({"image": [[1.0, 2.0], [3.0, 4.0]]}), spec)
 
 
+def test_a_table_is_cut_where_its_lists_change_their_lengths() -> None:
+    wide, flat = TensorMetadata("x", "FP32", [-1, -1]), TensorMetadata("flag", "FP32", [-1, 2])
+    cube = TensorMetadata("x", "FP32", [-1, -1, -1])
+
+    def cut(spec: TensorMetadata, column: list[Any], kind: pa.DataType | None = None) -> list[list[Any]]:
+        table = pa.table({spec.name: pa.array(column, kind)}).slice(1)
+        return [part[spec.name].to_pylist() for part in alike(table, [spec], {spec.name: [spec.name]})]
+
+    assert cut(wide, [[9], [1, 2], [3, 4], [5], [6]]) == [[[1, 2], [3, 4]], [[5], [6]]]
+    assert cut(wide, [[9], [1], [], []]) == [[[1]], [[], []]]
+    assert cut(wide, [[9], [1], None, [2]]) == [[[1]], [None], [[2]]]
+    assert cut(flat, [[9], [1, 2], [3]]) == [[[1, 2], [3]]]  # what does not fit is complained of, not cut
+    assert cut(cube, [[[0]], [[1, 2]], [[3]], [[4], [5]], [[6], [7]], []]) == [
+        *([[[1, 2]]], [[[3]]]),
+        *([[[4], [5]], [[6], [7]]], [[]]),
+    ]
+    assert cut(wide, [[9, 9], [1, 2], [3, 4]], pa.list_(pa.float32(), 2)) == [[[1, 2], [3, 4]]]
+    assert cut(wide, [[9]]) == [[]]
+
+
 def test_no_rows_are_an_input_of_none() -> None:
     table = pa.table({"x": pa.array([], pa.list_(pa.float32()))})
     assert inputs(table, TensorMetadata("x", "FP32", [-1, -1])).shape == (0, 0)
@@ -118,7 +138,7 @@ def test_words_become_bytes() -> None:
             "column = 'x': row 1 has no value",
         ),
         (pa.table({"x": [[[1], [2]], [[3], None]]}), [], "column = 'x': row 1 has no value"),
-        (pa.table({"x": [[1, 2], [3]]}), [], "its rows have from 1 to 2 values"),
+        (pa.table({"x": [[1, 2], [3]]}), [], "its lists have from 1 to 2 values"),
     ],
 )
 def test_what_does_not_fit_is_named(table: pa.Table, words: list[str], message: str) -> None:
@@ -258,6 +278,48 @@ def test_a_row_that_makes_no_input_is_skipped_like_any_other() -> None:
     errors = answered["error"].to_pylist()
     assert errors[1] == errors[4] == "column = 'a': has no value. fill it, or leave the row out"
     assert [error is None for error in errors] == [True, False, True, True, False, False]
+
+
+class Tripled(torch.nn.Module):
+    """Each number times a factor, and ten times the width of the batch and its rows; -1 is no number to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if bool((x == -1).any()):
+            raise RuntimeError("minus one")
+        return x * self.scale, torch.full((len(x),), 10.0 * x.shape[1] + len(x))
+
+
+@pytest.mark.parametrize(
+    ("ragged", "batches"), [("pad", [33, 33, 33, 34, 34, 34, 34]), ("bucket", [21, 14, 32, 14, 14, 14, 32])]
+)
+def test_rows_of_different_lengths_share_batches_as_the_options_say(ragged: Any, batches: list[float]) -> None:
+    signature = Signature(
+        inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, -1])],
+        outputs=[
+            TensorSignature(name="y", datatype="FP32", shape=[-1, -1]),
+            TensorSignature(name="batch", datatype="FP32", shape=[-1]),
+        ],
+    )
+    factory = ModelFactory(factory=f"{__name__}:Tripled")
+    package = ModelPackage(factory, signature, WeightSnapshot.of(3, {"scale": np.full(1, 3.0, np.float32)}))
+    options = ModelOptions(max_batch_size=4, ragged=ragged)
+    table = pa.table({"x": [[1, 2], [3], [4, 5, 6], [7], [8], [9], [10, 11, 12]]})
+    answered = TablePredictor(package, options)(table)
+    assert answered["y"].to_pylist() == [[3 * value for value in row] for row in table["x"].to_pylist()]
+    bad = table.set_column(0, "x", pa.array([[1, 2], [-1], [4, 5, 6], [7], [8, None], [9], [10, 11, 12]]))
+    skipped = TablePredictor(package, options, skip_errors=True)(bad)
+    assert skipped["y"].to_pylist() == [[3, 6], None, [12, 15, 18], [21], None, [27], [30, 33, 36]]
+    assert [error and error.partition(":")[0] for error in skipped["error"].to_pylist()] == [
+        *(None, "the model raised RuntimeError", None, None),
+        *("column = 'x'", None, None),
+    ]
+    with pytest.raises(DataError, match="column = 'x'"):
+        TablePredictor(package, options)(bad)
+    assert answered["batch"].to_pylist() == batches
 
 
 def test_no_row_at_all_can_be_answered() -> None:

@@ -34,6 +34,28 @@ def test_a_version_that_was_rolled_back_is_served_once_the_alias_means_it(cluste
     assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 4)
 
 
+def test_a_rollback_ends_when_what_the_alias_means_meanwhile_answers(cluster: Cluster) -> None:
+    cluster.ask(action="canary", version=4, percent=10)
+    cluster.settle()
+    cluster.catalogue.stack.append(3)  # which waits for the canary's end
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.CANARY, 1)
+    cluster.ask(action="rollback", from_version=4)
+    for replica in cluster.replicas.values():
+        cluster.poll(replica)
+        cluster.tell(replica)
+    cluster.spin()
+    assert len(cluster.asked) == 1  # all have heard of the canary's end, and what comes now is not there yet
+    cluster.settle()
+    assert not cluster.asked
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 3)
+
+
+def test_an_action_that_there_is_not_is_refused_with_those_that_there_are(cluster: Cluster) -> None:
+    refusal = cluster.refusal(action="undo")
+    assert (refusal.status, refusal.message.partition(", ")[0]) == (400, "action = 'undo': expected deploy")
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_what_could_not_be_staged_is_tried_again_when_the_alias_comes_back_to_it_and_not_before(
     cluster: Cluster, restarted: bool

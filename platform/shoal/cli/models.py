@@ -147,7 +147,10 @@ def add(file: Path, name: str | None, alias: str) -> None:
       shoal models add build/model.pt2 --name ranker --alias candidate
     """
     if file.suffix not in FORMATS:
-        remedy = "a model is a .pt2 file of torch.export.save, or an .onnx file; jobs register modules by themselves"
+        remedy = (
+            "a model is a .pt2 file of torch.export.save, or an .onnx file; a module is registered in Python, by the"
+            " job that trains it or with shoal.registry.Registry().register"
+        )
         raise ConfigError("file", str(file), f"is not one of {', '.join(FORMATS)}", remedy)
     try:
         payload = file.read_bytes()

@@ -122,21 +122,20 @@ def _ask(
     client: Client, model: str, inputs: dict[str, ArrayLike], rows_per_request: int, options: dict[str, Any]
 ) -> list[Answer]:
     """One request after the other, of so many rows each. Raises InferenceError."""
-    count = read.num_rows(inputs)
-    starts = range(0, max(count, 1), rows_per_request)
-    parts = [{name: rows[start : start + rows_per_request] for name, rows in inputs.items()} for start in starts]
+    parts = read.in_requests(inputs, rows_per_request)
     try:
         return [client.infer(model, part, **options) for part in parts]
     except InferenceError as error:
         if error.status != 422 or not re.search(r"\b1 to \d+ rows", error.message):
             raise
-        remedy = f"the requests had up to {min(count, rows_per_request)} rows each; --rows-per-request sends fewer"
+        most = max(len(rows) for part in parts for rows in part.values())
+        remedy = f"the requests had up to {most} rows each; --rows-per-request sends fewer"
         raise InferenceError(422, f"{error.message}. {remedy}") from None
 
 
 def _show(signature: ModelMetadata, answers: Sequence[Answer], output: str) -> None:
     names = [spec.name for spec in signature.outputs if spec.name in answers[0].outputs]
-    outputs = {name: np.concatenate([answer[name] for answer in answers]) for name in names}
+    outputs = {name: [row for answer in answers for row in answer[name]] for name in names}
     versions = [answer.version for answer in answers for _ in range(len(answer[names[0]]))]
     if output == "json":
         rows = [

@@ -1,7 +1,7 @@
 """What `shoal predict` reads: words, JSON, tables, pictures and arrays, as the inputs of a model.
 
-Called by the verb alone. Every function returns arrays or lists [rows, ...] by input; DataError names the file or the
-word, and what would have fitted.
+Called by the verb alone. Every function returns arrays or lists [rows, ...] by input: lists of arrays where rows differ
+in a dimension that the input leaves open. DataError names the file or the word, and what would have fitted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from shoal.client.tensors import ArrayLike
 from shoal.errors import DataError
 from shoal.open_inference.datatypes import NUMPY
-from shoal.serve.table import TensorSpec, choose_columns, csv_types, described, inputs_of, parse_columns
+from shoal.serve.table import TensorSpec, alike, choose_columns, csv_types, described, inputs_of, parse_columns
 
 
 def from_words(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
@@ -33,10 +33,10 @@ def from_words(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, 
         values = _parsed("input", word, text) if text.lstrip().startswith("[") else _values(word, text, spec)
         rows = _shaped("input", word, values, spec)
         if (before := found.get(spec.name)) is not None:
-            if np.shape(before)[1:] != np.shape(rows)[1:]:
+            rows = [*before, *rows]
+            if len({np.shape(row) for row in rows}) > 1 and -1 not in spec.shape[1:]:
                 problem = f"has rows of another shape than {spec.name}=... before it"
                 raise DataError("input", word, problem, f"the input is {described(spec)}")
-            rows = np.concatenate([before, rows])
         found[spec.name] = rows
     return found
 
@@ -114,7 +114,10 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorSpec])
         raise DataError("file", str(path), f"cannot be read: {error}", "give a CSV or a Parquet file") from None
     if not len(table):
         raise DataError("file", str(path), "has no rows", "there is nothing to predict")
-    return dict(inputs_of(table, inputs, chosen))
+    parts = [inputs_of(part, inputs, chosen) for part in alike(table, inputs, chosen)]
+    if len(parts) == 1:
+        return dict(parts[0])
+    return {name: [row for part in parts for row in part[name]] for name in parts[0]}
 
 
 def from_arrays(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
@@ -228,11 +231,13 @@ def _values(word: str, text: str, spec: TensorSpec) -> list[Any]:
 
 def _shaped(field: str, word: str, rows: Any, spec: TensorSpec) -> ArrayLike:
     """Values without a batch dimension, or without any but their order, get the input's shape."""
+    inner, dtype = spec.shape[1:], object if spec.datatype == "BYTES" else None
     try:
-        array = np.array(rows, dtype=object if spec.datatype == "BYTES" else None)
+        array = np.array(rows, dtype=dtype)
+        if array.ndim < len(spec.shape) and any(isinstance(row, list) for row in array.flat):
+            raise ValueError  # lists of different lengths, which NumPy takes for elements where they can be anything
     except ValueError:
-        raise DataError(field, word, "has rows of different lengths", f"the input is {described(spec)}") from None
-    inner = spec.shape[1:]
+        return _ragged(field, word, rows, spec)
     if array.ndim == len(spec.shape):
         return array
     size = math.prod(inner)
@@ -244,6 +249,19 @@ def _shaped(field: str, word: str, rows: Any, spec: TensorSpec) -> ArrayLike:
         return array[None]
     problem = f"{array.size} values do not make rows of {described(spec)}"
     raise DataError(field, word, problem, "give whole rows, or nested lists")
+
+
+def _ragged(field: str, word: str, rows: Sequence[Any], spec: TensorSpec) -> list[np.ndarray]:
+    """Rows of different lengths, each by itself. Raises DataError where the input has none of that."""
+    inner = spec.shape[1:]
+    try:
+        found = [np.array(row, dtype=object if spec.datatype == "BYTES" else None) for row in rows]
+        is_open = -1 in inner and all(row.ndim == len(inner) for row in found)
+    except ValueError:
+        is_open = False
+    if not is_open:
+        raise DataError(field, word, "has rows of different lengths", f"the input is {described(spec)}")
+    return found
 
 
 def _parsed(field: str, word: str, text: str) -> Any:
@@ -260,9 +278,22 @@ def _read(path: str) -> str:
         raise DataError("json", path, f"cannot be read: {error}", "give a file, or - for standard input") from None
 
 
-def num_rows(arrays: Mapping[str, ArrayLike]) -> int:
-    """The rows that all inputs have. Raises DataError when they differ."""
+def in_requests(arrays: Mapping[str, ArrayLike], max_rows: int) -> list[dict[str, ArrayLike]]:
+    """At most so many rows in each, one after the other, and only such as have equal shapes.
+
+    Raises DataError when the inputs have different numbers of rows.
+    """
     counts = {name: len(values) for name, values in arrays.items()}
     if len(set(counts.values())) > 1:
         raise DataError("rows", counts, "inputs have different numbers of rows", "give each as many")
-    return next(iter(counts.values()), 0)
+    count, starts = next(iter(counts.values()), 0), [0]
+    for row in range(1, count):
+        if row - starts[-1] == max_rows or any(
+            isinstance(values, list) and np.shape(values[row]) != np.shape(values[row - 1])
+            for values in arrays.values()
+        ):
+            starts.append(row)
+    return [
+        {name: values[start:stop] for name, values in arrays.items()}
+        for start, stop in zip(starts, [*starts[1:], count], strict=True)
+    ]

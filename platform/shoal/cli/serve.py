@@ -96,7 +96,7 @@ def _print(console: Console, now: EndpointStatus, url: str) -> None:
     if console.is_terminal:
         console.print(serve_display.render(now, url))
         return
-    for line in serve_display.plain_lines(now):
+    for line in serve_display.plain_lines(now, url):
         console.print(line, markup=False)
 
 
@@ -107,7 +107,7 @@ def _watch(
     try:
         if not console.is_terminal:
             while True:
-                for line in serve_display.plain_lines(now):
+                for line in serve_display.plain_lines(now, url):
                     console.print(f"{time.strftime('%H:%M:%S')} {line}", markup=False)
                 time.sleep(interval_s)
                 now = ask()
@@ -202,8 +202,12 @@ def rollback(model: str, to: int | None, left: int | None, reason: str, endpoint
     """
     with asking(endpoint) as (_, client):
         name = _name(model)
-        left = left or (None if to else _answering(client.status(), name))
-        _say(client.rollout("rollback", name, version=to, from_version=left, reason=reason or None))
+        before = _model(client.status(), name)
+        left = left or (None if to else _answering(before))
+        now = client.rollout("rollback", name, version=to, from_version=left, reason=reason or None)
+        _say(now)
+        if before.candidate and now.stable != before.stable:
+            click.echo(f"{now.source} had come to mean version {now.stable}, which is followed now")
 
 
 @serve.command()
@@ -225,10 +229,14 @@ def shadow(model: str, percent: float, endpoint: str | None) -> None:
         _say(client.rollout("shadow", name, version=version, percent=percent))
 
 
-def _answering(status: EndpointStatus, name: str) -> int | None:
+def _model(status: EndpointStatus, name: str) -> ModelStatus:
+    """What is said of a model; of one that is not there, nothing."""
+    return {model.name: model for model in status.models}.get(name, ModelStatus(name))
+
+
+def _answering(model: ModelStatus) -> int | None:
     """The version that a rollback would leave; None of a model that takes another by itself, or that is not there."""
-    found = {model.name: model for model in status.models}.get(name, ModelStatus(name))
-    return found.candidate or found.stable or (found.pinned if found.newest_percent is None else 0) or None
+    return model.candidate or model.stable or (model.pinned if model.newest_percent is None else 0) or None
 
 
 def _candidate(ref: str) -> tuple[str, str | None]:

@@ -30,14 +30,13 @@ def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
         parts.append(Text(note, style="red"))
     state = "[green]ready[/]" if status.ready else "[yellow]not ready[/]"
     up = f"  [dim]up {duration(status.time - status.started_at)}[/]" if status.started_at else ""
-    where = f"{url}, gRPC at {status.grpc}" if status.grpc else url
-    title = f"[bold]{status.endpoint}[/]  {state}  [dim]{where}[/]{up}"
+    title = f"[bold]{status.endpoint}[/]  {state}  [dim]{_where(status, url)}[/]{up}"
     return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", padding=(0, 1))
 
 
-def plain_lines(status: EndpointStatus) -> list[str]:
-    """A line for each version of each model, for a log file."""
-    lines = []
+def plain_lines(status: EndpointStatus, url: str) -> list[str]:
+    """For a log file: a line for the endpoint, for each version of each model, and for what is to be said of it."""
+    lines = [f"{status.endpoint}: {'ready' if status.ready else 'not ready'} at {_where(status, url)}"]
     for model in status.models:
         for version in model.versions:
             numbers = {
@@ -51,13 +50,16 @@ def plain_lines(status: EndpointStatus) -> list[str]:
                 "queue": f"{model.queued_rows}/{model.max_queued_rows}",
                 "refused": f"{model.refused}",
             }
-            told = ", ".join([f"{name} {number}" for name, number in numbers.items()] + _pinned_or_live(model))
+            told = ", ".join([f"{name} {number}" for name, number in numbers.items()] + _followed(model))
             lines.append(f"{model.name}@{version.version} {version.track or 'loaded'}: {told}")
-        if not model.versions or model.state != "READY" or (model.phase == LIVE and model.reason):
+        if not model.versions or model.state != "READY" or model.reason:
             lines.append(f"{model.name}: {model.state.lower()} {model.reason}".rstrip())
     lines += [f"replica {each.id}: {_replica_state(each, status.generation)}" for each in _unwell(status)]
-    lines += [f"gRPC at {status.grpc}"] if status.grpc else []
     return lines
+
+
+def _where(status: EndpointStatus, url: str) -> str:
+    return f"{url}, gRPC at {status.grpc}" if status.grpc else url
 
 
 def _pinned_or_live(model: ModelStatus) -> list[str]:
@@ -123,7 +125,8 @@ def _followed(model: ModelStatus) -> list[str]:
     if model.pinned:
         beside = "" if model.newest_percent is None else ", beside its newest"
         return [f"pinned at version {model.pinned} of {model.source}{beside}"]
-    return [f"follows {model.source}"] if model.source else []
+    word = model.source.partition("@")[2]
+    return [f"follows {model.source}"] if model.phase == LIVE or (word and not word.isdigit()) else []
 
 
 def _replicas(status: EndpointStatus) -> RenderableType:

@@ -49,6 +49,8 @@ class Answer:
     request_id: str = ""
 
     def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self.outputs:
+            raise KeyError(f"there is no output {name!r}: {self.model} gave {', '.join(map(repr, self.outputs))}")
         return self.outputs[name]
 
 

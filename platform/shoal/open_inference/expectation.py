@@ -53,11 +53,13 @@ class Expectation:
         if len(arrays) != len(self.inputs):
             spec = next(spec for name, spec in self.inputs.items() if name not in arrays)
             raise InferenceError(422, f"input {spec.name!r} is missing: expected {describe(spec)}")
-        num_rows = -1
+        num_rows, first = -1, ""
         for name, array in arrays.items():
             if num_rows not in (-1, len(array)):
-                raise InferenceError(422, f"input {name!r}: expected {num_rows} rows, got {len(array)}")
-            num_rows = len(array)
+                raise InferenceError(
+                    422, f"input {name!r}: expected {num_rows} rows, as of {first!r}, got {len(array)}"
+                )
+            num_rows, first = len(array), first or name
         return num_rows
 
     def wanted(self, names: Iterable[str]) -> frozenset[str] | None:

@@ -198,6 +198,8 @@ class Administration:
         _require_left(change, rollout.candidate or rollout.stable)
         if rollout.phase is Phase.CANARY:
             self._controller.drop(name, "rollback", by, reason)
+            self._controller.tick()  # what the alias has come to mean is begun, and waited for
+            await self._controller.wait_until(lambda: self._is_at_rest(name), change.timeout_s)
             return
         if rollout.phase is Phase.STAGING:
             self._controller.abandon(name, by, reason)
@@ -339,18 +341,17 @@ class Administration:
     async def _ended(self, change: Change, succeeded: Callable[[], bool], version: int) -> None:
         """Wait for the end of what was begun. Raises InferenceError: 409 with the reason, 503 when it takes longer."""
         models, name = self._controller.state.models, change.model
-
-        def over() -> bool:
-            return name not in models or succeeded() or models[name].rollout.is_open
-
-        if not await self._controller.wait_until(over, change.timeout_s):
-            raise InferenceError(
-                503, f"version {version} of {name!r} was not ready after {change.timeout_s:g} s: see status"
-            )
+        if not await self._controller.wait_until(lambda: succeeded() or self._is_at_rest(name), change.timeout_s):
+            problem = f"version {version} of {name!r} was not ready after {change.timeout_s:g} s: see status"
+            raise InferenceError(503, problem)
         if name not in models:
             raise InferenceError(409, f"model {name!r} was deleted meanwhile")
         if not succeeded():
             raise InferenceError(409, f"version {version} of {name!r} was not taken: {models[name].rollout.reason}")
+
+    def _is_at_rest(self, name: str) -> bool:
+        models = self._controller.state.models
+        return name not in models or models[name].rollout.is_open
 
     def _model(self, name: str) -> ModelState:
         models = self._controller.state.models

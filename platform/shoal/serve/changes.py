@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -27,6 +27,7 @@ from shoal.errors import ConfigError, InferenceError
 from shoal.registry import split_ref
 from shoal.serve.options import ModelOptions
 
+Action = Literal["deploy", "canary", "shadow", "promote", "rollback", "delete", "metric"]
 MAX_REASON_CHARS = 500
 MAX_TIMEOUT_S = 3600.0
 
@@ -37,7 +38,7 @@ class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     from_version: what a rollback is meant to leave, so that it does not go back twice; 0 for whatever is there
     """
 
-    action: Literal["deploy", "canary", "shadow", "promote", "rollback", "delete", "metric"]
+    action: Action
     model: str
     version: str | int = ""
     from_version: int = 0
@@ -56,6 +57,8 @@ class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def parse_change(values: Mapping[str, Any]) -> Change:
     """Raises InferenceError (400) naming the field."""
+    if isinstance(action := values.get("action"), str) and action not in get_args(Action):
+        raise InferenceError(400, f"action = {action[:40]!r}: expected {', '.join(get_args(Action))}")
     try:
         change = msgspec.convert(dict(values), Change)
     except msgspec.ValidationError as error:

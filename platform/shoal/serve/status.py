@@ -17,7 +17,7 @@ from shoal.client.status import EndpointStatus, ModelStatus, ReplicaStatus, Roll
 from shoal.serve.controller import EndpointController
 from shoal.serve.controller_state import Event, LiveState, ModelState
 from shoal.serve.options import ModelOptions
-from shoal.serve.report import ModelReport
+from shoal.serve.report import ModelReport, ReplicaReport
 from shoal.serve.rollout import Phase, Rollout, Shares
 from shoal.serve.snapshots import HistogramSnapshot, ModelSnapshot, merge, quantile, requests_and_errors, since
 
@@ -55,7 +55,7 @@ class StatusBook:
                 report.pid,
                 report.generation,
                 report.ready,
-                "; ".join(f"{name}: {model.failure.reason}" for name, model in report.models.items() if model.failure),
+                "; ".join(filter(None, [_missing(name, model, report) for name, model in state.models.items()])),
             )
             for report in reports
         ]
@@ -134,6 +134,17 @@ class StatusBook:
 
 def describe_event(event: Event) -> RolloutEvent:
     return RolloutEvent(event.time, event.kind, event.model, event.version, event.reason, event.by)
+
+
+def _missing(name: str, model: ModelState, report: ReplicaReport) -> str:
+    """What a replica should have and could not stage. What nobody wants any more is the model's `reason`."""
+    failure = report.models[name].failure if name in report.models else None
+    if failure is None:
+        return ""
+    if model.deployment.is_live:
+        return f"{name}: {failure.reason}"
+    wanted = failure.version in (model.rollout.stable, model.rollout.candidate)
+    return f"{name}@{failure.version}: {failure.reason}" if wanted else ""
 
 
 def _reason(rollout: Rollout) -> str:

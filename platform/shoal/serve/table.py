@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ from shoal.errors import DataError
 from shoal.open_inference.datatypes import NUMPY, bf16_values, floats_of
 
 FRACTIONS = frozenset({"FP64", "FP32", "FP16", "BF16"})  # datatypes
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
 class TensorSpec(Protocol):
@@ -75,6 +77,17 @@ def inputs_of(
 ) -> dict[str, np.ndarray]:
     """The arrays [rows, ...] that the chosen columns of the table make. Raises DataError naming the column."""
     return {spec.name: _input(table, spec, chosen[spec.name]) for spec in inputs}
+
+
+def alike(table: pa.Table, inputs: Sequence[TensorSpec], chosen: Mapping[str, Sequence[str]]) -> list[pa.Table]:
+    """The table as slices, in each of which the rows' lists are as long, where an input leaves a dimension open."""
+    columns = [table.column(column) for spec in inputs if -1 in spec.shape[1:] for column in chosen[spec.name]]
+    sizes = [level for column in columns for level in _sizes_of_rows(column.combine_chunks())]
+    has_changed = np.zeros(max(len(table) - 1, 0), bool)
+    for of_row in sizes:
+        has_changed |= of_row[1:] != of_row[:-1]
+    bounds = [0, *(np.flatnonzero(has_changed) + 1).tolist(), len(table)]
+    return [table.slice(start, stop - start) for start, stop in pairwise(bounds)]
 
 
 def csv_types(
@@ -150,13 +163,12 @@ def _values(table: pa.Table, column: str, spec: TensorSpec) -> np.ndarray:
     """[rows, ...], with a dimension for each list that lists are in."""
     values, sizes = table.column(column).combine_chunks(), [len(table)]
     _require_all(values, column, len(table))
-    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     try:
-        while any(is_list(values.type) for is_list in lists):
+        while any(is_list(values.type) for is_list in _LISTS):
             lengths = np.unique(pa.compute.list_value_length(values).to_numpy(zero_copy_only=False))
             if len(lengths) > 1:
-                problem = f"its rows have from {lengths[0]} to {lengths[-1]} values"
-                raise DataError("column", column, problem, "give rows of equal length together")
+                problem = f"its lists have from {lengths[0]} to {lengths[-1]} values"
+                raise DataError("column", column, problem, f"the input is {described(spec)}")
             values = values.flatten()
             _require_all(values, column, len(table))
             sizes.append(int(lengths[0]) if len(lengths) else 0)
@@ -167,6 +179,20 @@ def _values(table: pa.Table, column: str, spec: TensorSpec) -> np.ndarray:
         return _numbers(values, spec.datatype).reshape(sizes)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise DataError("column", column, f"cannot be {spec.datatype}: {error}", "choose another column") from None
+
+
+def _sizes_of_rows(values: pa.Array) -> list[np.ndarray]:
+    """[rows] for each list that lists are in: how many elements the row's has, or the first list within it."""
+    sizes: list[np.ndarray] = []
+    first = np.arange(len(values))  # of each row, among the values of this depth
+    while any(is_list(values.type) for is_list in _LISTS):
+        lengths = pa.compute.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False)
+        begins = np.concatenate([[0], np.cumsum(lengths)])
+        is_there = first < len(lengths)  # an empty list may be the last one
+        sizes.append(np.where(is_there, lengths[np.where(is_there, first, 0)], 0) if len(lengths) else 0 * first)
+        first = begins[np.minimum(first, len(lengths))]
+        values = values.flatten()
+    return sizes
 
 
 def _require_all(values: pa.Array, column: str, num_rows: int) -> None:

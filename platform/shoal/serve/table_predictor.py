@@ -1,12 +1,14 @@
 """A model as a function of tables: some columns in, its outputs and its version as further columns out.
 
 Called by batch prediction, in as many processes as that has; uses the endpoint's own Predictor, so that a row gets the
-outputs that the endpoint would give it. Knows no file and no Ray.
+outputs that the endpoint would give it. Rows whose lists differ in length share a batch where the model's options say
+so (`ragged`). Knows no file and no Ray.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -14,11 +16,21 @@ import pyarrow as pa
 from shoal.errors import ConfigError, DataError, InferenceError
 from shoal.serve.options import ModelOptions
 from shoal.serve.predictor import ModelPackage, Predictor
-from shoal.serve.table import choose_columns, column_of, column_type, inputs_of
+from shoal.serve.table import alike, choose_columns, column_of, column_type, inputs_of
 
 Part = tuple[int, dict[str, np.ndarray] | None]  # so many rows, and their outputs; None for one that failed
 VERSION_COLUMN = "model_version"
 ERROR_COLUMN = "error"
+
+
+@dataclass
+class _Request:
+    """Consecutive rows as one request: their outputs, and an error or None for each row, once it is answered."""
+
+    inputs: dict[str, np.ndarray]
+    num_rows: int
+    parts: list[Part] = field(default_factory=list)
+    errors: list[str | None] = field(default_factory=list)
 
 
 class TablePredictor:
@@ -47,15 +59,17 @@ class TablePredictor:
         self._said, self._keep, self._skip_errors = said or {}, keep, skip_errors
         self._max_rows = options.max_batch_size
         predictor = Predictor(package.factory, package.signature, options, torch_threads)
-        self._model = predictor.load(package.snapshot)
+        self._model, self._bucket = predictor.load(package.snapshot), predictor.bucket
         predictor.enter_thread()
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """The kept columns, the outputs and the version, a row for each row. Raises DataError, InferenceError."""
         chosen = choose_columns(self.signature.inputs, table.column_names, self._said)
-        parts: list[Part] = []
-        errors: list[str | None] = []
-        self._answer_table(table, chosen, parts, errors)
+        requests = self._requests(table, chosen)
+        for together in self._batches(requests):
+            self._answer(together)
+        parts = [part for request in requests for part in request.parts]
+        errors = [error for request in requests for error in request.errors]
         kept = table if self._keep is None else table.select(list(self._keep))
         named = [*(spec.name for spec in self.signature.outputs), VERSION_COLUMN]
         if twice := sorted(set(named) & set(kept.column_names)):
@@ -66,47 +80,73 @@ class TablePredictor:
         kept = kept.append_column(VERSION_COLUMN, pa.array(np.full(len(table), self._model.version, np.int64)))
         return kept.append_column(ERROR_COLUMN, pa.array(errors, pa.string())) if self._skip_errors else kept
 
-    def _answer_table(
-        self, table: pa.Table, chosen: Mapping[str, Sequence[str]], parts: list[Part], errors: list[str | None]
-    ) -> None:
-        """Append the outputs of these rows; where some make no input, each half is tried alone."""
-        try:
-            inputs = inputs_of(table, self.signature.inputs, chosen)
-        except DataError as error:
-            if not self._skip_errors:
-                raise
-            if len(table) == 1:
-                parts.append((1, None))
-                errors.append(str(error))
-                return
-            half = len(table) // 2
-            self._answer_table(table.slice(0, half), chosen, parts, errors)
-            self._answer_table(table.slice(half), chosen, parts, errors)
-            return
-        for start in range(0, len(table), self._max_rows):
-            of_part = {name: rows[start : start + self._max_rows] for name, rows in inputs.items()}
-            self._answer(of_part, min(self._max_rows, len(table) - start), parts, errors)
+    def _requests(self, table: pa.Table, chosen: Mapping[str, Sequence[str]]) -> list[_Request]:
+        """The table in requests of rows alike, in its order; where some rows make no input, each half by itself."""
+        found: list[_Request] = []
+        for rows in alike(table, self.signature.inputs, chosen):
+            try:
+                inputs = inputs_of(rows, self.signature.inputs, chosen)
+            except DataError as error:
+                if not self._skip_errors:
+                    raise
+                half = len(rows) // 2
+                if half:
+                    found += self._requests(rows.slice(0, half), chosen) + self._requests(rows.slice(half), chosen)
+                else:
+                    found.append(_Request({}, 1, [(1, None)], [str(error)]))
+                continue
+            for start in range(0, len(rows), self._max_rows):
+                stop = min(start + self._max_rows, len(rows))
+                found.append(_Request({name: values[start:stop] for name, values in inputs.items()}, stop - start))
+        return found
 
-    def _answer(
-        self, inputs: dict[str, np.ndarray], num_rows: int, parts: list[Part], errors: list[str | None]
-    ) -> None:
-        """Append the outputs of these rows; of rows that fail together, each half is tried alone."""
+    def _batches(self, requests: Sequence[_Request]) -> Iterator[list[_Request]]:
+        """Requests that may share a batch, each of at most as many rows as the model takes."""
+        open_batches: dict[Hashable, list[_Request]] = {}
+        for request in requests:
+            if request.errors:
+                continue
+            bucket = self._bucket(request.inputs)
+            batch = open_batches.setdefault(bucket, [])
+            if batch and sum(each.num_rows for each in batch) + request.num_rows > self._max_rows:
+                yield open_batches.pop(bucket)
+                open_batches[bucket] = batch = []
+            batch.append(request)
+        yield from open_batches.values()
+
+    def _answer(self, requests: Sequence[_Request]) -> None:
+        """Put the outputs into these requests; of rows that fail together, each half is tried alone."""
         try:
-            parts.append((num_rows, self._model.predict_batch([inputs])[0]))
-            errors.extend([None] * num_rows)
+            answers = self._model.predict_batch([request.inputs for request in requests])
         except Exception as raised:
             error = raised
             if not isinstance(error, InferenceError):  # the model's own, which may mean nothing where it is read
                 error = InferenceError(500, f"the model raised {type(raised).__name__}: {raised}")
             if not self._skip_errors:
                 raise error from raised
-            if num_rows == 1:
-                parts.append((1, None))
-                errors.append(str(error))
-                return
-            half = num_rows // 2
-            self._answer({name: rows[:half] for name, rows in inputs.items()}, half, parts, errors)
-            self._answer({name: rows[half:] for name, rows in inputs.items()}, num_rows - half, parts, errors)
+            self._answer_halves(requests, str(error))
+            return
+        for request, outputs in zip(requests, answers, strict=True):
+            request.parts.append((request.num_rows, outputs))
+            request.errors += [None] * request.num_rows
+
+    def _answer_halves(self, requests: Sequence[_Request], error: str) -> None:
+        if len(requests) > 1:
+            half = len(requests) // 2
+            self._answer(requests[:half])
+            self._answer(requests[half:])
+            return
+        (request,) = requests
+        half = request.num_rows // 2
+        if not half:
+            request.parts.append((1, None))
+            request.errors.append(error)
+            return
+        for first, last in ((0, half), (half, request.num_rows)):
+            part = _Request({name: rows[first:last] for name, rows in request.inputs.items()}, last - first)
+            self._answer([part])
+            request.parts += part.parts
+            request.errors += part.errors
 
     def _columns(self, parts: Sequence[Part]) -> dict[str, pa.ChunkedArray]:
         columns = {}
