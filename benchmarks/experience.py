@@ -5,16 +5,18 @@
 One run is three windows of the same length, one after the other, each with four fresh processes: acting alone (the
 policy and the environment of `shoal.actor`, and nothing else), with gateway and learner in one process without Ray
 ("local"), and with both as Ray workers ("ray"). CartPole is the cheapest environment there is: all is dear beside its
-step. Acrobot's takes longer (four evaluations of its dynamics), and is still that of a toy. CartPole is played with the
-weights of `balancing`, so episodes last 500 steps in every window: resets are as rare in one as in the other; Acrobot
-with those that a network begins with, under which they do too. The learner works at full cost, with a learning rate
-that changes nothing. All share the machine's cores: what gateway and learner take is lost to the actors.
+step. Acrobot's takes longer (four evaluations of its dynamics), and is still that of a toy; CartPole with other work
+besides stands for a simulator. CartPole is played with the weights of `balancing`, so episodes last 500 steps in every
+window: resets are as rare in one as in the other; Acrobot with those that a network begins with, under which they do
+too. The learner works at full cost, with a learning rate that changes nothing. All share the machine's cores: what
+gateway and learner take is lost to the actors.
 """
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from benchmarks.balancing import balancing_weights, first_weights
@@ -27,7 +29,21 @@ from shoal.weights import encode_tensors
 NUM_ACTORS = 4
 BAR = 0.8
 SIDES = ("alone", "local", "ray")
-ENVIRONMENTS = {"CartPole-v1": True, "Acrobot-v1": False}  # whether there is a policy that balances
+
+
+class Game(NamedTuple):
+    """An environment, whether there is a policy that balances in it, and how many numbers a step adds up besides."""
+
+    env: str
+    balancing: bool = False
+    work: int = 0
+
+
+GAMES = {
+    "CartPole-v1": Game("CartPole-v1", balancing=True),
+    "Acrobot-v1": Game("Acrobot-v1"),
+    "a simulator": Game("CartPole-v1", balancing=True, work=6000),
+}
 
 
 class Window(NamedTuple):
@@ -51,17 +67,17 @@ def measure(actors: list[Child], run: Child | None, warm_up_s: float, window_s: 
     return Window(rate, sum(one["cpu_s"] for one in counted) / window_s, used_s / window_s)
 
 
-def measure_side(name: str, side: str, folder: Path, warm_up_s: float, window_s: float) -> Window:
-    """Start what the side needs for the environment, measure, end it."""
-    spec, balancing = RLSpec(env=name), ENVIRONMENTS[name]
+def measure_side(game: Game, side: str, folder: Path, warm_up_s: float, window_s: float) -> Window:
+    """Start what the side needs for the game, measure, end it."""
+    spec, words = RLSpec(env=game.env), ["--env", game.env, "--work", str(game.work)]
     if side == "alone":
         weights = folder / "weights.safetensors"
-        weights.write_bytes(encode_tensors(balancing_weights(spec) if balancing else first_weights(spec)))
-        with actors_of(folder, NUM_ACTORS, ["--env", name, "--alone", str(weights)]) as actors:
+        weights.write_bytes(encode_tensors(balancing_weights(spec) if game.balancing else first_weights(spec)))
+        with actors_of(folder, NUM_ACTORS, [*words, "--alone", str(weights)]) as actors:
             return measure(actors, None, warm_up_s, window_s)
     with (
-        run_of(side, folder, spec={"env": name}, balancing=balancing, still=True) as (run, address),
-        actors_of(folder, NUM_ACTORS, ["--env", name, "--connect", address]) as actors,
+        run_of(side, folder, spec={"env": game.env}, balancing=game.balancing, still=True) as (run, address),
+        actors_of(folder, NUM_ACTORS, [*words, "--connect", address]) as actors,
     ):
         return measure(actors, run, warm_up_s, window_s)
 
@@ -69,12 +85,15 @@ def measure_side(name: str, side: str, folder: Path, warm_up_s: float, window_s:
 def main() -> None:
     chosen = options(__doc__, runs=4)
     warm_up_s, window_s = (2.0, 3.0) if chosen.quick else (3.0, 8.0)
-    found: dict[tuple[str, str], list[float]] = {(name, side): [] for name in ENVIRONMENTS for side in SIDES}
+    found: dict[tuple[str, str], list[float]] = {(name, side): [] for name in GAMES for side in SIDES}
+    step_us: dict[str, list[float]] = {name: [] for name in GAMES}
     with scratch() as folder:
         for index in range(chosen.runs):
             for name, side in found:
-                window = measure_side(name, side, folder, warm_up_s, window_s)
+                window = measure_side(GAMES[name], side, folder, warm_up_s, window_s)
                 found[name, side].append(window.steps_per_s)
+                if side == "alone":
+                    step_us[name].append(1e6 * window.actor_cores / window.steps_per_s)
                 print(
                     f"run {index + 1}, {name}, {side}: {window.steps_per_s:,.0f} steps/s; cores busy: actors"
                     f" {window.actor_cores:.2f}, gateway and learner {window.run_cores:.2f}",
@@ -82,7 +101,7 @@ def main() -> None:
                 )
     rows = [
         compare(
-            f"experience of {name} into the learner, four actors ({how})",
+            f"experience of {name} ({median(step_us[name]):.0f} µs a step) into the learner, four actors ({how})",
             "steps/s",
             "higher",
             found[name, side],
@@ -90,8 +109,9 @@ def main() -> None:
             "acting alone",
             bar=BAR,
             bar_kind="ratio",
+            note="in brackets what acting and the environment take of a core, alone",
         )
-        for name in ENVIRONMENTS
+        for name in GAMES
         for side, how in (("ray", "Ray"), ("local", "one process, no Ray"))
     ]
     write("experience", rows, chosen.results)

@@ -165,7 +165,7 @@ def _installed(path: Sequence[str], names: Sequence[str]) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores that may be used, memory."""
+    """Processor, cores that may be used, memory, and the share of their time that the host gave to others."""
     models = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     memory_kib = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     return {
@@ -173,11 +173,21 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory_kib / 2**20, 1),
         "load_1min": round(os.getloadavg()[0], 2),
+        "stolen": round((stolen_s() - _STOLEN_S) / (time.monotonic() - _BEGAN_S) / (os.cpu_count() or 1), 4),
     }
+
+
+def stolen_s() -> float:
+    """Processor time that this machine wanted and its host gave to others, since it runs; 0 where nobody says."""
+    fields_of_all = next((line.split() for line in _lines("/proc/stat") if line.startswith("cpu ")), [])
+    return float(fields_of_all[8]) / os.sysconf("SC_CLK_TCK") if len(fields_of_all) > 8 else 0.0
 
 
 def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+_STOLEN_S, _BEGAN_S = stolen_s(), time.monotonic()  # when a benchmark begins
 
 
 def commit() -> dict[str, Any]:

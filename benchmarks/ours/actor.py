@@ -30,10 +30,13 @@ from shoal.wire import PolicySpec
 
 
 class CountedEnvironment:
-    """Passes on to an environment and counts its steps; `steps_per_s` paces it like a game, None does not."""
+    """Passes on to an environment and counts its steps; `steps_per_s` paces it like a game, None does not.
 
-    def __init__(self, name: str, steps_per_s: float | None) -> None:
-        self._environment = gymnasium.make(name)
+    work: what a step computes besides, in numbers that are added up: a simulator that takes longer
+    """
+
+    def __init__(self, name: str, steps_per_s: float | None, work: int = 0) -> None:
+        self._environment, self._work = gymnasium.make(name), range(work)
         self._period_s = 1.0 / steps_per_s if steps_per_s else 0.0
         self._due_s = 0.0
         self.steps = 0
@@ -46,6 +49,8 @@ class CountedEnvironment:
         if self._period_s:
             self._due_s = max(self._due_s + self._period_s, time.monotonic())
             time.sleep(self._due_s - time.monotonic() if self._due_s > time.monotonic() else 0.0)
+        if self._work:
+            sum(self._work)
         return self._environment.step(action)  # type: ignore[return-value]
 
 
@@ -86,9 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--env", default="CartPole-v1")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps-per-s", type=float, default=None)
+    parser.add_argument("--work", type=int, default=0)
     parser.add_argument("--tell-weights", action="store_true")
     options = parser.parse_args(arguments)
-    environment = CountedEnvironment(options.env, options.steps_per_s)
+    environment = CountedEnvironment(options.env, options.steps_per_s, options.work)
     threading.Thread(target=answer_questions, args=(environment,), daemon=True).start()
     if options.alone:
         tensors = decode_tensors(options.alone.read_bytes())
