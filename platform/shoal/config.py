@@ -196,10 +196,19 @@ def _owner_within(owner: _Owner, name: str) -> _Owner:
 
 
 def _suggest(name: str, owner: type[BaseModel]) -> str:
+    if inner := [path for path in _paths(owner) if path.endswith(f".{name}")]:
+        return f"did you mean {' or '.join(map(repr, inner))}?"
     close = difflib.get_close_matches(name, owner.model_fields, n=1)
     if close:
         return f"did you mean {close[0]!r}?"
     return f"fields are: {', '.join(owner.model_fields)}"
+
+
+def _paths(owner: type[BaseModel]) -> Iterator[str]:
+    """The fields of a spec's parts, with their way from here."""
+    for name, field in owner.model_fields.items():
+        if isinstance(part := field.annotation, type) and issubclass(part, BaseModel):
+            yield from (f"{name}.{path}" for path in (*part.model_fields, *_paths(part)))
 
 
 def _config_error(spec: type[BaseModel], error: ValidationError) -> ConfigError:

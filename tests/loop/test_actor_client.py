@@ -17,6 +17,7 @@ import zmq
 from rl_setting import TOKEN, Parts, segment, serving
 from shoal.actor import ActorClient, play
 from shoal.errors import (
+    ConfigError,
     Closed,
     ConfigError,
     ConnectionLost,
@@ -98,6 +99,18 @@ def test_the_ready_loop_begins_anew_with_another_run() -> None:
             assert play(Endless(), actor, max_steps=64) == 64
             assert actor.drain(5)
             assert other.ledger.totals().queued > 0
+
+
+def test_a_reward_that_is_no_number_is_named() -> None:
+    class Odd:
+        def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+            return np.zeros(4, np.float32), {}
+
+        def step(self, action: int) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+            return np.zeros(4, np.float32), np.ones(2), False, False, {}
+
+    with serving() as parts, client(parts) as actor, pytest.raises(ConfigError, match=r"reward = array.*is no number"):
+        play(Odd(), actor, max_steps=1)
 
 
 def test_a_segment_that_is_too_large_is_refused_before_it_is_sent() -> None:

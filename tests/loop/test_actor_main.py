@@ -52,6 +52,8 @@ def test_the_token_is_the_variable_or_else_the_file(home: Path, monkeypatch: pyt
     ("more", "said"),
     [
         (("--connect", "tcp://127.0.0.1"), "connect = "),
+        (("--connect", "tcp://127.0.0.1:99999"), "connect = 'tcp://127.0.0.1:99999': is not an address"),
+        (("--connect", "tcp://127.0.0.1:0"), "connect = "),
         (("--server-key", "nonsense"), "server-key = "),
         ((), "no gateway answers"),
     ],
@@ -65,6 +67,23 @@ def test_what_is_wrong_is_said_in_one_line(
     assert error.startswith("error: ")
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_an_actor_that_gets_no_answer_says_that_it_goes_on_trying(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
+    monkeypatch.setattr("shoal.actor.__main__.SILENCE_S", 0.01)
+    assert main([*WORDS, "--timeout-s", "0.5"]) == 1
+    trying, gave_up = capsys.readouterr().err.splitlines()
+    assert trying == "no gateway answers at tcp://127.0.0.1:1 yet: trying for 0.5 s"
+    assert gave_up.startswith("error: no gateway answers")
+
+
+def test_an_actor_without_a_name_of_its_own_does_not_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*WORDS, "--actor-id", ""])
+    assert "argument --actor-id: is empty" in capsys.readouterr().err
 
 
 def test_an_actor_ends_with_the_program_that_holds_its_lifeline() -> None:

@@ -55,6 +55,21 @@ def test_a_bad_segment_is_dropped_with_its_reason_and_the_next_good_one_accepted
         assert (account.received, account.queued) == (2, 1)
 
 
+def test_who_sends_what_breaks_the_spec_is_told_of_once_for_each_reason() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        raw.enter()
+        for seq in range(3):
+            raw.send(seq, segment(2, version=99))
+        raw.send(3, segment(17))
+        (actor,) = parts.gateway.stats()["actors"]
+        assert (actor["steps"], actor["invalid"]) == (0, {"invalid_range": 3, "invalid_shape": 1})
+        told = [details for _, kind, details in parts.gateway.take_events() if kind == "invalid_segment"]
+        assert [each["reason"] for each in told] == ["invalid_range", "invalid_shape"]
+        assert told[0] == {
+            "actor_id": "raw", "reason": "invalid_range", "detail": "versions: 99 was never published"
+        }  # fmt: skip
+
+
 def test_frames_that_do_not_fit_their_header_are_dropped_as_malformed() -> None:
     with serving() as parts, Raw(parts) as raw:
         raw.enter()
@@ -71,6 +86,17 @@ def test_a_duplicate_is_acknowledged_and_trained_on_once() -> None:
         assert [raw.send(0, segment()).status for _ in range(3)] == ["accepted", "duplicate", "duplicate"]
         account = parts.ledger.account(("raw", 1))
         assert (account.received, account.queued, account.duplicates) == (1, 1, 2)
+
+
+def test_segments_are_counted_from_0() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        raw.enter()
+        raw.send(0, segment())
+        raw.socket.send_multipart(pack_segment(segment(), -1))
+        error = raw.hear(Error)
+        assert isinstance(error, Error)
+        assert error.code == "malformed"
+        assert parts.ledger.account(("raw", 1)).received == 1
 
 
 def test_a_gap_in_the_sequence_is_refused_with_the_number_that_was_expected() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.errors import ClusterError, ConnectionLost, InferenceError, ShoalError, SpecMismatch
+from shoal.errors import ClusterError, ConnectionLost, InferenceError, RunError, ShoalError, SpecMismatch
 from shoal.flows.evaluation import Answer, Evaluation
 from shoal.weights import WeightSnapshot
 
@@ -106,6 +106,35 @@ def test_a_run_that_is_stopped_while_it_starts_settles_before_ray_kills_its_job(
     flow: Any = SimpleNamespace(_workers=workers, _endpoint=None, _listening={})
     actor_learner._Flow.settle(flow)
     assert clock.now == actor_learner.SETTLE_S < 15.0
+
+
+def test_a_run_that_is_sent_nothing_valid_shows_what_is_dropped_and_ends_when_its_time_is_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shoal.flows import actor_learner
+    from shoal.flows.loop_metrics import LoopMetrics
+
+    monkeypatch.setattr(actor_learner, "record_changes", lambda *_: None)
+    stats = {
+        "mean_return": float("nan"), "steps": 0, "episodes": 0, "weights_version": 1, "queue_depth": 0, "pid": 7,
+        "counted_at": 1.0, "first_segment_at": None, "solved_s": None, "address": "tcp://h:1",
+        "actors": [{"actor_id": "a", "connected": True, "lag": 0, "steps": 0, "invalid": {"non_finite": 7682}}],
+        "segments": {"received": 7682, "consumed": 0, "queued": 0, "dropped": {"non_finite": 7682}},
+    }  # fmt: skip
+    logged: list[dict[str, float]] = []
+    flow: Any = object.__new__(actor_learner._Flow)
+    flow.spec = SimpleNamespace(max_wall_s=0.0, target_return=475.0)
+    flow.recorder = SimpleNamespace(id="one", log=lambda step, metrics: logged.append(metrics))
+    flow._workers = SimpleNamespace(stats=lambda: (stats, {}), events=list, published=list)
+    flow._endpoint = SimpleNamespace(stats=list)
+    flow._listening, flow._pids = {"gateway": ("gateway", "tcp://h:1")}, {}
+    flow._gateway_stats, flow._learner_stats = {}, {}
+    flow._learning_since, flow._printed_at, flow._metrics = None, 0.0, LoopMetrics()
+    flow._poll()
+    assert logged[0]["drops/non_finite"] == 7682
+    assert "| dropped 7,682" in capsys.readouterr().out
+    with pytest.raises(RunError, match=r"every segment was dropped \(non_finite 7,682\): mend the actors"):
+        flow._require_hope()
 
 
 class FakeWorker:

@@ -25,7 +25,7 @@ from shoal.cli.runs import report
 from shoal.cli.runs import runs as runs_command
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import Job
-from shoal.errors import ClusterError, ConnectionLost, RegistryError, RunError, ShoalError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, RegistryError, RunError, ShoalError
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 
@@ -215,6 +215,11 @@ def test_words_are_said_again_until_the_record_has_them() -> None:
     with runs.reopen("one"):
         pass
     assert session.how_to_resume() == "The run has finished: shoal runs one"
+
+
+def test_to_resume_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names no run"):
+        a_session("resume=")
 
 
 def test_a_run_that_has_finished_is_not_said_to_go_on_with_what_was_refused() -> None:

@@ -49,6 +49,7 @@ def test_words_reach_into_mappings_of_specs() -> None:
         ("frnt.size=1", "frnt.size = 1: no such field. did you mean 'front'?"),
         ("wheels.left.sise=1", "wheels.left.sise = 1: no such field. did you mean 'size'?"),
         ("wheels={left: {sise: 1}}", "wheels.left.sise = 1: no such field. did you mean 'size'?"),
+        ("colour=red", "colour = 'red': no such field. did you mean 'front.colour'?"),
         ("more=[{sise: 1}]", "more.0.sise = 1: no such field"),
         ("wheels.left.size=big", "wheels.left.size = 'big'"),
         ("axles.rear.wheel.sise=1", "axles.rear.wheel.sise = 1: no such field. did you mean 'size'?"),

@@ -82,6 +82,34 @@ def test_on_a_narrow_terminal_no_number_is_cut() -> None:
         assert told in text, (told, text)
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_lines_are_wrapped_on_a_console_that_wraps_no_other(width: int) -> None:
+    reasons = {f"drops/{word}_{number}": 1.0 for word in ("stale", "corrupt", "invalid") for number in range(8)}
+    view = dataclasses.replace(VIEW, metrics=METRICS | reasons, notes=("note " * 30,))
+    console = Console(record=True, width=width, file=io.StringIO(), color_system=None, soft_wrap=True)
+    console.print(display.Wrapped(render(view), width - 2))
+    text = console.export_text()
+    assert max(len(line) for line in text.splitlines()) == width - 2
+    told = " ".join(text.replace("│", "").split())
+    assert told.count("note") == 30
+    for reason in reasons:
+        assert f"{reason.removeprefix('drops/')} 1" in told
+
+
+def test_numbers_beyond_all_sense_leave_the_picture_as_it_is() -> None:
+    text = drawn(dataclasses.replace(VIEW, metrics=METRICS | {"return/mean_100": -1.6e300}, history=(-1.6e300,)), 80)
+    assert "return    -1.6e+300" in text
+    assert len(text.splitlines()) == len(drawn(VIEW, 80).splitlines())
+
+
+def test_who_sends_what_is_dropped_is_told_with_the_reason() -> None:
+    with runs.create("job", "", "one") as run:
+        run.event("invalid_segment", actor_id="a", reason="non_finite", detail="rewards: has NaN or infinite values")
+        run.flush()
+        view = view_of(runs.load("one"), "learning", 475.0, None, ["a note"])
+    assert view.notes == ("a note", "a sends what is dropped: non_finite: rewards: has NaN or infinite values")
+
+
 def test_a_run_that_measured_nothing_has_a_picture() -> None:
     text = drawn(RunView("one", "starting the endpoint", 0.5, None))
     assert "starting the endpoint" in text

@@ -28,6 +28,12 @@ def test_actions_that_do_not_count_from_zero_are_refused() -> None:
         experience_spec(box, gymnasium.spaces.Discrete(3, start=1), spec)
 
 
+def test_observations_of_nothing_are_refused() -> None:
+    box = gymnasium.spaces.Box(-1, 1, (0,))
+    with pytest.raises(ConfigError, match="this algorithm needs a flat Box"):
+        experience_spec(box, gymnasium.spaces.Discrete(2), RLSpec())
+
+
 def test_a_segment_that_no_message_can_hold_is_refused_before_anything_starts() -> None:
     box, actions = gymnasium.spaces.Box(-1, 1, (4,)), gymnasium.spaces.Discrete(2)
     with pytest.raises(ConfigError, match=r"gateway.max_message_bytes = .* is below the \d+ bytes"):

@@ -264,6 +264,17 @@ def test_another_number_of_frames_is_refused(change: object) -> None:
     assert (error.reason, error.field) == (DropReason.MALFORMED, "tensors")
 
 
+def test_a_tensor_that_is_there_twice_is_refused() -> None:
+    frames = frames_of(valid_segment())
+    tensors = msgpack.unpackb(frames[0])["tensors"]
+    error = rejected(edited([*frames, frames[3]], tensors=[*tensors, tensors[2]]))
+    assert (error.reason, error.field, error.problem) == (
+        DropReason.MALFORMED,
+        "tensors",
+        "one name stands there twice",
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "reason", "field"),
     [

@@ -17,6 +17,7 @@ from shoal.actor.loop import play
 from shoal.errors import ConfigError, ShoalError
 from shoal.home import existing_token
 
+SILENCE_S = 2.0  # after which an actor without an answer says what it does
 Number = TypeVar("Number", int, float)
 _EXAMPLES = """examples:
   python -m shoal.actor --connect tcp://127.0.0.1:5555 --env CartPole-v1
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--connect", required=True, metavar="ADDRESS", help="the gateway: tcp://host:port")
     parser.add_argument("--env", required=True, help="a gymnasium environment id; module:Id imports module first")
-    parser.add_argument("--actor-id", default="", help="unique in the run; default: host name and process id")
+    parser.add_argument("--actor-id", type=_some_text, help="unique in the run; default: host name and process id")
     parser.add_argument("--server-key", default="", help="the gateway's CURVE public key, when it is on another host")
     parser.add_argument("--seed", type=_at_least(0, int), default=None)
     parser.add_argument(
@@ -71,6 +72,12 @@ def _at_least(least: Number, kind: Callable[[str], Number]) -> Callable[[str], N
     return parse
 
 
+def _some_text(word: str) -> str:
+    if not word:
+        raise argparse.ArgumentTypeError("is empty")
+    return word
+
+
 def _end_with_standard_input() -> None:
     while os.read(0, 1024):  # not sys.stdin, whose lock this thread would hold while Python shuts down
         pass
@@ -84,13 +91,19 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError("token", token, "neither $SHOAL_TOKEN nor the file $SHOAL_HOME/token has one", remedy)
     environment = make_environment(options.env)
     client = ActorClient(
-        options.connect, token, options.actor_id, server_key=options.server_key, timeout_s=options.timeout_s
+        options.connect, token, options.actor_id or "", server_key=options.server_key, timeout_s=options.timeout_s
     )
+    trying = f"no gateway answers at {options.connect} yet: trying for {options.timeout_s:g} s"
+    silence = threading.Timer(SILENCE_S, lambda: print(trying, file=sys.stderr, flush=True))
+    silence.daemon = True
+    silence.start()
     try:
         with client:
+            silence.cancel()
             require_fit(environment, options.env, client.spec)
             play(environment, client, options.seed, options.max_steps)
     finally:
+        silence.cancel()
         environment.close()
     return 0
 

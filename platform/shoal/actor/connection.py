@@ -21,7 +21,8 @@ _LONGEST_PAUSE_S = 1.0
 
 def check_address(address: str, server_key: str) -> None:
     """Refuse at once what ZeroMQ would take for something else."""
-    if not address.startswith("tcp://"):
+    port = address.rpartition(":")[2]
+    if not address.startswith("tcp://") or not (port.isdecimal() and 0 < int(port) <= 65535):
         raise ConfigError("connect", address, "is not an address", _ADDRESS_REMEDY)
     if server_key and len(server_key) != 40:  # 32 characters would pass for a key in binary
         raise ConfigError("server-key", server_key, f"has {len(server_key)} characters, not 40", _KEY_REMEDY)

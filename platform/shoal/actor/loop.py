@@ -14,7 +14,7 @@ import numpy as np
 
 from shoal.actor.client import ActorClient
 from shoal.actor.policy import MlpPolicy
-from shoal.errors import InvalidSegment, RunChanged
+from shoal.errors import ConfigError, InvalidSegment, RunChanged
 from shoal.wire import DropReason, ExperienceSpec, Segment
 
 
@@ -177,8 +177,12 @@ class _Game:
         policy = self._policy
         action, log_probability = policy.act(self._observation)
         self._observation, reward, terminated, truncated, _ = self._environment.step(action)
+        try:
+            reward = float(reward)
+        except (TypeError, ValueError):
+            raise ConfigError("reward", reward, "of the environment's step is no number", "give a float") from None
         segment = self._builder.step(
-            action, log_probability, policy.version, float(reward), self._observation, terminated, truncated
+            action, log_probability, policy.version, reward, self._observation, terminated, truncated
         )
         if segment is not None:
             self._client.send(segment)

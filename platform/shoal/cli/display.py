@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.columns import Columns
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.constrain import Constrain
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -70,8 +71,21 @@ def view_of(run: Run, phase: str, target_return: float | None, before: RunView |
         lowest,
         addresses.get("inference", ""),
         addresses.get("gateway", ""),
-        tuple(notes),
+        (*notes, *_invalid_segments(run)),
     )
+
+
+def _invalid_segments(run: Run) -> list[str]:
+    """What the gateway said last of an actor whose segments it drops."""
+    told = run.last_events(since_resumed=True).get("invalid_segment")
+    return [f"{told['actor_id']} sends what is dropped: {told['reason']}: {told['detail']}"] if told else []
+
+
+class Wrapped(Constrain):
+    """A picture of so many columns, whose lines are wrapped also where what the console prints besides is not."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        return super().__rich_console__(console, options.update(no_wrap=False, overflow="fold"))
 
 
 def render(view: RunView) -> RenderableType:
@@ -181,4 +195,5 @@ def _cell(name: str, value: float, form: str) -> Text:
 
 
 def _number(value: float, form: str) -> str:
-    return format(value, form) if math.isfinite(value) else "-"
+    """As long as a cell is wide: of very large ones the first digits."""
+    return format(value, form if abs(value) < 1e12 else ".3g") if math.isfinite(value) else "-"

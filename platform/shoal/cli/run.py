@@ -17,7 +17,6 @@ from pathlib import Path
 import click
 import yaml
 from rich.console import Console, RenderableType
-from rich.constrain import Constrain
 from rich.live import Live
 
 import shoal
@@ -119,6 +118,8 @@ class _Session:
         self._typed, self._path, self._words, self._num_actors = typed, path, typed.words, typed.num_actors
         self._console, self._plain = console, plain
         resumed = last_value(self._words, "resume")
+        if not resumed and any(word.startswith("resume=") for word in self._words):
+            raise ConfigError("resume", "", "names no run", "`shoal runs` lists them")
         before = shoal.runs.load(resumed) if resumed else None
         self.run_id = before.id if before else new_run_id()
         self._incarnation_before = before.incarnation if before else 0
@@ -185,7 +186,9 @@ class _Session:
         with Live(console=self._console, refresh_per_second=4, transient=True) as live:
             while (outcome := self._step()) is None:
                 if self._view is not None:
-                    live.update(Constrain(_picture(self._view), self._console.width - len("^C")))  # which is echoed
+                    live.update(
+                        display.Wrapped(_picture(self._view), self._console.width - len("^C"))
+                    )  # which is echoed
         return outcome
 
     def _step(self) -> ray_jobs.JobStatus | None:

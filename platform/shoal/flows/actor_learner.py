@@ -31,12 +31,14 @@ from shoal.cluster.room import require_cpus
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
+from shoal.flows.loop_metrics import LoopMetrics
 from shoal.flows.policy import check, served_model
 from shoal.flows.serving import places, record_changes
 from shoal.home import access_token
 from shoal.registry import ModelVersion, Registry
 from shoal.rl.ray_rl import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
+from shoal.runs.display import number
 from shoal.serve.ray_kept import require_no_endpoint
 from shoal.serve.sources import LiveModel, ServedModel
 from shoal.weights import WeightSnapshot
@@ -51,7 +53,6 @@ SETTLE_S = 10.0  # for that and for the gateway's goodbye: Ray kills a job that 
 PRINT_S = 2.0
 UPDATES_BETWEEN_TRIALS = 50
 TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial chooses; the evaluation must not know its episodes
-MAX_LAG_METRICS = 16  # actors whose lag is recorded one by one
 
 
 def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
@@ -97,8 +98,7 @@ class _Flow:
         self._gateway_stats: dict[str, Any] = {}
         self._learner_stats: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
-        self._lags: set[str] = set()  # the metrics of actors that were connected when they were last recorded
-        self._last_rates: dict[str, tuple[float, float]] = {}
+        self._metrics = LoopMetrics()
         self._printed_at = 0.0
         self._learning_since: float | None = None  # in this life of the run
         self._solved, self._num_requests = False, 0.0
@@ -135,7 +135,7 @@ class _Flow:
         env, key = self.spec.env, self._server_key
         self.recorder.event("gateway_ready", address=address, env=env, server_key=key)
         self._announce("gateway", "gateway", address)
-        told = f"waiting for actors; start some with\n    {command_of(address, env, key)}"
+        told = f"actors may come, each with\n    {command_of(address, env, key)}"
         print(f"run {self.recorder.id}: {told}", flush=True)
 
     def _announce(self, name: str, kind: str, address: str) -> None:
@@ -172,7 +172,7 @@ class _Flow:
         if self.spec.target_return is None or trial.sure_return >= self.spec.target_return:
             return True
         print(
-            f"version {snapshot.version} returned {trial.mean_return:.1f} in a trial, and not surely"
+            f"version {snapshot.version} returned {number(trial.mean_return)} in a trial, and not surely"
             f" {self.spec.target_return:g} in other episodes: learning on",
             flush=True,
         )
@@ -194,8 +194,8 @@ class _Flow:
             self._solved = True
             self.recorder.event("solved", seconds=stats["solved_s"], steps=stats["solved_steps"])
             print(
-                f"solved: mean return {stats['mean_return']:.1f} over 100 episodes, {stats['solved_s']:.1f} s after the"
-                f" first segment, {stats['solved_steps']:,} environment steps",
+                f"solved: mean return {number(stats['mean_return'])} over 100 episodes, {stats['solved_s']:.1f} s after"
+                f" the first segment, {stats['solved_steps']:,} environment steps",
                 flush=True,
             )
         if int(self._learner_stats.get("updates", 0)) < self._tried_at + UPDATES_BETWEEN_TRIALS:
@@ -218,14 +218,21 @@ class _Flow:
     def _require_hope(self) -> None:
         if self._learner_stats.get("failure"):
             raise RunError(f"the learner failed: {self._learner_stats['failure']}")
-        if self._time_is_up():
-            mean = self._gateway_stats["mean_return"]
-            found = f"mean return {mean:.1f}" if math.isfinite(mean) else "no episode has ended"
+        if not self._time_is_up():
+            return
+        stats, waited = self._gateway_stats, f"after {self.spec.max_wall_s:.0f} s"
+        dropped = stats["segments"]["dropped"]
+        if not stats["steps"] and dropped:
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
             raise RunError(
-                f"{found} after {self.spec.max_wall_s:.0f} s, the target"
-                f" is {self.spec.target_return}: lower target_return, or go on with resume={self.recorder.id} and a"
-                " longer max_wall_s"
+                f"nothing to learn from {waited}, for every segment was dropped ({reasons}): mend the actors"
             )
+        mean = stats["mean_return"]
+        found = f"mean return {number(mean)}" if math.isfinite(mean) else "no episode has ended"
+        raise RunError(
+            f"{found} {waited}, the target is {self.spec.target_return}: lower target_return, or go on with"
+            f" resume={self.recorder.id} and a longer max_wall_s"
+        )
 
     def _poll(self) -> None:
         assert self._workers is not None
@@ -234,7 +241,8 @@ class _Flow:
         self._learner_stats = learner or self._learner_stats
         if gateway and self._listening["gateway"][1] != gateway["address"]:
             self._announce_gateway(gateway["address"])  # its port was taken while it was away
-        if self._learning_since is None and any(actor["steps"] for actor in self._gateway_stats.get("actors", [])):
+        actors = self._gateway_stats.get("actors", [])
+        if self._learning_since is None and any(actor["steps"] or actor["invalid"] for actor in actors):
             self._learning_since = time.time()
         for name, stats in (("gateway", gateway), ("learner", learner)):
             if stats and self._pids.setdefault(name, stats["pid"]) != stats["pid"]:
@@ -246,40 +254,16 @@ class _Flow:
         self._record_published()
         assert self._endpoint is not None
         record_changes(self._endpoint, self.recorder)
-        if self._gateway_stats.get("first_segment_at") is not None:
-            self.recorder.log(int(self._gateway_stats["steps"]), self._metrics())
+        if self._learning_since is not None:
+            requests = self._endpoint_requests()
+            metrics = self._metrics.of(self._gateway_stats, self._learner_stats, requests, time.time())
+            self.recorder.log(int(self._gateway_stats["steps"]), metrics)
         self._print_progress()
 
     def _record_published(self) -> None:
         assert self._workers is not None
         for published in self._workers.published():
             self.recorder.weights_published(published.version, published.step, published.sha256, published.published_at)
-
-    def _metrics(self) -> dict[str, float]:
-        gateway, learner = self._gateway_stats, self._learner_stats
-        segments = gateway["segments"]
-        here = [actor for actor in gateway["actors"] if actor["connected"]]
-        metrics = {
-            "return/mean_100": gateway["mean_return"],
-            "episodes/total": gateway["episodes"],
-            "steps/total": gateway["steps"],
-            "steps/per_s": self._rate("steps", gateway["steps"]),
-            "weights/version": gateway["weights_version"],
-            "queue/depth": gateway["queue_depth"],
-            "actors/connected": len(here),
-            "segments/received": segments["received"],
-            "segments/consumed": segments["consumed"],
-            "segments/queued": segments["queued"],
-            "segments/dropped": sum(segments["dropped"].values()),
-            "endpoint/requests_per_s": self._rate("requests", self._endpoint_requests()),
-            "learner/updates": learner.get("updates", 0),
-            **learner.get("metrics", {}),
-        }
-        metrics |= {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
-        lags = {f"lag/{actor['actor_id']}": actor["lag"] for actor in here[:MAX_LAG_METRICS]}
-        metrics |= dict.fromkeys(self._lags - lags.keys(), math.nan) | lags  # who has left lags no more
-        self._lags = set(lags)
-        return {name: float(value) for name, value in metrics.items()}
 
     def _endpoint_requests(self) -> float:
         """Requests so far; what it was when a replica is on its way back, which is no reason to stop learning."""
@@ -290,20 +274,16 @@ class _Flow:
             self.recorder.event("endpoint_silent", error=str(error))
         return self._num_requests
 
-    def _rate(self, name: str, total: float) -> float:
-        now = time.monotonic()
-        before, then = self._last_rates.get(name, (total, now))
-        self._last_rates[name] = (total, now)
-        return max(0.0, total - before) / (now - then) if now > then else 0.0
-
     def _print_progress(self) -> None:
         stats = self._gateway_stats
-        if stats.get("first_segment_at") is None or time.monotonic() - self._printed_at < PRINT_S:
+        if self._learning_since is None or time.monotonic() - self._printed_at < PRINT_S:
             return
         self._printed_at = time.monotonic()
+        mean = number(stats["mean_return"]) if math.isfinite(stats["mean_return"]) else "-"
         print(
-            f"return {stats['mean_return']:6.1f} | {stats['steps']:9,} steps | {stats['episodes']:6,} episodes"
-            f" | weights {stats['weights_version']:5} | queue {stats['queue_depth']:3}",
+            f"return {mean:>6} | {stats['steps']:9,} steps | {stats['episodes']:6,} episodes"
+            f" | weights {stats['weights_version']:5} | queue {stats['queue_depth']:3}"
+            f" | dropped {sum(stats['segments']['dropped'].values()):,}",
             flush=True,
         )
 

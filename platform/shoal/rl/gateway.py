@@ -155,6 +155,7 @@ class Gateway:
                 "queue_capacity": self.queue.capacity,
                 "actors": [actor.to_dict(version) for actor in self._roster],
                 "protocol_errors": dict(progress.protocol_errors),
+                "counted_at": time.time(),
                 "segments": self.queue.ledger.totals().to_dict(),
             }
 
@@ -267,6 +268,8 @@ class Gateway:
             self._on_hello(route, message)
         elif session is None:
             self._refuse(route, "hello_required", "say hello first")
+        elif isinstance(message, SegmentMessage) and message.seq < 0:
+            self._refuse(route, "malformed", "segments are counted from 0")
         elif isinstance(message, SegmentMessage):
             self._on_segment(route, session, message, frames[1:])
         elif isinstance(message, Pull):
@@ -349,13 +352,16 @@ class Gateway:
         self, session: Session, message: SegmentMessage, frames: Sequence[bytes]
     ) -> tuple[DropReason | None, str]:
         """Validate and queue. Returns why the segment must be dropped and a detail, or (None, "") when it is queued."""
+        version = self._latest.version if self._latest else 0
         try:
             segment = unpack_segment(message, frames, self.experience)
+            if int(segment.versions.max()) > version:
+                problem = f"{segment.versions.max()} was never published"
+                raise InvalidSegment(DropReason.INVALID_RANGE, "versions", problem)
         except InvalidSegment as error:
-            return DropReason(error.reason), f"{error.field}: {error.problem}"
-        version = self._latest.version if self._latest else 0
-        if int(segment.versions.max()) > version:
-            return DropReason.INVALID_RANGE, f"versions: {segment.versions.max()} was never published"
+            detail = f"{error.field}: {error.problem}"
+            self._progress.invalid_segment(session.progress, error.reason, detail)
+            return DropReason(error.reason), detail
         self._progress.segment(session.progress, segment)
         lag = version - segment.oldest_version
         if lag > self.spec.max_version_lag:

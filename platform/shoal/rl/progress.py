@@ -23,18 +23,23 @@ REFUSALS_INTERVAL_S = 10.0  # between two events that tell of refused actors
 
 @dataclass
 class ActorProgress:
-    """One actor, across its reconnects; a new incarnation starts anew."""
+    """One actor, across its reconnects; a new incarnation starts anew.
+
+    invalid: its segments that broke the spec, by the reason for which they were dropped
+    """
 
     actor_id: str
     incarnation: int
     connected: bool = True
     steps: int = 0
     segments: int = 0
+    invalid: dict[str, int] = field(default_factory=dict)
     weights_version: int = 0
 
     def to_dict(self, published_version: int) -> dict[str, Any]:
         """Its fields and its lag in versions, which is 0 for one that is gone."""
-        return {**self.__dict__, "lag": max(0, published_version - self.weights_version) if self.connected else 0}
+        lag = max(0, published_version - self.weights_version) if self.connected else 0
+        return {**self.__dict__, "invalid": dict(self.invalid), "lag": lag}
 
 
 class Roster:
@@ -102,6 +107,12 @@ class Progress:
             self._refusals_told_at = time.monotonic()
             count = self.protocol_errors["bad_token"]
             self.event("actor_refused", actor_id=actor_id, reason="bad_token", count=count)
+
+    def invalid_segment(self, actor: ActorProgress, reason: str, detail: str) -> None:
+        """Count a segment that broke the spec, and tell of the actor's first for this reason."""
+        actor.invalid[reason] = actor.invalid.get(reason, 0) + 1
+        if actor.invalid[reason] == 1:
+            self.event("invalid_segment", actor_id=actor.actor_id, reason=reason, detail=detail)
 
     def segment(self, actor: ActorProgress, segment: Segment) -> None:
         """Count a valid segment, whether it was accepted or too old."""

@@ -176,7 +176,7 @@ def _draw(axes: Axes, curve: Curve, width: float, drawstyle: str = "default", co
     axes.margins(x=0.01, y=0.08)
     for axis in (axes.xaxis, axes.yaxis):
         low, high = axis.get_view_interval()
-        if max(abs(low), abs(high)) >= 10_000:
+        if 10_000 <= max(abs(low), abs(high)) < 1e15:
             axis.set_major_formatter(EngFormatter(sep=""))
 
 

@@ -134,6 +134,8 @@ def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: Exper
         problem = f"{len(message.tensors)} described, but {len(frames)} frames follow"
         raise InvalidSegment(DropReason.MALFORMED, "tensors", problem)
     described = {header.name: (header, frame) for header, frame in zip(message.tensors, frames, strict=True)}
+    if len(described) != len(frames):
+        raise InvalidSegment(DropReason.MALFORMED, "tensors", "one name stands there twice")
     length = _length(described, spec.segment_length)
     _check_ending(message, length)
     return Segment(

@@ -1,0 +1,63 @@
+"""What the loop measures: the curves of its run record, made of what the gateway and the learner count.
+
+Called by the loop's flow at each of its looks. Pure but for the memory of earlier counts, from which rates are made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+MAX_LAG_METRICS = 16  # actors whose lag is recorded one by one
+
+
+class Rate:
+    """How fast a total grows, a second, between two moments at which it was counted."""
+
+    def __init__(self) -> None:
+        self._total, self._counted_at = 0.0, math.inf
+
+    def at(self, counted_at: float, total: float) -> float:
+        """Since the count before; 0 for the first one, and for one that was told already."""
+        passed_s, grown = counted_at - self._counted_at, total - self._total
+        if passed_s == 0.0:
+            return 0.0
+        self._total, self._counted_at = total, counted_at
+        return max(0.0, grown) / passed_s if passed_s > 0.0 else 0.0
+
+
+class LoopMetrics:
+    """Of one life of a run."""
+
+    def __init__(self) -> None:
+        self._steps, self._requests = Rate(), Rate()
+        self._lags: set[str] = set()  # the metrics of actors that were connected when they were last recorded
+
+    def of(
+        self, gateway: Mapping[str, Any], learner: Mapping[str, Any], requests: float, requests_at: float
+    ) -> dict[str, float]:
+        """Of the newest stats, which may be old while a worker is away, and of all requests to the endpoint so far."""
+        segments = gateway["segments"]
+        here = [actor for actor in gateway["actors"] if actor["connected"]]
+        metrics = {
+            "return/mean_100": gateway["mean_return"],
+            "episodes/total": gateway["episodes"],
+            "steps/total": gateway["steps"],
+            "steps/per_s": self._steps.at(gateway["counted_at"], gateway["steps"]),
+            "weights/version": gateway["weights_version"],
+            "queue/depth": gateway["queue_depth"],
+            "actors/connected": len(here),
+            "segments/received": segments["received"],
+            "segments/consumed": segments["consumed"],
+            "segments/queued": segments["queued"],
+            "segments/dropped": sum(segments["dropped"].values()),
+            "endpoint/requests_per_s": self._requests.at(requests_at, requests),
+            "learner/updates": learner.get("updates", 0),
+            **learner.get("metrics", {}),
+        }
+        metrics |= {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
+        lags = {f"lag/{actor['actor_id']}": actor["lag"] for actor in here[:MAX_LAG_METRICS]}
+        metrics |= dict.fromkeys(self._lags - lags.keys(), math.nan) | lags  # who has left lags no more
+        self._lags = set(lags)
+        return {name: float(value) for name, value in metrics.items()}
