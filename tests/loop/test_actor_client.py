@@ -17,7 +17,6 @@ import zmq
 from rl_setting import TOKEN, Parts, segment, serving
 from shoal.actor import ActorClient, play
 from shoal.errors import (
-    ConfigError,
     Closed,
     ConfigError,
     ConnectionLost,
