@@ -251,7 +251,7 @@ def test_what_a_run_that_never_had_a_gateway_counts_at_its_end_is_not_learning()
 
 
 def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cli.run.REFRESH_S", 0.0)
+    monkeypatch.setattr("shoal.cli.watch.REFRESH_S", 0.0)
     with runs.create("x", "", "one") as run:
         pass
     session = a_session("resume=one")

@@ -11,18 +11,16 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 
 import click
-import yaml
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 
 import shoal
 import shoal.runs
 from shoal.actor.connection import options_of
-from shoal.cli import display, train_display
+from shoal.cli import train_display, watch
 from shoal.cli.job_file import check_words, find_job, words_apart
 from shoal.cli.job_words import (
     end_as_by_ctrl_c,
@@ -44,9 +42,6 @@ from shoal.runs import Run, Status
 from shoal.runs.display import duration, number
 from shoal.runs.origin import COMMAND_VARIABLE, as_typed
 
-REFRESH_S = 0.25
-PLAIN_S = 2.0
-TRAINING = "train"  # the job of every recipe that trains
 ACTORS_END_S = 10.0
 
 
@@ -127,10 +122,10 @@ class _Session:
         self._actors: list[subprocess.Popen[bytes]] = []
         self._notes: list[str] = []
         self._said: list[str] = []  # of the notes; the picture shows them all the time
-        self._view: display.RunView | train_display.TrainView | None = None
+        self._view: watch.View | None = None
         self._record: Run | None = None
         self._job: ray_jobs.Job | None = None
-        self._printed = ("", 0.0)
+        self._lines = watch.Lines()
         self._num_words = 0
 
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
@@ -186,15 +181,13 @@ class _Session:
         with Live(console=self._console, refresh_per_second=4, transient=True) as live:
             while (outcome := self._step()) is None:
                 if self._view is not None:
-                    live.update(
-                        display.Wrapped(_picture(self._view), self._console.width - len("^C"))
-                    )  # which is echoed
+                    live.update(watch.picture(self._view, self._console.width))
         return outcome
 
     def _step(self) -> ray_jobs.JobStatus | None:
         """Look at the run; what the job ended as, when it is over."""
         assert self._job is not None
-        time.sleep(REFRESH_S)
+        time.sleep(watch.REFRESH_S)
         self._read_record()
         if self._view is None or not (self._view.metrics or self._view.phase == train_display.TRAINING):
             self._print_new_words()
@@ -221,35 +214,15 @@ class _Session:
         if "gateway" in addresses and not self._actors and self._num_actors:
             self._start_actors(self._record)
         notes = self._notes + self._dead_actors()
-        if record.job == TRAINING:
-            before = self._view if isinstance(self._view, train_display.TrainView) else None
-            self._view = train_display.view_of(record, before, notes)
-            return
-        known = self._view if isinstance(self._view, display.RunView) else None
-        target = _target_of(record.spec)
-        self._view = display.view_of(record, self._phase(record, addresses), target, known, notes)
-
-    def _phase(self, record: Run, addresses: dict[str, str]) -> str:
-        seen = record.last_events(since_resumed=True)
-        if "evaluated" in seen:
-            return "writing the report"
-        if "solved" in seen and _is_at_target(record):  # it may fail the trial, and learn on
-            return "solved; playing through the endpoint"
-        if "gateway_ready" in seen and record.latest(since_resumed=True):
-            return "learning"
-        if "gateway" in addresses:
-            return "waiting for actors"
-        return "starting the endpoint" if "inference" not in addresses else "starting the gateway"
+        self._view = watch.view_of(record, self._view, notes)
 
     def _print_plain(self) -> None:
         if self._view is None:
             return
         for note in self._new_notes():
             self._console.print(note, markup=False)
-        phase, at = self._printed
-        if self._view.phase != phase or (self._view.metrics and time.monotonic() - at >= PLAIN_S):
-            self._printed = (self._view.phase, time.monotonic())
-            self._console.print(_line(self._view), markup=False)
+        if said := self._lines.due(self._view):
+            self._console.print(said, markup=False)
 
     def _new_notes(self) -> list[str]:
         """What went wrong, and was not said yet."""
@@ -351,26 +324,6 @@ class _Session:
         say(f"  tensorboard --logdir {record.folder / 'tensorboard'}")
         for model in models:
             say(f"  shoal models show {model['name']}@{model['version']}")
-
-
-@lru_cache(maxsize=1)  # asked four times a second
-def _target_of(spec: str) -> float | None:
-    """The mean return at which a run of the loop ends, by its recorded spec."""
-    target: float | None = (yaml.safe_load(spec) or {}).get("target_return")
-    return target
-
-
-def _is_at_target(record: Run) -> bool:
-    target, mean = _target_of(record.spec), record.latest(since_resumed=True).get("return/mean_100")
-    return target is None or mean is None or mean >= target
-
-
-def _picture(view: display.RunView | train_display.TrainView) -> RenderableType:
-    return train_display.render(view) if isinstance(view, train_display.TrainView) else display.render(view)
-
-
-def _line(view: display.RunView | train_display.TrainView) -> str:
-    return train_display.plain_line(view) if isinstance(view, train_display.TrainView) else display.plain_line(view)
 
 
 def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Console) -> None:

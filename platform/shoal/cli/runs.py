@@ -17,10 +17,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shoal.cli import watch
+from shoal.errors import ConfigError
 from shoal.runs import Run, Status, list_runs, load, write_report
 from shoal.runs.display import age, duration, moment, number
 
 NUM_EVENTS = 8
+WITHOUT_CURVES = {"serve": "look at it with shoal serve status", "batch_predict": "its command says how far it is"}
 _COLOURS = {
     Status.RUNNING: "blue",
     Status.FINISHED: "green",
@@ -33,20 +36,30 @@ _COLOURS = {
 @click.argument("run", required=False)
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="How many runs to list.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def runs(run: str | None, limit: int, as_json: bool) -> None:
+@click.option("--follow", is_flag=True, help="Show RUN live while it goes on; Ctrl-C ends the look, and not the run.")
+def runs(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
     """List the runs, newest first, or show one RUN: its id, the beginning of one, or `latest`.
+
+    A run is followed from anywhere on the machine that has its record, however its job was started.
 
     \b
     Examples:
       shoal runs
       shoal runs latest
       shoal runs 20261120-0645
+      shoal runs latest --follow
       shoal runs latest --json
     """
     console = Console()
+    if follow and (run is None or as_json):
+        raise ConfigError(
+            "follow", run or "", "needs one run, and no --json", "for example: shoal runs latest --follow"
+        )
     if run is not None:
         found = load(run)
-        if as_json:
+        if follow:
+            _follow(console, found)
+        elif as_json:
             _print_json(found.to_dict())
         else:
             _show(console, found)
@@ -82,6 +95,18 @@ def report(run: str, open_path: bool) -> None:
     picture = path.with_name("learning_curve.png")
     if picture.exists():
         click.echo(f"Its learning curve: {picture}")
+
+
+def _follow(console: Console, run: Run) -> None:
+    """Show it until it has ended, and how; or until who looks at it has seen enough."""
+    if run.job in WITHOUT_CURVES:
+        raise ConfigError("follow", run.id, f"is of the job {run.job!r}, which has no curves", WITHOUT_CURVES[run.job])
+    try:
+        ended = watch.follow(run, Console(highlight=False, soft_wrap=True))
+    except KeyboardInterrupt:
+        click.echo(f"{run.id} goes on: shoal runs {run.id} --follow")
+        return
+    _show(console, ended)
 
 
 def _print_json(value: object) -> None:

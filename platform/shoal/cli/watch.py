@@ -1,0 +1,101 @@
+"""A run while it goes on, of whichever kind it is: its picture, its line, and watching both until it ends.
+
+Reads the run record and nothing else, so it shows the same for a run of this process, of another, or of a job that was
+submitted by Ray's own means. Called by `shoal run` and by `shoal runs --follow`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import lru_cache
+
+import yaml
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+import shoal.runs
+from shoal.cli import display, train_display
+from shoal.runs import Run, Status
+
+REFRESH_S = 0.25
+PLAIN_S = 2.0
+TRAINING = "train"  # the job of every recipe that trains
+View = display.RunView | train_display.TrainView
+
+
+def view_of(record: Run, before: View | None, notes: Sequence[str] = ()) -> View:
+    """The run as it is now; `before` carries the history on."""
+    if record.job == TRAINING:
+        return train_display.view_of(record, before if isinstance(before, train_display.TrainView) else None, notes)
+    known = before if isinstance(before, display.RunView) else None
+    return display.view_of(record, _phase(record), _target_of(record.spec), known, notes)
+
+
+def picture(view: View, width: int) -> RenderableType:
+    """For a terminal, so many columns wide."""
+    drawn = train_display.render(view) if isinstance(view, train_display.TrainView) else display.render(view)
+    return display.Wrapped(drawn, width - len("^C"))  # which is echoed
+
+
+def line(view: View) -> str:
+    """For a log file."""
+    return train_display.plain_line(view) if isinstance(view, train_display.TrainView) else display.plain_line(view)
+
+
+class Lines:
+    """Says the line of a view when its phase is another, and every `PLAIN_S`."""
+
+    def __init__(self) -> None:
+        self._phase, self._said_s = "", 0.0
+
+    def due(self, view: View) -> str | None:
+        if view.phase == self._phase and not (view.metrics and time.monotonic() - self._said_s >= PLAIN_S):
+            return None
+        self._phase, self._said_s = view.phase, time.monotonic()
+        return line(view)
+
+
+def follow(record: Run, console: Console) -> Run:
+    """Show a run until it is over; the run as it is then."""
+    view, lines = None, Lines()
+    with ExitStack() as stack:
+        live = None
+        if console.is_terminal:
+            live = stack.enter_context(Live(console=console, auto_refresh=False, transient=True))
+        while record.status is Status.RUNNING:
+            view = view_of(record, view)
+            if live is not None:
+                live.update(picture(view, console.width), refresh=True)
+            elif said := lines.due(view):
+                console.print(said, markup=False)
+            time.sleep(REFRESH_S)
+            record = shoal.runs.load(record.id)
+    return record
+
+
+def _phase(record: Run) -> str:
+    seen = record.last_events(since_resumed=True)
+    ready = {point.kind for point in record.endpoints() if point.state == "ready"}
+    if "evaluated" in seen:
+        return "writing the report"
+    if "solved" in seen and _is_at_target(record):  # it may fail the trial, and learn on
+        return "solved; playing through the endpoint"
+    if "gateway_ready" in seen and record.latest(since_resumed=True):
+        return "learning"
+    if "gateway" in ready:
+        return "waiting for actors"
+    return "starting the endpoint" if "inference" not in ready else "starting the gateway"
+
+
+@lru_cache(maxsize=1)  # asked four times a second
+def _target_of(spec: str) -> float | None:
+    """The mean return at which a run of the loop ends, by its recorded spec."""
+    target: float | None = (yaml.safe_load(spec) or {}).get("target_return")
+    return target
+
+
+def _is_at_target(record: Run) -> bool:
+    target, mean = _target_of(record.spec), record.latest(since_resumed=True).get("return/mean_100")
+    return target is None or mean is None or mean >= target
