@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -139,7 +141,8 @@ def test_looking_goes_on_until_ctrl_c(recorded: str, monkeypatch: pytest.MonkeyP
         if next(looks, "over") == "over":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("shoal.cli.serve.time.sleep", sleep)
+    clock = SimpleNamespace(sleep=sleep, strftime=time.strftime, localtime=time.localtime)
+    monkeypatch.setattr("shoal.cli.serve.time", clock)  # others sleep too, and go on
     found = lines("serve", "status")
     assert sum("fashion@3" in line for line in found) == 3
 

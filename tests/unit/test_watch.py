@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -37,7 +39,7 @@ def test_a_run_is_followed_to_its_end_from_anywhere(monkeypatch: pytest.MonkeyPa
             run.log(1, {"return/mean_100": 100.0, "steps/total": 7.0})
             run.flush()
 
-        monkeypatch.setattr("shoal.cli.watch.time.sleep", look)
+        monkeypatch.setattr("shoal.cli.watch.time", SimpleNamespace(sleep=look, monotonic=time.monotonic))
         said = typed("latest", "--follow").splitlines()
     assert "waiting for actors" in said[0]
     assert "learning: return 100.0" in said[1]
@@ -48,7 +50,7 @@ def test_who_has_seen_enough_of_a_run_does_not_end_it(monkeypatch: pytest.Monkey
     def enough(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shoal.cli.watch.time.sleep", enough)
+    monkeypatch.setattr("shoal.cli.watch.time", SimpleNamespace(sleep=enough, monotonic=time.monotonic))
     with runs.create("train", "", "one"):
         said = typed("one", "--follow")
         assert "starting workers" in said
