@@ -47,7 +47,7 @@ def record(run_id: str, status: str = "finished") -> None:
         run.log(10, {"return/mean_100": 480.0, "learner/loss": 0.5})
         run.endpoint("gateway", "gateway", "tcp://127.0.0.1:5600", "closed")
         run.model_registered("cartpole", 2, ("champion",))
-        run.event("actor.joined", actor="[bold]a-1[/nonsense]")
+        run.event("actor.joined", at=1.5, actor="[bold]a-1[/nonsense]", seconds=25.513599157, returns=[500.0] * 20)
         run.finish(status, "ValueError: [/red]" if status == "failed" else None)
 
 
@@ -92,7 +92,8 @@ def test_one_run_is_shown_with_what_to_type_next() -> None:
     shown = typed(runs_command, "one")
     for told in (
         *("failed", "ValueError: [/red]", "return/mean_100", "480", "tcp://127.0.0.1:5600", "cartpole@2", "champion"),
-        *("actor.joined", "[bold]a-1[/nonsense]", "  shoal report one\n", "  shoal models show cartpole@2\n"),
+        *("actor.joined", "[bold]a-1[/nonsense]", "seconds=25.51", "returns=[500, 500, 500, 500, ... (20)]"),
+        *("  shoal report one\n", "  shoal models show cartpole@2\n"),
         *("  tensorboard --logdir ", "  shoal run cartpole --actors 4 resume=one\n"),
     ):
         assert told in shown, told

@@ -22,7 +22,7 @@ from shoal.errors import ConfigError
 from shoal.runs import Run, Status, list_runs, load, write_report
 from shoal.runs.display import age, duration, moment, number
 
-NUM_EVENTS = 8
+NUM_EVENTS, FEW_VALUES = 8, 4
 WITHOUT_CURVES = {"serve": "look at it with shoal serve status", "batch_predict": "its command says how far it is"}
 _COLOURS = {
     Status.RUNNING: "blue",
@@ -201,9 +201,16 @@ def _show_events(console: Console, run: Run) -> None:
         return
     table = _plain_table(3)
     for event in events:
-        details = "  ".join(f"{name}={value}" for name, value in event["details"].items())
+        details = "  ".join(f"{name}={_short(value)}" for name, value in event["details"].items() if name != "at")
         table.add_row(Text(duration(event["time"]), style="dim", justify="right"), Text(event["kind"]), Text(details))
     _section(console, "Last events", table)
+
+
+def _short(value: object) -> str:
+    """Of a long list the beginning and how many there are, of a float the digits that matter."""
+    if isinstance(value, list) and len(value) > FEW_VALUES:
+        return f"[{', '.join(map(_short, value[:FEW_VALUES]))}, ... ({len(value)})]"
+    return number(value) if isinstance(value, float) else str(value)
 
 
 def command_to_go_on(run: Run) -> str:
