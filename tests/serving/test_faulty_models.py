@@ -82,9 +82,11 @@ def test_a_model_that_hangs_is_late_for_all_and_then_unhealthy(tmp_path: Path) -
             assert [answer.status for answer in (*behind, await hanging)] == [504] * 4
             with pytest.raises(ShoalError, match="hang_s"):
                 replica.check_health()
+            assert replica.host.report().computing_s > 0.1
             hold.unlink()  # it comes to itself: what is late is not delivered, what is new is answered
             assert (await infer(replica, (FINE, 2.0))).status == 200
             replica.check_health()
+            await until(lambda: replica.host.report().computing_s == 0.0)
 
     asyncio.run(body())
 

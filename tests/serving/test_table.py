@@ -142,8 +142,9 @@ def test_words_become_bytes() -> None:
     ],
 )
 def test_what_does_not_fit_is_named(table: pa.Table, words: list[str], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as refused:
         inputs(table, X, *words)
+    assert str(refused.value).count(" = ") == 1  # once, and not within words of our own
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from shoal.serve.controller import EndpointController
 from shoal.serve.controller_state import Deployment, StateFile
 from shoal.serve.options import GuardOptions, ModelOptions
 from shoal.serve.rollout import Goal, Phase
+from shoal.serve.status import StatusBook
 from unit.controller_setting import LEASE_S, OPTIONS, Cluster, FakeReplica
 
 
@@ -246,6 +248,15 @@ def test_a_metric_that_the_guard_does_not_look_at_is_refused(cluster: Cluster, l
     refusal = cluster.refusal(action="metric", metric="acuracy", value=0.1)
     assert (refusal.status, refusal.message) == (400, words)
     assert cluster.rollout.phase is Phase.CANARY
+
+
+def test_a_forward_that_hangs_is_seen_while_it_does(cluster: Cluster) -> None:
+    cluster.settle()
+    first, *others = cluster.replicas.values()
+    cluster.controller.report(replace(first.report(), computing_s=12.3))
+    status = StatusBook(cluster.controller).endpoint()
+    said = {replica["id"]: replica["error"] for replica in status["replicas"]}
+    assert said == {first.name: "a forward has taken 12 s"} | {other.name: "" for other in others}
 
 
 def test_closed_it_wakes_who_waits(cluster: Cluster) -> None:

@@ -36,7 +36,8 @@ def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
 
 def plain_lines(status: EndpointStatus, url: str) -> list[str]:
     """For a log file: a line for the endpoint, for each version of each model, and for what is to be said of it."""
-    lines = [f"{status.endpoint}: {'ready' if status.ready else 'not ready'} at {_where(status, url)}"]
+    state = "ready" if status.ready else "not ready"
+    lines = [f"{status.endpoint}: {state} at {_where(status, url)}, replicas {_num_ready(status)}"]
     for model in status.models:
         for version in model.versions:
             numbers = {
@@ -130,12 +131,15 @@ def _followed(model: ModelStatus) -> list[str]:
 
 
 def _replicas(status: EndpointStatus) -> RenderableType:
-    num_ready = sum(each.ready for each in status.replicas)
-    text = Text.assemble(("replicas  ", "dim"), f"{num_ready} of {len(status.replicas)} ready")
+    text = Text.assemble(("replicas  ", "dim"), _num_ready(status))
     text.append(f", generation {status.generation}", "dim")
     for each in _unwell(status):
         text.append(f"\n          {each.id} {_replica_state(each, status.generation)}", "yellow")
     return text
+
+
+def _num_ready(status: EndpointStatus) -> str:
+    return f"{sum(each.ready for each in status.replicas)} of {len(status.replicas)} ready"
 
 
 def _unwell(status: EndpointStatus) -> list[ReplicaStatus]:

@@ -1,7 +1,21 @@
-"""What asks an endpoint: `Client` and `AsyncClient`, NumPy in and out. Needs httpx: `pip install 'shoal[client]'`."""
+"""What asks an endpoint: `Client` and `AsyncClient`, NumPy in and out, and the errors that they raise.
+
+Needs httpx: `pip install 'shoal[client]'`.
+"""
 
 from shoal.client.client import AsyncClient, Client
 from shoal.client.status import EndpointStatus, ModelStatus, VersionStatus
 from shoal.client.tensors import Answer
+from shoal.errors import ConfigError, ConnectionLost, InferenceError
 
-__all__ = ["Answer", "AsyncClient", "Client", "EndpointStatus", "ModelStatus", "VersionStatus"]
+__all__ = [
+    "Answer",
+    "AsyncClient",
+    "Client",
+    "ConfigError",
+    "ConnectionLost",
+    "EndpointStatus",
+    "InferenceError",
+    "ModelStatus",
+    "VersionStatus",
+]

@@ -117,8 +117,9 @@ def _converted(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
     wanted = np.dtype(np.float32) if datatype == "BF16" else NUMPY[datatype]
     try:
         array = np.asarray(values)
-    except ValueError as error:
-        raise ConfigError("inputs", name, f"is no array: {error}", "give rows of equal length") from None
+    except ValueError:  # of NumPy, of lists alone
+        remedy = "send rows of equal length together"
+        raise ConfigError("inputs", name, "is no array: its rows have different lengths", remedy) from None
     except (TypeError, RuntimeError) as error:  # torch says so of tensors on a GPU, of BF16, or with a gradient
         raise ConfigError("inputs", name, f"is no array: {error}", "give a NumPy array") from None
     if datatype == "BF16" and array.dtype == np.uint16:

@@ -208,7 +208,7 @@ class Registry:
         _require_name("name", name)
         if _versions_in(self.root / name):
             return self.root / name
-        near = difflib.get_close_matches(name, self._names(), n=3, cutoff=0.4)
+        near = difflib.get_close_matches(name, self._names(), n=3)
         remedy = f"did you mean {' or '.join(near)}?" if near else "`shoal models list` shows what there is"
         raise RegistryError(f"there is no model {name!r}: {remedy}")
 

@@ -180,7 +180,8 @@ class ReplicaHost:
         for name, failure in self._failures.items():
             models[name] = replace(models.get(name, ModelReport()), failure=failure)
         generation = self._plan.generation if self._plan is not None else 0
-        return ReplicaReport(self._replica, os.getpid(), generation, self.ready, models)
+        computing_s = self._batcher.computing_s
+        return ReplicaReport(self._replica, os.getpid(), generation, self.ready, models, computing_s=computing_s)
 
     def check_health(self) -> None:
         """Raises ShoalError when a thread has died, or a version is being loaded that will never be there."""

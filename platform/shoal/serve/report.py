@@ -85,6 +85,7 @@ class ReplicaReport:
     callers:  `Access.counts()`: requests by the name of the key, and what became of them
     refused:  `Access.refused()`
     statuses: all answers over HTTP by status, of inferences and of everything else
+    computing_s: how long the forward that is going on has taken; 0 when there is none
     """
 
     replica: str
@@ -95,6 +96,7 @@ class ReplicaReport:
     callers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     statuses: Mapping[str, int] = field(default_factory=dict)
     refused: tuple[Refused, ...] = ()
+    computing_s: float = 0.0
 
 
 def total_forwards(reports: Iterable[Forwards]) -> Forwards:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from shoal.serve.snapshots import HistogramSnapshot, ModelSnapshot, merge, quant
 WINDOW_S = 10.0
 SAMPLE_S = 1.0
 NUM_EVENTS = 50
+LONG_FORWARD_S = 2.0  # beyond which it is said while it goes on
 STATES = {Phase.VACANT: "UNAVAILABLE", Phase.STAGING: "LOADING"}
 
 Counts = Mapping[str, ModelSnapshot]  # by model
@@ -55,7 +56,7 @@ class StatusBook:
                 report.pid,
                 report.generation,
                 report.ready,
-                "; ".join(filter(None, [_missing(name, model, report) for name, model in state.models.items()])),
+                "; ".join(filter(None, [*_missing(state.models, report), _slow(report)])),
             )
             for report in reports
         ]
@@ -136,15 +137,19 @@ def describe_event(event: Event) -> RolloutEvent:
     return RolloutEvent(event.time, event.kind, event.model, event.version, event.reason, event.by)
 
 
-def _missing(name: str, model: ModelState, report: ReplicaReport) -> str:
+def _missing(models: Mapping[str, ModelState], report: ReplicaReport) -> Iterator[str]:
     """What a replica should have and could not stage. What nobody wants any more is the model's `reason`."""
-    failure = report.models[name].failure if name in report.models else None
-    if failure is None:
-        return ""
-    if model.deployment.is_live:
-        return f"{name}: {failure.reason}"
-    wanted = failure.version in (model.rollout.stable, model.rollout.candidate)
-    return f"{name}@{failure.version}: {failure.reason}" if wanted else ""
+    for name, model in models.items():
+        failure = report.models[name].failure if name in report.models else None
+        if failure is not None and model.deployment.is_live:
+            yield f"{name}: {failure.reason}"
+        elif failure is not None and failure.version in (model.rollout.stable, model.rollout.candidate):
+            yield f"{name}@{failure.version}: {failure.reason}"
+
+
+def _slow(report: ReplicaReport) -> str:
+    """Whatever waits for this replica waits for its forward, and the replica is replaced after `hang_s`."""
+    return f"a forward has taken {report.computing_s:.0f} s" if report.computing_s >= LONG_FORWARD_S else ""
 
 
 def _reason(rollout: Rollout) -> str:

@@ -177,6 +177,8 @@ def _values(table: pa.Table, column: str, spec: TensorSpec) -> np.ndarray:
             words[:] = [_as_bytes(value) for value in values.to_pylist()]
             return words.reshape(sizes)
         return _numbers(values, spec.datatype).reshape(sizes)
+    except DataError:
+        raise
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise DataError("column", column, f"cannot be {spec.datatype}: {error}", "choose another column") from None
 

@@ -85,7 +85,10 @@ def _session(payload: bytes, what: str, device: str, threads: int) -> Any:
     try:
         return runtime.InferenceSession(payload, options, providers=_PROVIDERS[device])
     except Exception as error:  # its errors have no base of their own
-        remedy = "a file with weights beside it must be saved as one file"
+        is_apart = "external" in str(error).lower()
+        remedy = (
+            "save it as one file, with its weights" if is_apart else "write it with torch.onnx.export, or onnx.save"
+        )
         raise WeightsError(f"{what} is not an ONNX model that this onnxruntime can load ({error}): {remedy}") from error
 
 
