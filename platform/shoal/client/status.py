@@ -72,8 +72,8 @@ class ModelStatus(msgspec.Struct, frozen=True):
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
-    """One replica. It has staged `generation` of the desired state; `error` says why it could not stage the next, or how
-    long its forward has taken so far."""
+    """One replica. It has staged `generation` of the desired state; `error` says why it could not stage the next, or
+    how long its forward has taken so far."""
 
     id: str
     pid: int = 0
