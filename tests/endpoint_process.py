@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 NUM_FEATURES = 4
 NUM_OUTPUTS = 2
 REQUEST_TIMEOUT_S = 30.0
+IDLE_S = 2.0
 BODY = json.dumps(
     {"inputs": [{"name": "x", "shape": [1, NUM_FEATURES], "datatype": "FP32", "data": [0.5] * NUM_FEATURES}]}
 )
@@ -164,15 +165,20 @@ class Load:
 
 
 class Client:
-    """One keep-alive connection."""
+    """One keep-alive connection; a new one after a pause, in which the endpoint may have given it up."""
 
     def __init__(self, url: str) -> None:
         self._connection = http.client.HTTPConnection(str(urlsplit(url).netloc), timeout=REQUEST_TIMEOUT_S)
+        self._answered_s = time.monotonic()
 
     def request(self, method: str, path: str, body: str | None = None, **headers: str) -> tuple[int, Any, Any]:
+        if time.monotonic() - self._answered_s > IDLE_S:
+            self._connection.close()
         self._connection.request(method, path, body, headers)
         response = self._connection.getresponse()
-        return response.status, response.headers, json.loads(response.read())
+        content = json.loads(response.read())
+        self._answered_s = time.monotonic()
+        return response.status, response.headers, content
 
     def infer(self, model: str = "linear") -> tuple[int, Any, Any]:
         return self.request("POST", f"/v2/models/{model}/infer", BODY)

@@ -196,7 +196,7 @@ def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(cluster: 
     before = recorded["version"].max()
     received = _accounting(run)["received"]
 
-    status, output = shoal_command(*DEMO, f"resume={run.id}", "target_return=60")
+    status, output = shoal_command(*DEMO, f"resume={run.id}", "target_return=60", "max_wall_s=120")
     assert status == 0, output
     again = shoal.runs.load("latest")
     assert again.id == run.id

@@ -23,7 +23,7 @@ from shoal.serve.sources import LiveModel, ServedModel, registered
 from shoal.weights import WeightSnapshot, WeightStore
 from waiting import wait_for
 
-STATE_TIMEOUT_S = 60.0
+STATE_TIMEOUT_S = 120.0
 DRIVER = """
 import sys, ray
 ray.init(namespace="shoal", log_to_driver=False)

@@ -25,7 +25,7 @@ from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.grpc_server import METHODS, SERVICE
 from waiting import wait_for
 
-STATE_TIMEOUT_S = 60.0
+STATE_TIMEOUT_S = 120.0
 MAX_BODY_BYTES = 200_000
 pytestmark = pytest.mark.timeout(180)
 

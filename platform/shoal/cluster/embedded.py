@@ -82,7 +82,7 @@ def start(
     environment: Mapping[str, str] | None = None,
     detached: bool = False,
     save_as: Path | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 180.0,
 ) -> EmbeddedCluster:
     """Start a cluster and return when it takes jobs.
 
