@@ -20,6 +20,7 @@ from typing import TypedDict
 
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from ray._private.services import get_node
 from ray._private.utils import write_ray_address
 
 from shoal.cluster.processes import MARKER, end_cluster
@@ -50,6 +51,17 @@ class _HeadNode(Node):
     def start_ray_processes(self) -> None:
         super().start_ray_processes()
         self.start_api_server(include_dashboard=True, raise_on_failure=True)
+        self._wait_for_raylet()
+
+    def _wait_for_raylet(self) -> None:
+        """Until it has registered: Ray gives it 30 s from here on, and a busy machine needs more. The deadline is that
+        of who started this process."""
+        while not self.dead_processes():
+            try:
+                get_node(self.gcs_address, self.node_id)
+                return
+            except RuntimeError:
+                time.sleep(CHECK_PERIOD_S / 10)
 
 
 class _ParentWatch(threading.Thread):
