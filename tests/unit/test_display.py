@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress_bar import ProgressBar
 
 from shoal import runs
-from shoal.cli import display
+from shoal.cli import display, watch
 from shoal.cli.display import RunView, plain_line, render, sparkline, view_of
 
 METRICS = {
@@ -87,7 +87,7 @@ def test_lines_are_wrapped_on_a_console_that_wraps_no_other(width: int) -> None:
     reasons = {f"drops/{word}_{number}": 1.0 for word in ("stale", "corrupt", "invalid") for number in range(8)}
     view = dataclasses.replace(VIEW, metrics=METRICS | reasons, notes=("note " * 30,))
     console = Console(record=True, width=width, file=io.StringIO(), color_system=None, soft_wrap=True)
-    console.print(display.Wrapped(render(view), width - 2))
+    console.print(watch.picture(view, width))
     text = console.export_text()
     assert max(len(line) for line in text.splitlines()) == width - 2
     told = " ".join(text.replace("│", "").split())

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.columns import Columns
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.constrain import Constrain
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from shoal.runs import Run
+from shoal.runs.trouble import trouble
 
 MAX_HISTORY = 120
 _BARS = "▁▂▃▄▅▆▇█"
@@ -71,21 +71,8 @@ def view_of(run: Run, phase: str, target_return: float | None, before: RunView |
         lowest,
         addresses.get("inference", ""),
         addresses.get("gateway", ""),
-        (*notes, *_invalid_segments(run)),
+        (*notes, *filter(None, (trouble(*event) for event in run.last_events(since_resumed=True).items()))),
     )
-
-
-def _invalid_segments(run: Run) -> list[str]:
-    """What the gateway said last of an actor whose segments it drops."""
-    told = run.last_events(since_resumed=True).get("invalid_segment")
-    return [f"{told['actor_id']} sends what is dropped: {told['reason']}: {told['detail']}"] if told else []
-
-
-class Wrapped(Constrain):
-    """A picture of so many columns, whose lines are wrapped also where what the console prints besides is not."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        return super().__rich_console__(console, options.update(no_wrap=False, overflow="fold"))
 
 
 def render(view: RunView) -> RenderableType:

@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from functools import lru_cache
 
 import yaml
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.constrain import Constrain
 from rich.live import Live
 
 import shoal.runs
@@ -36,7 +37,14 @@ def view_of(record: Run, before: View | None, notes: Sequence[str] = ()) -> View
 def picture(view: View, width: int) -> RenderableType:
     """For a terminal, so many columns wide."""
     drawn = train_display.render(view) if isinstance(view, train_display.TrainView) else display.render(view)
-    return display.Wrapped(drawn, width - len("^C"))  # which is echoed
+    return _Wrapped(drawn, width - len("^C"))  # which is echoed
+
+
+class _Wrapped(Constrain):
+    """So many columns, whose lines are wrapped also where what the console prints besides is not."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        return super().__rich_console__(console, options.update(no_wrap=False, overflow="fold"))
 
 
 def line(view: View) -> str:

@@ -18,4 +18,6 @@ def trouble(kind: str, details: Mapping[str, Any]) -> str:
         case "workers_lost":
             lost = f"workers were lost after step {details['step']:,} ({details['error']})"
             return f"{lost}: going on from the last checkpoint"
+        case "invalid_segment":
+            return f"{details['actor_id']} sends what is dropped: {details['reason']}: {details['detail']}"
     return "there is no checkpoint: it begins again, at step 0" if kind == NO_CHECKPOINT else ""
