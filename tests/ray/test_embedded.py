@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -280,6 +281,24 @@ if sys.argv[1] == "fork" and os.fork() == 0:
 print(json.dumps([cluster.cluster_id, str(cluster.temp_dir)]), flush=True)
 time.sleep(600)
 """
+
+
+# Every Python process of the cluster runs it first; the agents among them stand still then, as on a busy machine.
+SLOW_AGENTS = """
+import sys, time
+if any(word.endswith(("dashboard/agent.py", "runtime_env/agent/main.py")) for word in sys.orig_argv):
+    time.sleep({seconds})
+"""
+
+
+def test_agents_that_are_slow_to_start_are_waited_for(tmp_path: Path) -> None:
+    """Ray's raylet gives up after 15 s when it has to hear from them where they listen (ray-project/ray#65983)."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_AGENTS.format(seconds=20))
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    begun_s = time.monotonic()
+    with embedded.start(environment={"PYTHONPATH": path}) as cluster:
+        assert time.monotonic() - begun_s > 20, "it was ready before its agents were"
+        jobs.submit(cluster, [sys.executable, "-c", "print('done')"]).wait(timeout_s=60)
 
 
 @pytest.mark.parametrize("mode", ["alone", "fork"])

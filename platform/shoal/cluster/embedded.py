@@ -33,6 +33,8 @@ _FOREIGN = (
     *("RAY_GCS_SERVER_PORT", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RAYLET_PID", "RAY_OVERRIDE_NODE_ID_FOR_TESTING"),
 )
 
+_AGENT_PORTS = ("dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
+
 
 class EmbeddedCluster(ClusterHandle):
     """A running cluster and the right to stop it. Made by `start`; use it as a context manager or call `stop`."""
@@ -104,6 +106,7 @@ def start(
         options = {
             "temp_dir": str(temp_dir),
             "dashboard_port": free_port(),
+            "agent_ports": {name: free_port() for name in _AGENT_PORTS},
             "num_cpus": num_cpus,
             "num_gpus": num_gpus,
             "object_store_memory_bytes": object_store_memory_bytes,
@@ -182,6 +185,7 @@ def _cluster_environment(
         "RAY_prestart_worker_first_driver": "0",
         # An actor for each training run, which would hear of this machine being taken away by a provider.
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+        "RAY_agent_register_timeout_ms": "180000",  # how long the raylet looks for an agent that starts slowly
         "RAY_JOB_STOP_WAIT_TIME_S": "15",  # a job that is asked to stop may save what it has
         "TMPDIR": str(temp_dir / "tmp"),  # where Ray's own Python processes leave sockets when they are ended
         "DASHBOARD_METRIC_PORT": str(free_port()),

@@ -20,10 +20,14 @@ from typing import TypedDict
 
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from ray._private.ray_constants import KV_NAMESPACE_DASHBOARD
 from ray._private.services import get_node
 from ray._private.utils import write_ray_address
+from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, RUNTIME_ENV_AGENT_PORT_NAME, get_port_filename, persist_port
+from ray.dashboard.consts import DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX
 
 from shoal.cluster.processes import MARKER, end_cluster
+from shoal.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
 CHECK_PERIOD_S = 0.5
@@ -34,6 +38,7 @@ class HeadOptions(TypedDict):
 
     temp_dir: str
     dashboard_port: int
+    agent_ports: dict[str, int]  # free ones, by Ray's names for them
     num_cpus: int | None
     num_gpus: int | None
     object_store_memory_bytes: int | None
@@ -49,19 +54,42 @@ class _HeadNode(Node):
         self._webui_url = f"{LOOPBACK}:{self._ray_params.dashboard_port}"
 
     def start_ray_processes(self) -> None:
+        # The raylet asks a file where the dashboard agent listens, whatever that is told, and gives up after 15 s.
+        port = self._ray_params.dashboard_agent_listen_port
+        persist_port(self.get_session_dir_path(), self.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, port)
         super().start_ray_processes()
         self.start_api_server(include_dashboard=True, raise_on_failure=True)
-        self._wait_for_raylet()
+        self._wait_until_complete()
 
-    def _wait_for_raylet(self) -> None:
-        """Until it has registered: Ray gives it 30 s from here on, and a busy machine needs more. The deadline is that
-        of who started this process."""
-        while not self.dead_processes():
-            try:
-                get_node(self.gcs_address, self.node_id)
-                return
-            except RuntimeError:
-                time.sleep(CHECK_PERIOD_S / 10)
+    def _wait_until_complete(self) -> None:
+        """Until the raylet has registered, and its agents, who take the jobs, listen.
+
+        Ray's own patience is 30 s for the one and 15 s for the others, and a busy machine needs more. Here the deadline
+        is that of who started this process. Raises ClusterError when a part of Ray ends meanwhile.
+        """
+        while not (self._has_raylet() and self._has_dashboard_agent() and self._port_of(RUNTIME_ENV_AGENT_PORT_NAME)):
+            if dead := [name for name, _ in self.dead_processes()]:
+                raise ClusterError(f"{', '.join(dead)} ended: {self.get_logs_dir_path()} says why")
+            time.sleep(CHECK_PERIOD_S / 10)
+
+    def _has_raylet(self) -> bool:
+        try:
+            get_node(self.gcs_address, self.node_id)
+        except RuntimeError:
+            return False
+        return True
+
+    def _has_dashboard_agent(self) -> bool:
+        """Whether those who hand it jobs find it. Raises ClusterError when it cannot listen."""
+        if self._port_of(DASHBOARD_AGENT_LISTEN_PORT_NAME) == "-1":
+            raise ClusterError("Ray's dashboard agent cannot listen: somebody has taken its port meanwhile")
+        key = f"{DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX}{self.node_id}".encode()
+        return bool(self.get_gcs_client().internal_kv_get(key, namespace=KV_NAMESPACE_DASHBOARD))
+
+    def _port_of(self, name: str) -> str:
+        """The port that an agent has told; "" when it has not, "-1" when it has none."""
+        file = Path(self.get_session_dir_path()) / get_port_filename(self.node_id, name)
+        return file.read_text().strip() if file.exists() else ""
 
 
 class _ParentWatch(threading.Thread):
@@ -124,7 +152,8 @@ def _parameters(options: HeadOptions) -> RayParams:
         gcs_server_port=0,
         dashboard_host=LOOPBACK,
         dashboard_port=options["dashboard_port"],
-        dashboard_agent_listen_port=0,
+        # Not 0: the raylet would wait for the agents to tell it, too, and give up after 15 s (ray-project/ray#65983).
+        **options["agent_ports"],
         include_dashboard=True,
         include_log_monitor=True,
         no_monitor=True,
