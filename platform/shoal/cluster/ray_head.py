@@ -23,7 +23,12 @@ from ray._private.parameter import RayParams
 from ray._private.ray_constants import KV_NAMESPACE_DASHBOARD
 from ray._private.services import get_node
 from ray._private.utils import write_ray_address
-from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, RUNTIME_ENV_AGENT_PORT_NAME, get_port_filename, persist_port
+from ray._raylet import (  # type: ignore[attr-defined]  # its stub file does not name them
+    DASHBOARD_AGENT_LISTEN_PORT_NAME,
+    RUNTIME_ENV_AGENT_PORT_NAME,
+    get_port_filename,
+    persist_port,
+)
 from ray.dashboard.consts import DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX
 
 from shoal.cluster.processes import MARKER, end_cluster
