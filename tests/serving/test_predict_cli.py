@@ -20,7 +20,9 @@ from shoal.cli import cli
 from shoal.cli.predict_inputs import from_table
 from shoal.errors import InferenceError, ShoalError
 from shoal.open_inference.messages import TensorMetadata
+from shoal.registry import ModelFactory, Registry, Signature
 from shoal.serve.options import ModelOptions
+from shoal.weights import WeightSnapshot
 
 GREY = np.arange(16, dtype=np.uint8).reshape(4, 4) * 16
 
@@ -267,7 +269,7 @@ def test_a_table_for_people_and_who_answered() -> None:
     [
         (["m"], "is not one kind of input. give one of --input, --json, --csv or --parquet, --image, --npy"),
         (["m", "--input", "1", "--json", "-"], "inputs = '--input --json': is not one kind of input"),
-        (["m@champion", "--input", "1"], "an endpoint knows versions by their number. write m@3, or m"),
+        (["m@champion", "--input", "1"], "no model 'm'"),
         (["m", "--input", "1,b,3"], "input = '1,b,3': is not a list of FP32. for example x=1,0,1"),
         (["m", "--input", "y=1,2,3"], "the model has no input 'y'. inputs: x: FP32 [any, 3]"),
         (["m", "--input", "[[1, 2], [3]]"], "has rows of different lengths. the input is FP32 [any, 3]"),
@@ -295,6 +297,18 @@ def test_a_table_for_people_and_who_answered() -> None:
 )
 def test_what_does_not_fit_is_said_with_a_remedy(words: list[str], message: str) -> None:
     assert message in complaint(*words)
+
+
+def test_an_alias_asks_for_the_version_that_it_means() -> None:
+    for _ in range(7):
+        Registry().register(
+            "m",
+            WeightSnapshot.of(1, {"weight": np.zeros(1, np.float32)}),
+            model=ModelFactory(factory="mine:clean"),
+            signature=Signature(inputs=[], outputs=[]),
+        )
+    Registry().promote("m@6")
+    assert rows("m@champion", "--input", "1,2,3") == [{"x": [1, 2, 3], "version": 6}]
 
 
 def test_a_file_that_is_no_array_is_not_unpickled(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from shoal.cli import cli, serve_jobs
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.errors import ClusterError, ConfigError, RunError
-from shoal.flows.serving_spec import ServingSpec, require_hooks, spec_from_words
+from shoal.flows.serving_spec import ServingSpec, require_code, spec_from_words
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs.origin import apart, joined
 from shoal.weights import WeightSnapshot
@@ -140,6 +140,7 @@ def test_deploy_submits_what_was_typed_and_returns_when_it_is_ready(
     result = shoal_program("deploy", *words)
     assert result.exit_code == 0, result.exception
     assert "endpoint fashion is ready at http://127.0.0.1:8000, gRPC at 127.0.0.1:9000\n" in result.output
+    assert "\n  shoal predict fashion --input 0\n" in result.output
     (entrypoint,), ((run_id, job),) = cluster.entrypoints, cluster.jobs.items()
     assert entrypoint[1:3] == ["-m", "shoal.flows.serving"]
     assert "hush" not in " ".join(entrypoint)  # which `shoal status` and the dashboard show
@@ -174,6 +175,24 @@ def test_a_file_goes_along_by_its_place(cluster: FakeCluster, recorders: list[An
     spec = spec_from_words(words).override(words)
     assert (spec.endpoint.name, spec.endpoint.max_body_bytes, spec.endpoint.port) == ("shop", 5, 80)
     assert spec.file == str(tmp_path / "shop.yaml")
+
+
+FOR_SERVE = """
+http_options: {host: 127.0.0.1, port: 8123}
+applications: [{name: shop, args: {models: [fashion], endpoint: {name: shop}}}]
+"""
+
+
+@pytest.mark.parametrize("word", ["--port", "endpoint.port=8123", ""])
+def test_the_port_that_a_file_gives_to_ray_is_told_where_it_is_not_taken(
+    cluster: FakeCluster, recorders: list[Any], tmp_path: Path, word: str
+) -> None:
+    cluster.begin = becomes_ready(recorders, "shop")
+    (tmp_path / "shop.yaml").write_text(FOR_SERVE)
+    words = [word, "8123"] if word == "--port" else [word] if word else []
+    result = shoal_program("deploy", str(tmp_path / "shop.yaml"), *words)
+    assert result.exit_code == 0, result.exception
+    assert ("are for Ray's own `serve deploy`; --port 8123 is the same here" in result.output) == (not words)
 
 
 def test_names_and_places_are_taken_as_they_were_typed(
@@ -311,7 +330,29 @@ def test_a_hook_that_is_not_there_is_told_by_its_field(
     (tmp_path / "mine.py").write_text("def clean(arrays): return arrays\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     spec = ServingSpec(models=["fashion@1"]).override(["endpoint.model.postprocess=mine:clean"])
-    require_hooks(spec)
+    Registry().register(
+        "fashion",
+        WeightSnapshot.of(1, {"weight": np.zeros(1, np.float32)}),
+        model=ModelFactory(factory="mine:clean"),
+        signature=signature(("x", "FP32", [-1, 1])),
+    )
+    require_code(spec)
     with pytest.raises(ConfigError) as caught:
-        require_hooks(spec.override(words))
+        require_code(spec.override(words))
     assert message in str(caught.value)
+
+
+def signature(*inputs: tuple[str, str, list[int]]) -> Signature:
+    tensors = [TensorSignature(name=name, datatype=datatype, shape=shape) for name, datatype, shape in inputs]
+    return Signature(inputs=tensors, outputs=tensors)
+
+
+def test_a_class_that_is_not_there_is_told_before_a_replica_starts() -> None:
+    Registry().register(
+        "gone",
+        WeightSnapshot.of(1, {"weight": np.zeros(1, np.float32)}),
+        model=ModelFactory(factory="nowhere.to.be:Found"),
+        signature=signature(("x", "FP32", [-1, 1])),
+    )
+    with pytest.raises(ConfigError, match=r"gone@1: model.factory = 'nowhere.to.be:Found': cannot be imported"):
+        require_code(ServingSpec(models=["gone"]))

@@ -176,6 +176,11 @@ def test_a_queue_is_full_of_bytes_too() -> None:
     assert str(refusal).startswith("the queue is full (it holds 8 rows, or 8000 bytes)")
 
 
+@pytest.mark.parametrize(("retry_after_s", "when"), [(0.0, "at once"), (0.0123456, "in 0.0123 s"), (2.5, "in 2.5 s")])
+def test_a_refusal_says_when_to_come_again(retry_after_s: float, when: str) -> None:
+    assert str(QueueFull(8, retry_after_s)) == f"the queue is full (it holds 8 rows); try again {when}"
+
+
 def test_a_request_that_is_larger_than_the_queue_may_wait_alone() -> None:
     schedule: Schedule[Waiting] = Schedule()
     queue = schedule.add_queue("a", max_batch_rows=4, max_queue_rows=8, max_queue_bytes=8000)

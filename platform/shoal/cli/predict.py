@@ -26,7 +26,7 @@ from shoal.client.find import find_endpoint, token_for
 from shoal.client.tensors import ArrayLike
 from shoal.errors import ConfigError, InferenceError
 from shoal.open_inference.messages import ModelMetadata, TensorMetadata
-from shoal.registry import split_ref
+from shoal.registry import Registry, split_ref
 
 _Reader = Callable[[Sequence[TensorMetadata]], dict[str, ArrayLike]]
 MAX_ROWS_SHOWN = 50
@@ -80,7 +80,8 @@ def predict(
 ) -> None:
     """Ask a model of an endpoint: with words, JSON, a table, pictures or arrays.
 
-    Prints a row for each row of input. NAME@3 asks for this version, where it is loaded.
+    Prints a row for each row of input. NAME@3 asks for this version, where it is loaded; an alias, as in NAME@champion,
+    for the one that it means in the registry of this machine.
 
     \b
     Examples:
@@ -92,9 +93,7 @@ def predict(
       shoal predict fashion@4 --npy images.npy --deadline-s 0.5
     """
     name, word = split_ref(model)
-    if word and not word.isdigit():
-        remedy = f"write {name}@3, or {name} for the one that serves"
-        raise ConfigError("model", model, "an endpoint knows versions by their number", remedy)
+    version = None if not word else int(word) if word.isdigit() else Registry().get(model).version
     kinds: dict[str, tuple[object, _Reader]] = {
         "--input": (words, lambda inputs: read.from_words(words, inputs)),
         "--json": (json_file, lambda inputs: read.from_json(json_file or "-", inputs)),
@@ -109,7 +108,7 @@ def predict(
     with Client(found.url, token=key or token_for(found.url)) as client:
         signature = client.metadata(name)
         inputs = kinds[given[0]][1](signature.inputs)
-        options = {"deadline_s": deadline_s, "sticky": sticky, "track": track, "version": int(word) if word else None}
+        options = {"deadline_s": deadline_s, "sticky": sticky, "track": track, "version": version}
         begun_s = time.monotonic()
         answers = _ask(client, name, inputs, rows_per_request, options)
         took_s = time.monotonic() - begun_s

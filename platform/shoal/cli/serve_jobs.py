@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 import shoal.runs
+from shoal.cli.first_question import first_question
 from shoal.cli.job_words import (
     end_as_by_ctrl_c,
     failure,
@@ -28,7 +29,8 @@ from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import Job, list_jobs, submit
 from shoal.config import word_of
 from shoal.errors import ClusterError, ConfigError, RunError
-from shoal.flows.serving_spec import check, spec_from_words
+from shoal.flows.serving_spec import check, port_for_serve, spec_from_words
+from shoal.registry import Registry
 from shoal.runs import Endpoint
 from shoal.runs.origin import apart, as_typed
 
@@ -73,7 +75,8 @@ def deploy(
     fields = _fields(words) + ([] if name is None else [word_of("endpoint.name", name)])
     options = {"endpoint.port": port, "endpoint.num_replicas": replicas}
     fields += [f"{field}={value}" for field, value in options.items() if value is not None]
-    check(spec_from_words(fields).override(fields))  # here, where its words can still be mended
+    spec = spec_from_words(fields).override(fields)
+    check(spec)  # here, where its words can still be mended
     cluster = _cluster(address)
     _require_no_endpoint(cluster)
     run_id = new_run_id()
@@ -93,8 +96,13 @@ def deploy(
         raise
     grpc = [f", gRPC at {each.address}" for each in _endpoints(run_id) if each.kind == GRPC]
     click.echo(f"endpoint {found.name} is ready at {found.url}{''.join(grpc)}")
+    meant = port_for_serve(Path(spec.file)) if spec.file and not spec.endpoint.port else None
+    if meant is not None:
+        click.echo(
+            f"(the http_options of {spec.file} are for Ray's own `serve deploy`; --port {meant} is the same here)"
+        )
     click.echo("what next:")
-    click.echo("  shoal predict --help")
+    click.echo(f"  {first_question(Registry().get(spec.models[0]))}")
     click.echo(f"  shoal serve status {found.name}")
     click.echo(f"  shoal serve delete {found.name}")
 

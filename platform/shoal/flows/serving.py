@@ -20,7 +20,7 @@ from shoal.client.find import GRPC, INFERENCE
 from shoal.cluster.driver import expected_run_id, job_main
 from shoal.cluster.room import require_cpus
 from shoal.errors import ClusterError, RunError
-from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, require_hooks, spec_from_words
+from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, require_code, spec_from_words
 from shoal.home import access_token
 from shoal.registry import Registry
 from shoal.runs import RunRecorder
@@ -38,7 +38,7 @@ def serve_models(spec: ServingSpec, job: str) -> None:
     from shoal.serve.ray_serve import deploy  # Serve takes a second to load: not for `--check`
 
     check(spec)
-    require_hooks(spec)
+    require_code(spec)
     served = [registered(model) for model in spec.models]
     name = served[0].name if spec.endpoint.name == NAMED_BY_MODEL else spec.endpoint.name
     endpoint_spec = spec.endpoint.model_copy(update={"name": name, "token": SecretStr(access_token())})

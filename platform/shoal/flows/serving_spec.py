@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -65,18 +65,30 @@ def spec_from_words(words: Sequence[str]) -> ServingSpec:
 
 def from_file(path: Path) -> ServingSpec:
     """A YAML file of this spec, or one for `serve deploy`, whose application has it as its `args`."""
-    try:
-        content = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError("file", str(path), f"cannot be read ({error})", "give a YAML file") from None
-    if not isinstance(content, dict):
-        raise ConfigError("file", str(path), "is not a mapping", "write `models: [name@champion]`")
+    content = _content(path)
     if "applications" in content:
         applications = content["applications"]
         if len(applications) != 1:
             raise ConfigError("file", str(path), f"has {len(applications)} applications", "an endpoint is one")
         content = applications[0].get("args", {})
     return ServingSpec.parse({**content, "file": str(path)})
+
+
+def port_for_serve(path: Path) -> int | None:
+    """Where Ray's own `serve deploy` would have the file's endpoint listen, when it says so. Raises ConfigError."""
+    options = _content(path).get("http_options")
+    port = options.get("port") if isinstance(options, dict) else None
+    return port if isinstance(port, int) else None
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError("file", str(path), f"cannot be read ({error})", "give a YAML file") from None
+    if not isinstance(content, dict):
+        raise ConfigError("file", str(path), "is not a mapping", "write `models: [name@champion]`")
+    return content
 
 
 def check(spec: ServingSpec) -> None:
@@ -90,13 +102,17 @@ def check(spec: ServingSpec) -> None:
         raise ConfigError("endpoint.models", unknown[0], "is not served", f"models: {', '.join(names)}")
 
 
-def require_hooks(spec: ServingSpec) -> None:
-    """Whether this process finds the hooks that the models are served with, as the replicas will. Raises ConfigError.
+def require_code(spec: ServingSpec) -> None:
+    """Whether this process finds the models' classes and the hooks that they are served with, as the replicas will.
+    Raises ConfigError, RegistryError.
 
     Imports their modules, which may take as long as torch does: not for who only looks at words.
     """
-    for name in (split_ref(model)[0] for model in spec.models):
-        options, own = spec.endpoint.options(name), spec.endpoint.models.get(name)
+    for model in spec.models:
+        version = Registry().get(model)
+        name, options, own = version.name, spec.endpoint.options(version.name), spec.endpoint.models.get(version.name)
+        if factory := version.manifest.model.factory:
+            find_callable(f"{version.ref}: model.factory", factory)
         for field in ("preprocess", "postprocess"):
             is_own = own is not None and field in own.model_fields_set
             if reference := getattr(options, field):

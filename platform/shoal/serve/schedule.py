@@ -25,6 +25,7 @@ from shoal.serve.waiting import WaitingLine, WaitingT
 # Fast forwards are sampled: a window of them then covers more than a moment, and learning costs nothing.
 OBSERVED_EVERY_S = 0.005
 DEMAND_SPAN_S = 0.05
+SOON_S = 0.001  # no client comes back sooner
 
 
 class QueueFull(InferenceError):
@@ -33,9 +34,8 @@ class QueueFull(InferenceError):
     def __init__(self, max_queue_rows: int, retry_after_s: float, max_queue_bytes: int | None = None) -> None:
         self.max_queue_rows, self.max_queue_bytes = max_queue_rows, max_queue_bytes
         holds = f"{max_queue_rows} rows" + ("" if max_queue_bytes is None else f", or {max_queue_bytes} bytes")
-        super().__init__(
-            429, f"the queue is full (it holds {holds}); try again in {retry_after_s:.3f} s", retry_after_s
-        )
+        soon = "at once" if retry_after_s < SOON_S else f"in {retry_after_s:.3g} s"
+        super().__init__(429, f"the queue is full (it holds {holds}); try again {soon}", retry_after_s)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.max_queue_rows, self.retry_after_s, self.max_queue_bytes))

@@ -21,6 +21,7 @@ from shoal.serve.table import alike, choose_columns, column_of, column_type, inp
 Part = tuple[int, dict[str, np.ndarray] | None]  # so many rows, and their outputs; None for one that failed
 VERSION_COLUMN = "model_version"
 ERROR_COLUMN = "error"
+SKIPPING = "--skip-errors goes on without outputs for such rows"
 
 
 @dataclass
@@ -88,7 +89,8 @@ class TablePredictor:
                 inputs = inputs_of(rows, self.signature.inputs, chosen)
             except DataError as error:
                 if not self._skip_errors:
-                    raise
+                    remedy = "; ".join(filter(None, (error.remedy, SKIPPING)))
+                    raise DataError(error.field, error.value, error.problem, remedy) from None
                 half = len(rows) // 2
                 if half:
                     found += self._requests(rows.slice(0, half), chosen) + self._requests(rows.slice(half), chosen)
@@ -123,7 +125,7 @@ class TablePredictor:
             if not isinstance(error, InferenceError):  # the model's own, which may mean nothing where it is read
                 error = InferenceError(500, f"the model raised {type(raised).__name__}: {raised}")
             if not self._skip_errors:
-                raise error from raised
+                raise InferenceError(error.status, f"{error.message}. {SKIPPING}") from raised
             self._answer_halves(requests, str(error))
             return
         for request, outputs in zip(requests, answers, strict=True):

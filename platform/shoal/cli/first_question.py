@@ -1,0 +1,42 @@
+"""What to type to ask a model something: the first `shoal predict`, made of its signature alone. Called by `deploy`."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+
+from shoal.registry import ModelVersion, TensorSignature
+
+MAX_VALUES = 12  # of one input, to be typed
+OPEN_SIZE = 3  # stands for a dimension of variable size
+MIN_PIXELS = 8  # a side of what may be a picture
+
+
+def first_question(version: ModelVersion) -> str:
+    """`shoal predict` with a row of zeros, a text, or a picture to be named; `--help` where that is long to type."""
+    inputs = version.manifest.signature.inputs
+    words = ["--image", "FILE"] if len(inputs) == 1 and _may_be_picture(inputs[0]) else _row(inputs)
+    return shlex.join(["shoal", "predict", version.name, *(words or ["--help"])])
+
+
+def _row(inputs: Sequence[TensorSignature]) -> list[str]:
+    """Options that give one row of every input; none where an input is too large."""
+    words: list[str] = []
+    for spec in inputs:
+        sizes = [OPEN_SIZE if size == -1 else size for size in spec.shape[1:]]
+        is_text = spec.datatype == "BYTES"
+        if len(sizes) > (0 if is_text else 1) or math.prod(sizes) > MAX_VALUES:
+            return []
+        name = "" if len(inputs) == 1 else f"{spec.name}="
+        words += ["--input", name + ("a text" if is_text else ",".join(["0"] * math.prod(sizes)))]
+    return words
+
+
+def _may_be_picture(spec: TensorSignature) -> bool:
+    """[1 or 3, H, W] or [H, W, 1 or 3]."""
+    sizes = spec.shape[1:]
+    if len(sizes) != 3 or spec.datatype == "BYTES":
+        return False
+    sides = sizes[1:] if sizes[0] in (1, 3) else sizes[:2] if sizes[2] in (1, 3) else [0]
+    return min(sides) >= MIN_PIXELS
