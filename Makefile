@@ -61,7 +61,7 @@ $(PEERS)/.ready: benchmarks/peers.txt
 	@touch $@
 
 bench: export PYTHONDONTWRITEBYTECODE =
-bench: $(READY) $(PEERS)/.ready  ## Measure every bar beside its peers, and renew the README's table
+bench: $(READY) $(PEERS)/.ready  ## Measure every bar beside its peers, and renew the tables
 	@$(BIN)/python -m benchmarks.all
 	@$(BIN)/python -m benchmarks.table --write
 

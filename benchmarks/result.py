@@ -119,16 +119,16 @@ def _module() -> str:
     return spec.name if spec else sys.argv[0]
 
 
-def read(folder: Path = RESULTS) -> list[Row]:
-    """All rows that were written, file by file."""
+def read(folder: Path = RESULTS) -> dict[str, list[Row]]:
+    """The rows that were written, by the name of their file."""
     known = {one.name for one in fields(Row)}
-    rows: list[Row] = []
-    for path in sorted(folder.glob("*.json")):
-        rows += [
+    return {
+        path.stem: [
             Row(**{key: value for key, value in row.items() if key in known})
             for row in json.loads(path.read_text())["rows"]
         ]
-    return rows
+        for path in sorted(folder.glob("*.json"))
+    }
 
 
 def describe(row: Row) -> str:

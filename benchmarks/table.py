@@ -1,6 +1,6 @@
-"""The README's table, made from benchmarks/results, and the list of bars that are missed.
+"""The tables of README.md (what has a bar) and docs/measured.md (everything), made from benchmarks/results.
 
-python -m benchmarks.table --write    # renew the table between the two marks in README.md
+python -m benchmarks.table --write    # renew them, each between the two marks in its file
 python -m benchmarks.table --check    # one line a row; exits 1 when a bar is missed
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.all import NAMES
 from benchmarks.children import ROOT
 from benchmarks.result import Row, describe, number, read
 
@@ -22,14 +22,38 @@ BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 def table(rows: Sequence[Row]) -> str:
     """Markdown: rows of the same name differ in their peer only, and share a line."""
     lines = ["| measured | Shoal | peers | bar | |", "|---|---|---|---|---|"]
-    for (name, unit), group in groupby(rows, key=lambda row: (row.name, row.unit)):
-        same = list(group)
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.name, row.unit), []).append(row)
+    for (name, unit), same in groups.items():
         peers = "; ".join(f"{row.peer_name} {number(row.peer)} ({_ratio(row)})" for row in same if row.peer is not None)
         bars = "; ".join(_bar(row, len(same) > 1) for row in same if row.bar is not None)
         verdicts = [row.met for row in same if row.met is not None]
         verdict = "" if not verdicts else "met" if all(verdicts) else "**missed**"
         lines.append(f"| {name} | {number(same[0].ours)} {unit} | {peers or '-'} | {bars or '-'} | {verdict} |")
-    return "\n".join([*lines, "", *_notes(rows), *_origin(rows)])
+    return "\n".join(lines)
+
+
+def with_bars(results: Mapping[str, Sequence[Row]]) -> str:
+    """One table of the rows that have a bar, and of their peers."""
+    rows = [row for name in _in_order(results) for row in results[name]]
+    judged = {row.name for row in rows if row.bar is not None}
+    return table([row for row in rows if row.name in judged])
+
+
+def in_full(results: Mapping[str, Sequence[Row]]) -> str:
+    """A section for each file: its table, what must be known to read it, and where it was measured."""
+    parts: list[str] = []
+    for name in _in_order(results):
+        rows = results[name]
+        parts += [f"## {name.replace('_', ' ')}", "", table(rows), "", *_notes(rows), *_origin(rows), ""]
+    return "\n".join(parts).rstrip()
+
+
+def _in_order(results: Mapping[str, Sequence[Row]]) -> list[str]:
+    """As `benchmarks.all` runs them; then others."""
+    order = [name.replace(".", "_") for name in NAMES]
+    return sorted(results, key=lambda name: (order.index(name) if name in order else len(order), name))
 
 
 def _ratio(row: Row) -> str:
@@ -53,41 +77,40 @@ def _origin(rows: Sequence[Row]) -> list[str]:
     revisions = sorted({row.commit["revision"][:9] + ("+changes" if row.commit["dirty"] else "") for row in rows})
     machine = first.machine
     where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
-    return [
-        f"Medians; {TIMES} is ours over the peer's. {where}; commit {', '.join(revisions)};"
-        f" {min(row.date for row in rows)[:10]}; every run, version and command is in `benchmarks/results`."
-    ]
+    return [f"`{first.command}`; {where}; commit {', '.join(revisions)}; {min(row.date for row in rows)[:10]}."]
 
 
-def renew(path: Path, rows: Sequence[Row]) -> bool:
+def renew(path: Path, content: str) -> bool:
     """Replace what is between the marks of `path`; False when it does not have them."""
     text = path.read_text() if path.exists() else ""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         return False
-    path.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
+    path.write_text(f"{before}{BEGIN}\n{content}\n{END}{after}")
     return True
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", action="store_true", help="renew the table in README.md")
+    what.add_argument("--write", action="store_true", help="renew the tables in README.md and docs/measured.md")
     what.add_argument("--check", action="store_true", help="say which bars are missed")
     chosen = parser.parse_args()
-    rows = read()
-    if not rows:
+    results = read()
+    if not results:
         print("there are no results yet: `make bench` makes them", file=sys.stderr)
         return 1
     if chosen.check:
+        rows = [row for name in _in_order(results) for row in results[name]]
         for row in rows:
             print(describe(row))
         return int(any(row.met is False for row in rows))
-    if not renew(ROOT / "README.md", rows):
-        print(f"README.md has no lines {BEGIN} and {END}", file=sys.stderr)
-        return 1
-    return 0
+    pages = {"README.md": with_bars(results), "docs/measured.md": in_full(results)}
+    without = [page for page, content in pages.items() if not renew(ROOT / page, content)]
+    if without:
+        print(f"no lines {BEGIN} and {END} in {', '.join(without)}", file=sys.stderr)
+    return int(bool(without))
 
 
 if __name__ == "__main__":
