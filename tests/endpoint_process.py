@@ -17,11 +17,13 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from shoal.weights import WeightSnapshot
 
 NUM_FEATURES = 4
 NUM_OUTPUTS = 2
@@ -195,20 +197,14 @@ class Client:
 
 
 def _drive(temp_dir: Path, spec: dict[str, Any]) -> None:
+    """Serve, and obey the commands of standard input until it ends."""
     from shoal.cluster.serve_environment import serve_environment
 
     os.environ.update(serve_environment(temp_dir))
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=os.urandom(32).hex(), RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
-    import numpy as np
     import ray
 
     from shoal.errors import ShoalError
-    from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-    from shoal.serve.endpoint import EndpointSpec
-    from shoal.serve.ray_serve import deploy
-    from shoal.serve.sources import LiveModel, ServedModel, registered
-    from shoal.weights import WeightSnapshot
-    from shoal.weights.ray_weights import RayWeightPublisher, RayWeightSource, start_weight_store
 
     ray.init(
         _temp_dir=str(temp_dir / "ray"),
@@ -218,65 +214,87 @@ def _drive(temp_dir: Path, spec: dict[str, Any]) -> None:
         include_dashboard=False,
         log_to_driver=False,
     )
-    store = start_weight_store("test")
-    source = RayWeightSource(store)
-    publisher = RayWeightPublisher(store)
-    x = TensorSignature(name="x", datatype="FP32", shape=[-1, NUM_FEATURES])
-    y = TensorSignature(name="y", datatype="FP32", shape=[-1, NUM_OUTPUTS])
-    factory = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": NUM_FEATURES, "out_features": NUM_OUTPUTS})
-    signature = Signature(inputs=[x], outputs=[y])
-
-    def constant(version: int) -> WeightSnapshot:
-        weight = np.zeros((NUM_OUTPUTS, NUM_FEATURES), np.float32)
-        return WeightSnapshot.of(version, {"weight": weight, "bias": np.full(NUM_OUTPUTS, version, np.float32)})
-
-    registry = Registry()
-    for version in range(1, NUM_REGISTERED + 1):
-        aliases = ("champion",) if version == 1 else ()
-        registry.register("steps", constant(version), model=factory, signature=signature, aliases=aliases)
-    models = [ServedModel("linear", LiveModel(factory, signature, source)), registered("steps@champion")]
-    endpoint = deploy(EndpointSpec.parse({"name": "linear", "num_cpus": 0.1, **spec}), models)
-    answer({"url": endpoint.url, "grpc": endpoint.grpc})
-
-    def publish(version: int) -> float:
-        snapshot = constant(version)
-        publisher.publish(snapshot)
-        return snapshot.published_at
-
-    def events() -> list[str]:
-        return [f"{event.kind} {event.model}" for event in endpoint.take_events()]
-
-    def store_pid() -> int:
-        return int(ray.get(store.__ray_call__.remote(lambda worker: os.getpid())))
-
-    def stored_version() -> int:
-        latest = source.latest()
-        return latest.version if latest else 0
-
-    def close_endpoint() -> None:
-        endpoint.close()
-        endpoint.close()
-
-    commands: dict[str, Callable[..., object]] = {
-        "publish": publish,
-        "stats": endpoint.stats,
-        "store_pid": store_pid,
-        "stored_version": stored_version,
-        "close_endpoint": close_endpoint,
-        "controller_pid": endpoint.controller_pid,
-        "status": endpoint.status,
-        "events": events,
-        "champion": lambda: registry.get("steps@champion").version,
-    }
+    served = _Served(spec)
+    answer({"url": served.endpoint.url, "grpc": served.endpoint.grpc})
     for line in sys.stdin:
         name, arguments = json.loads(line)
         try:
-            answer({"result": commands[name](**arguments)})
+            answer({"result": getattr(served, name)(**arguments)})
         except (ShoalError, ray.exceptions.RayError) as error:
             answer({"error": str(error)})
-    publisher.close(1.0)
-    endpoint.close()
+    served.close()
     ray.shutdown()
+
+
+class _Served:
+    """The endpoint and what it follows. Public methods are the commands."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+        from shoal.serve.endpoint import EndpointSpec
+        from shoal.serve.ray_serve import deploy
+        from shoal.serve.sources import LiveModel, ServedModel, registered
+        from shoal.weights.ray_weights import RayWeightPublisher, RayWeightSource, start_weight_store
+
+        self._store = start_weight_store("test")
+        self._source, self._publisher = RayWeightSource(self._store), RayWeightPublisher(self._store)
+        x = TensorSignature(name="x", datatype="FP32", shape=[-1, NUM_FEATURES])
+        y = TensorSignature(name="y", datatype="FP32", shape=[-1, NUM_OUTPUTS])
+        kwargs = {"in_features": NUM_FEATURES, "out_features": NUM_OUTPUTS}
+        factory, signature = ModelFactory(factory="torch.nn:Linear", kwargs=kwargs), Signature(inputs=[x], outputs=[y])
+        self._registry = Registry()
+        for version in range(1, NUM_REGISTERED + 1):
+            aliases = ("champion",) if version == 1 else ()
+            self._registry.register("steps", _constant(version), model=factory, signature=signature, aliases=aliases)
+        models = [ServedModel("linear", LiveModel(factory, signature, self._source)), registered("steps@champion")]
+        self.endpoint = deploy(EndpointSpec.parse({"name": "linear", "num_cpus": 0.1, **spec}), models)
+
+    def publish(self, version: int) -> float:
+        snapshot = _constant(version)
+        self._publisher.publish(snapshot)
+        return snapshot.published_at
+
+    def stats(self) -> object:
+        return self.endpoint.stats()
+
+    def status(self) -> object:
+        return self.endpoint.status()
+
+    def events(self) -> list[str]:
+        return [f"{event.kind} {event.model}" for event in self.endpoint.take_events()]
+
+    def store_pid(self) -> int:
+        import ray
+
+        return int(ray.get(self._store.__ray_call__.remote(lambda worker: os.getpid())))
+
+    def controller_pid(self) -> int:
+        return self.endpoint.controller_pid()
+
+    def stored_version(self) -> int:
+        latest = self._source.latest()
+        return latest.version if latest else 0
+
+    def champion(self) -> int:
+        return self._registry.get("steps@champion").version
+
+    def close_endpoint(self) -> None:
+        self.endpoint.close()
+        self.endpoint.close()
+
+    def close(self) -> None:
+        self._publisher.close(1.0)
+        self.endpoint.close()
+
+
+def _constant(version: int) -> "WeightSnapshot":
+    """Weights that answer with their version."""
+    import numpy as np
+
+    from shoal.weights import WeightSnapshot
+
+    weight = np.zeros((NUM_OUTPUTS, NUM_FEATURES), np.float32)
+    return WeightSnapshot.of(version, {"weight": weight, "bias": np.full(NUM_OUTPUTS, version, np.float32)})
 
 
 def answer(content: object) -> None:

@@ -31,6 +31,7 @@ from benchmarks.serving.exchange import OK, Answer, Exchange, Grpc, Http1
 from benchmarks.talk import say
 
 READ_BYTES = 1 << 20
+IDLE_S = 5.0  # as HTTP clients do, a connection is left before the server may close it
 LOOK_EVERY_S = 0.25  # for requests that are never answered
 EXAMPLE_BYTES = 300
 IN_BACKGROUND = (errno.EINPROGRESS, errno.EAGAIN)
@@ -102,6 +103,7 @@ class Line:
         self._out = memoryview(exchange.opening())
         self.busy, self.open = False, status in (0, *IN_BACKGROUND)
         self.due_s = self.sent_s = 0.0
+        self.done_s = time.monotonic()
         self._writing = False
         if self.open:
             driver.poll.register(self.fileno(), select.EPOLLIN)
@@ -167,7 +169,7 @@ class Line:
         self._socket.close()
 
     def _end(self, kind: str, version: int = 0) -> None:
-        self.busy = False
+        self.busy, self.done_s = False, time.monotonic()
         self._driver.log.add(self.due_s, self.sent_s, kind, version)
         self._driver.ended(self)
 
@@ -257,6 +259,8 @@ class Driver:
             self._dispatch(0.0)
 
     def _send(self, due_s: float, line: Line | None) -> None:
+        if line is not None and time.monotonic() - line.done_s > IDLE_S:
+            line.drop()
         if line is None or not line.open:
             line = self._connect()
         payload = self._payloads[self._num_sent % len(self._payloads)]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import socketserver
+import threading
+from pathlib import Path
+
 import numpy as np
 import pytest
-from benchmarks.serving.driver import Plan, arrivals
+from benchmarks.serving import driver
+from benchmarks.serving.driver import Driver, Plan, arrivals
 from benchmarks.serving.exchange import DATA, END_STREAM, HEADERS, SETTINGS, Answer, Grpc, Http1
 from benchmarks.serving.grpc_call import message
 from benchmarks.serving.oracle import FIXED_S, MAX_ROWS, ROW_S, with_window, work_conserving
@@ -69,6 +74,33 @@ def test_arrivals_are_poisson_and_the_same_for_a_seed() -> None:
     assert 10.0 < due_s[0] < due_s[-1] < 110.0
     assert len(due_s) == pytest.approx(20_000, abs=600)  # four standard deviations
     assert gaps_s.std() == pytest.approx(gaps_s.mean(), rel=0.05)
+
+
+@pytest.mark.parametrize(("idle_s", "fewest"), [(0.0, 20), (5.0, 1)])
+def test_a_connection_that_the_server_may_be_about_to_close_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, idle_s: float, fewest: int
+) -> None:
+    num_connections = 0
+
+    class Answering(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            nonlocal num_connections
+            num_connections += 1
+            while self.request.recv(4096):
+                self.request.sendall(ANSWER)
+
+    monkeypatch.setattr(driver, "IDLE_S", idle_s)
+    (tmp_path / "request").write_bytes(b"POST / HTTP/1.1\r\n\r\n")
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        host, port = server.server_address[:2]
+        out = str(tmp_path / "out.npz")
+        Driver(Plan(str(host), port, [str(tmp_path / "request")], out, 0.5, connections=50, rate=80.0)).run()
+        server.shutdown()
+    kinds = np.load(out)["kinds"].tolist()
+    assert len(kinds) >= 20
+    assert set(kinds) == {"ok"}
+    assert fewest <= num_connections <= (len(kinds) if fewest > 1 else 10)
 
 
 def test_the_oracle_by_hand() -> None:
