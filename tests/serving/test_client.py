@@ -383,26 +383,3 @@ def test_what_is_no_endpoint_is_said_to_be_none() -> None:
 def test_an_address_that_is_none(url: str) -> None:
     with pytest.raises(ConfigError, match="is not the address of an endpoint"):
         Client(url)
-
-
-def test_an_endpoint_that_does_not_answer_is_left_in_time() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        client = Client(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
-        with client, pytest.raises(InferenceError, match=r"no answer within 0.2 s") as late:
-            client.metadata("m")
-    assert late.value.status == 504
-
-
-def test_a_deadline_is_also_for_the_first_call_which_asks_for_the_signature() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-
-        async def ask() -> None:
-            async with AsyncClient(url, timeout_s=1.0) as client:
-                await client.infer("m", ROWS, deadline_s=0.2)
-
-        with pytest.raises(InferenceError, match=r"no answer within 0.2 s") as late:
-            asyncio.run(ask())
-        with Client(url, timeout_s=1.0) as client, pytest.raises(InferenceError, match=r"no answer within 0.2 s"):
-            client.infer("m", ROWS, deadline_s=0.2)
-    assert late.value.status == 504

@@ -17,7 +17,7 @@ from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.serve import device, kernels, precision
 from shoal.serve.options import ModelOptions
 from shoal.serve.predictor import LoadedModel, Predictor
-from shoal.serve.warm_up import MEASURE_S, batch_sizes, measure
+from shoal.serve.warm_up import measure
 from shoal.weights import WeightSnapshot
 
 GENERATOR = np.random.default_rng(0)
@@ -344,37 +344,6 @@ def test_where_a_model_could_run(options: dict[str, object], has_cuda: bool, exp
     else:
         with pytest.raises(ConfigError, match=expected):
             device.devices(ModelOptions.parse(options), has_cuda)
-
-
-def test_warm_up_sizes_are_powers_of_two_and_the_largest_batch() -> None:
-    assert [batch_sizes(size) for size in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
-
-
-class Machine:
-    """Forwards that take as long as they are told, on a clock that nothing else moves."""
-
-    def __init__(self, *seconds: float) -> None:
-        self.now_s, self._seconds = 0.0, list(seconds)
-        self.sizes: list[int] = []
-
-    def forward(self, size: int) -> None:
-        self.sizes.append(size)
-        self.now_s += self._seconds.pop(0)
-
-    def measured(self, *sizes: int) -> list[tuple[int, float]]:
-        return measure(self.forward, sizes, lambda: self.now_s)
-
-
-def test_what_else_the_machine_does_is_not_measured() -> None:
-    machine = Machine(0.01, 0.5, 0.3, 0.02)
-    assert machine.measured(1, 2) == [(1, pytest.approx(0.01)), (2, pytest.approx(0.02))]
-    assert machine.sizes == [1, 1, 2, 2]
-
-
-def test_a_slow_model_is_measured_as_far_as_the_time_reaches() -> None:
-    machine = Machine(0.4 * MEASURE_S, 0.4 * MEASURE_S, 5.0, 7.0)
-    assert machine.measured(1, 2, 4) == [(1, pytest.approx(0.4 * MEASURE_S)), (2, pytest.approx(5.0))]
-    assert machine.sizes == [1, 1, 2]
 
 
 class SlowAtFirst(nn.Module):

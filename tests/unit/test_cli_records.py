@@ -16,8 +16,6 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from shoal import runs
-from shoal.cli import cli
-from shoal.cli.job_words import job_environment
 from shoal.cli.models import models
 from shoal.cli.run import Typed
 from shoal.cli.run import _Session as Session
@@ -395,19 +393,3 @@ def test_every_help_has_examples(command: click.Command) -> None:
     shown = typed(command, "--help")
     assert "Examples:\n  " in shown
     assert "shoal " in shown
-
-
-def test_a_job_finds_what_is_found_where_it_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/here")
-    assert job_environment("one", "shoal run x")["PYTHONPATH"] == "/here"
-    monkeypatch.delenv("PYTHONPATH")
-    assert "PYTHONPATH" not in job_environment("one", "shoal run x")
-
-
-def test_ctrl_c_while_a_verb_is_loaded_ends_as_any_program_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(name: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("importlib.import_module", interrupted)
-    result = CliRunner().invoke(cli, ["runs"])
-    assert (result.exit_code, result.output) == (130, "")
