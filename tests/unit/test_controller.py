@@ -118,6 +118,27 @@ def test_many_replicas_that_die_with_a_candidate_roll_it_back(cluster: Cluster) 
     assert "replicas died" in cluster.rollout.reason
 
 
+@pytest.mark.parametrize("dies", ["silently", "in order"])
+def test_a_version_that_kills_every_replica_that_loads_it_is_given_up(cluster: Cluster, dies: str) -> None:
+    """Serve starts others all the time, which load it too: nobody would ever answer again."""
+    cluster.settle()
+    cluster.ask(action="canary", version=2, percent=10)
+    for _ in range(3):
+        for name in list(cluster.replicas):
+            del cluster.replicas[name]
+            replica = cluster.add()
+            cluster.tell(replica)  # it is there, and has nothing yet
+            if dies == "in order":  # its health check fails as it loads, and Serve stops it
+                cluster.controller.leave(name)
+        cluster.now_s += LEASE_S + 1
+        for replica in cluster.replicas.values():
+            cluster.tell(replica)
+        cluster.controller.tick()
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.refused) == (Phase.STEADY, 1, 2)
+    assert "replicas died while version 2 was loaded" in cluster.rollout.reason
+
+
 def test_replicas_that_leave_in_order_do_not_count_as_dead(cluster: Cluster) -> None:
     """Not even when they leave while the controller still has a question of theirs: it ends later than they do."""
     cluster.ask(action="canary", version=2, percent=10)

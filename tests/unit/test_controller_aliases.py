@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,77 @@ def test_a_model_that_could_not_be_added_goes_though_nobody_waits_for_it_any_mor
     cluster.controller.tick()
     assert not cluster.controller.state.models
     assert "it could not be loaded: replica r1 cannot stage version 2" in cluster.controller.state.events[-1].reason
+
+
+def kinds(cluster: Cluster) -> list[tuple[str, int | None]]:
+    return [(event.kind, event.version) for event in cluster.controller.state.events]
+
+
+def test_a_rollback_does_not_go_back_to_another_version_when_the_alias_is_moved_meanwhile(cluster: Cluster) -> None:
+    cluster.catalogue.stack = [2, 4]
+    cluster.settle()
+    cluster.ask(action="rollback", from_version=4)
+    assert (cluster.rollout.phase, cluster.rollout.candidate) == (Phase.STAGING, 2)
+    cluster.catalogue.promote("m", 3, "champion")
+    cluster.settle()
+    assert cluster.catalogue.stack == [2, 4, 3]
+    assert cluster.rollout.stable == 3
+
+
+def test_a_version_that_was_withdrawn_while_it_was_loaded_never_answers(cluster: Cluster) -> None:
+    cluster.settle()
+    cluster.catalogue.promote("m", 2, "champion")
+    cluster.controller.tick()
+    assert (cluster.rollout.phase, cluster.rollout.candidate) == (Phase.STAGING, 2)
+    cluster.catalogue.rollback("m", "champion")
+    cluster.controller.tick()
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 1)
+    assert ("follow", 2) not in kinds(cluster)
+    assert cluster.rollout.reason == "m@champion is version 1 now"
+
+
+def test_what_was_refused_is_not_tried_again_when_another_canary_ends(cluster: Cluster) -> None:
+    cluster.settle()
+    cluster.catalogue.promote("m", 4, "champion")
+    cluster.controller.tick()
+    cluster.ask(action="rollback", from_version=4)
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    cluster.controller.drop("m", "rollback", "guard", "bad")
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 1)
+    cluster.catalogue.promote("m", 3, "champion")
+    cluster.settle()
+    cluster.catalogue.promote("m", 4, "champion")
+    cluster.settle()
+    assert cluster.rollout.stable == 4, "the alias has moved since"
+
+
+def test_a_deploy_that_nobody_waits_for_any_more_leaves_what_is_followed_when_it_fails(cluster: Cluster) -> None:
+    cluster.settle()
+    for replica in cluster.replicas.values():
+        replica.bad = {4}
+    cluster.ask(action="deploy", version=4, timeout_s=0.001)
+    cluster.loop.run_until_complete(asyncio.sleep(0.02))
+    cluster.settle()
+    assert cluster.controller.state.models["m"].deployment.version == "champion"
+    cluster.catalogue.promote("m", 2, "champion")
+    cluster.settle()
+    assert cluster.rollout.stable == 2
+
+
+@pytest.mark.parametrize("action", ["deploy", "promote"])
+def test_who_waits_for_a_model_that_is_deleted_hears_of_it(cluster: Cluster, action: str) -> None:
+    cluster.settle()
+    if action == "promote":
+        cluster.ask(action="canary", version=2, percent=10)
+        cluster.settle()
+        cluster.add()  # which has to load the candidate first
+    change = {"action": action, "model": "m"} | ({"version": 2} if action == "deploy" else {})
+    waiting = cluster.loop.create_task(cluster.administration.administer(change, "me"))
+    cluster.spin()
+    cluster.controller.remove("m", "other", "deleted")
+    with pytest.raises(InferenceError, match="was deleted meanwhile") as refused:
+        cluster.loop.run_until_complete(asyncio.wait_for(waiting, 5.0))
+    assert refused.value.status == 409

@@ -70,7 +70,7 @@ def deploy(
       shoal serve deploy shop.yaml
     """
     if into is not None:
-        _deploy_into(into, words, {"name": name, "port": port, "replicas": replicas, "address": address})
+        _deploy_into(into, words, {"name": name, "port": port, "replicas": replicas, "address": address}, timeout_s)
         return
     fields = _fields(words) + ([] if name is None else [word_of("endpoint.name", name)])
     options = {"endpoint.port": port, "endpoint.num_replicas": replicas}
@@ -142,7 +142,7 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
     click.echo(f"endpoint {found.name} is gone")
 
 
-def _deploy_into(endpoint: str, words: Sequence[str], options: Mapping[str, object]) -> None:
+def _deploy_into(endpoint: str, words: Sequence[str], options: Mapping[str, object], timeout_s: float) -> None:
     """Every word a model, which the endpoint then serves at once; of one that it serves already, this version."""
     for option, value in options.items():
         if value is not None:
@@ -153,7 +153,7 @@ def _deploy_into(endpoint: str, words: Sequence[str], options: Mapping[str, obje
     found = find_endpoint(endpoint)
     with Client(found.url, token=token_for(found.url)) as client:
         for model in words:
-            served = client.rollout("deploy", model)
+            served = client.rollout("deploy", model, timeout_s=timeout_s)
             click.echo(f"{served.name}: {shares(served)}")
 
 

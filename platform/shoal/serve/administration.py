@@ -98,12 +98,10 @@ class Administration:
             controller.begin(name, version, Goal.FLIP, kind=kind, by=by, why=change.reason)
         try:
             await self._settled(change, version)
-        except InferenceError as error:
+        except InferenceError:
             now = controller.state.models.get(name)
             if now is not None and model is None and not now.rollout.stable:
                 controller.remove(name, by, "it could not be loaded")
-            elif now is not None and now.deployment == deployment and error.status == 409:
-                controller.redeploy(before)  # it goes on as it was, and so does what it follows
             raise
 
     async def _open(self, change: Change, by: str) -> None:
@@ -173,11 +171,17 @@ class Administration:
         """Wait for replicas that came after the candidate was opened, and are staging it."""
         candidate, attempt = model.rollout.candidate, model.rollout.attempt
 
+        def is_there() -> bool:
+            return self._controller.state.models.get(change.model) is model
+
         def over() -> bool:
-            return model.rollout.phase is not Phase.CANARY or self._controller.has_candidate(change.model)
+            is_open = is_there() and model.rollout.phase is Phase.CANARY
+            return not is_open or self._controller.has_candidate(change.model)
 
         if not await self._controller.wait_until(over, change.timeout_s):
             raise InferenceError(503, f"not every replica had staged version {candidate} after {change.timeout_s:g} s")
+        if not is_there():
+            raise InferenceError(409, f"model {change.model!r} was deleted meanwhile")
         if model.rollout.phase is not Phase.CANARY or model.rollout.attempt != attempt:
             raise InferenceError(409, f"version {candidate} of {change.model!r} is no candidate any more")
 
@@ -331,12 +335,11 @@ class Administration:
             live.leave(name, version, reason)
 
     async def _settled(self, change: Change, version: int) -> None:
-        rollout_of = self._controller.state.models
-        await self._ended(
-            change,
-            lambda: rollout_of[change.model].rollout.stable == version and rollout_of[change.model].rollout.is_open,
-            version,
-        )
+        def has_settled() -> bool:
+            model = self._controller.state.models.get(change.model)
+            return model is not None and model.rollout.is_open and model.rollout.stable == version
+
+        await self._ended(change, has_settled, version)
 
     async def _ended(self, change: Change, succeeded: Callable[[], bool], version: int) -> None:
         """Wait for the end of what was begun. Raises InferenceError: 409 with the reason, 503 when it takes longer."""

@@ -13,14 +13,13 @@ hears of it; one that is started again goes on from there.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from shoal.errors import InferenceError, RegistryError
-from shoal.serve.alias_move import move_alias
+from shoal.errors import InferenceError
+from shoal.serve.alias_move import follow_alias, move_alias
 from shoal.serve.controller_state import MAX_EVENTS, ControllerState, Deployment, Event, ModelState, StateFile
 from shoal.serve.evidence import EvidenceBook
 from shoal.serve.guard import judge
@@ -49,7 +48,6 @@ from shoal.serve.sources import Catalogue, RegistryCatalogue
 LEASE_S = 6.0  # a replica that was not heard of for this long is no longer waited for
 STAGE_TIMEOUT_S = 600.0
 MAX_POLL_S = 2.0  # of one `follow`; well below the lease
-logger = logging.getLogger(__name__)
 
 
 class EndpointController:
@@ -131,11 +129,23 @@ class EndpointController:
 
     def leave(self, replica: str) -> None:
         """A replica is being stopped: it is not waited for. Idempotent."""
-        if self.reports.pop(replica, None) is not None:
-            del self._heard_s[replica]
-            self.state.replicas.remove(replica)
-            self._commit()
-            self._advance_all()
+        report = self.reports.get(replica)
+        if report is not None:
+            if report.pid and not report.ready:  # Serve has given it up before it could answer anything
+                self._count_loss()
+            self._remove(replica)
+
+    def _remove(self, replica: str) -> None:
+        del self.reports[replica], self._heard_s[replica]
+        self.state.replicas.remove(replica)
+        self._commit()
+        self._advance_all()
+
+    def _count_loss(self) -> None:
+        """A replica has died, perhaps of a version that not every one of them has had before."""
+        for model in self.state.models.values():
+            if model.rollout.phase in (Phase.STAGING, Phase.CANARY):
+                model.rollout = replace(model.rollout, lost_replicas=model.rollout.lost_replicas + 1)
 
     def _outrun(self, generation: int) -> None:
         """The state file was lost, and a replica knows later plans than ours: ours are to be later again."""
@@ -165,14 +175,12 @@ class EndpointController:
         now_s = self._clock()
         self._file.catch_up()
         for replica in [each for each, heard_s in self._heard_s.items() if now_s - heard_s > self._lease_s]:
-            for model in self.state.models.values():
-                if model.rollout.phase is Phase.CANARY:
-                    model.rollout = replace(model.rollout, lost_replicas=model.rollout.lost_replicas + 1)
+            self._count_loss()
             self.record("replica_lost", reason=f"{replica} was not heard of for {self._lease_s:g} s")
-            self.leave(replica)
+            self._remove(replica)
             self.live.lost_replica()
         for name in list(self.state.models):
-            self._follow_alias(name)
+            follow_alias(self, name)
             self._forget_what_never_was(name)
         self.live.tick()
         self._advance_all()
@@ -184,40 +192,6 @@ class EndpointController:
             self._file.remove()
         self._plan_changed.set()
         self._touch()
-
-    def _follow_alias(self, name: str) -> None:
-        """Begin what the alias asks for. A version that was refused is not tried again until the alias has moved."""
-        model = self.state.models[name]
-        deployment, rollout = model.deployment, model.rollout
-        is_pinned = not deployment.alias and deployment.version != ""
-        if deployment.is_live or not (rollout.is_open or rollout.phase is Phase.CANARY):
-            return
-        if (is_pinned or not deployment.version) and rollout.phase is not Phase.VACANT:
-            return
-        try:
-            meant = self.catalogue(deployment.registry).meant(name, deployment.version)
-        except RegistryError as error:
-            if self.trouble.get(name) != str(error):
-                logger.error("%s: what is served goes on being served: %s", name, error)
-            self.trouble[name] = str(error)
-            return
-        self.trouble.pop(name, None)
-        if meant != model.meant:
-            rollout = replace(rollout, refused=0) if model.meant else rollout
-            model.meant = meant
-            self._set(name, rollout)
-        if meant in (rollout.stable, rollout.refused):
-            return
-        ref = f"{name}@{deployment.version}" if deployment.version else name
-        if rollout.phase is Phase.CANARY:
-            if meant == rollout.candidate and self.has_candidate(name):
-                self._set(name, replace(rollout, kind="promote", by="registry", why=f"{ref} moved"))
-                with suppress(InferenceError):  # the registry has gone since it was asked: the next tick asks again
-                    self.flip(name)
-            return
-        kind = "follow" if rollout.stable else "deploy"
-        why = f"{ref} moved" if rollout.stable else ref
-        self.begin(name, meant, Goal.FLIP, kind=kind, by="registry", why=why)
 
     def _forget_what_never_was(self, name: str) -> None:
         """A model that was to be added, and that no replica could load, harms no others: whoever asked for it removes
@@ -246,6 +220,7 @@ class EndpointController:
                 case Abandon(reason):
                     self.abandon(name, rollout.by, reason)
                 case Proceed() if rollout.phase is Phase.FLIPPING:
+                    model.before = None
                     self._set(name, settled(rollout, time.time()))
                 case Proceed() if rollout.goal is Goal.CANARY:
                     self._open(name)
@@ -262,8 +237,9 @@ class EndpointController:
         self._commit()
 
     def redeploy(self, deployment: Deployment) -> None:
-        """Serve a model that is there with other options, or by another word for its version."""
-        self.state.models[deployment.name].deployment = deployment
+        """Serve a model that is there by another word for its version, unless that is abandoned before it answers."""
+        model = self.state.models[deployment.name]
+        model.deployment, model.before = deployment, model.deployment
         self._commit()
 
     def remove(self, name: str, by: str, reason: str) -> None:
@@ -338,16 +314,26 @@ class EndpointController:
         self._advance(name)
 
     def abandon(self, name: str, by: str, reason: str) -> None:
-        """No replica takes the version that is being staged."""
-        rollout = self.state.models[name].rollout
+        """No replica takes the version that is being staged; what is followed is what was followed before."""
+        model = self.state.models[name]
+        rollout = model.rollout
+        if model.before is not None:
+            model.deployment, model.before = model.before, None
         self.record("abandon", name, rollout.candidate, rollout.stable or None, by, reason)
-        self._set(name, abandoned(rollout, reason, time.time()))
+        self._refuse(model, abandoned(rollout, reason, time.time()))
 
     def drop(self, name: str, kind: str, by: str, reason: str) -> None:
         """The open candidate goes, and the stable version answers all again."""
-        rollout = self.state.models[name].rollout
+        model = self.state.models[name]
+        rollout = model.rollout
         self.record(kind, name, rollout.stable, rollout.candidate, by, reason)
-        self._set(name, dropped(rollout, reason, time.time()))
+        self._refuse(model, dropped(rollout, reason, time.time()))
+
+    def _refuse(self, model: ModelState, rollout: Rollout) -> None:
+        """Whatever else is staged meanwhile, what the alias means is not tried again by itself."""
+        if rollout.refused == model.meant:
+            model.refused = rollout.refused
+        self._set(model.deployment.name, rollout)
 
     def _set(self, name: str, rollout: Rollout) -> None:
         model = self.state.models[name]

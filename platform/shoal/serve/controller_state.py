@@ -97,7 +97,9 @@ class ModelState:
     metrics:    the user's, of the candidate
     live:       of a model that follows the weights of a run
     meant:      what the alias meant when it was last looked at; 0: nobody has looked
+    refused:    what the alias means, when that was abandoned or rolled back since it has moved; else 0
     is_added:   to an endpoint that was there; not one of those that it was deployed with
+    before:     what was asked for before, while a deployment may still fail
     """
 
     deployment: Deployment
@@ -105,7 +107,9 @@ class ModelState:
     metrics: dict[str, float] = field(default_factory=dict)
     live: LiveState = field(default_factory=LiveState)
     meant: int = 0
+    refused: int = 0
     is_added: bool = False
+    before: Deployment | None = None
 
 
 @dataclass

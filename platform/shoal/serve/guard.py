@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from shoal.serve.forwards import WINDOW
 from shoal.serve.options import GuardOptions
 from shoal.serve.report import Forwards
+from shoal.serve.rollout import MAX_LOST_REPLICAS
 
 MIN_FORWARDS = 5  # of one batch size, on either side, before their medians are compared
-MAX_LOST_REPLICAS = 2
 NUM_COMPARED = 9  # batches that a live version and the one before it both compute, before one is called slow
 
 
@@ -53,6 +54,9 @@ def judge(guard: GuardOptions, evidence: Evidence) -> str:
                 f"{evidence.errors} of {evidence.requests} requests failed: {rate:.3g} is above"
                 f" max_error_rate = {guard.max_error_rate:g}"
             )
+    # Its forwards count also where no request was answered: what is slow enough misses every deadline.
+    num_forwards = sum(count for count, _ in evidence.candidate.values())
+    if evidence.requests >= guard.min_requests or num_forwards >= min(guard.min_requests, WINDOW):
         ratio = latency_ratio(evidence.stable, evidence.candidate)
         if ratio is not None and ratio > guard.max_latency_ratio:
             return f"it computes {ratio:.3g} times as long: above max_latency_ratio = {guard.max_latency_ratio:g}"

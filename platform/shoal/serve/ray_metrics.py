@@ -36,6 +36,7 @@ class RayMetrics:
                 self._gauges[name].set(value, tags)
                 continue
             key = name, tuple(tags.values())
-            if (more := value - self._told.get(key, 0.0)) > 0.0:
+            told = self._told.get(key, 0.0)
+            if (more := value - told if value >= told else value) > 0.0:  # below it: of a model that was deployed anew
                 self._counters[name].inc(more, tags)
                 self._told[key] = value

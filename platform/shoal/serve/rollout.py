@@ -17,6 +17,8 @@ from typing import Any
 
 from shoal.serve.report import ReplicaReport
 
+MAX_LOST_REPLICAS = 2  # while a version is loaded, and again while it is a candidate: more are its doing
+
 
 class Phase(StrEnum):
     """Where the rollout of a model stands."""
@@ -85,7 +87,7 @@ class Rollout:
     since_s:        time.time() of the last move
     kind, by, why:  what was asked for, by whom, and their words
     refused, reason: the last candidate that did not become stable, and why
-    lost_replicas:  that died since the candidate was opened
+    lost_replicas:  that died since the candidate was begun with, but for those of a canary: since it was opened
     """
 
     phase: Phase = Phase.VACANT
@@ -142,7 +144,7 @@ def stage(
 
 def opened(rollout: Rollout, now_s: float) -> Rollout:
     """Every replica has the candidate: it gets its share."""
-    return _moved(rollout, Move.OPEN, now_s)
+    return replace(_moved(rollout, Move.OPEN, now_s), lost_replicas=0)
 
 
 def flipped(rollout: Rollout, generation: int, now_s: float) -> Rollout:
@@ -304,6 +306,8 @@ def decide(
 
     waited_s: how long it has been in this phase
     """
+    if rollout.phase is Phase.STAGING and rollout.lost_replicas > MAX_LOST_REPLICAS:
+        return Abandon(f"{rollout.lost_replicas} replicas died while version {rollout.candidate} was loaded")
     if not replicas:
         return Wait()
     if rollout.phase is Phase.FLIPPING:
