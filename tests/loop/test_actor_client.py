@@ -43,6 +43,11 @@ def client(parts: Parts, actor_id: str = "one", **options: Any) -> Iterator[Acto
         actor.close()
 
 
+def test_two_clients_of_one_process_do_not_end_each_other() -> None:
+    one, other = (ActorClient("tcp://127.0.0.1:1", TOKEN) for _ in range(2))
+    assert one.actor_id != other.actor_id
+
+
 def test_a_reconnect_into_a_full_queue_waits_for_room_and_drops_nothing() -> None:
     with serving(queue_capacity=2) as parts, client(parts, "slow") as slow:
         slow._post(Bye("its session ends, as after a time-out"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 
 from rl_setting import EXPERIENCE, segment
 from shoal.algorithms.impala import NonFiniteLoss
-from shoal.errors import Closed, SpecMismatch
-from shoal.rl.learner import Learner
+from shoal.errors import CheckpointError, Closed, SpecMismatch
+from shoal.rl import learner as learner_module
+from shoal.rl.learner import VERSIONS_RESERVED, Learner
 from shoal.rl.ledger import Ledger
 from shoal.rl.queue import ExperienceQueue
 from shoal.rl.spec import RLSpec
@@ -207,7 +209,10 @@ def test_each_segment_of_a_batch_is_dropped_for_its_own_reason(tmp_path: Path) -
     assert (account.consumed, account.dropped) == (1, {"stale_consumption": 1, "non_finite": 1})
 
 
-def test_a_loss_that_stays_not_finite_ends_the_run_with_the_last_good_state_saved(tmp_path: Path) -> None:
+def test_a_loss_that_stays_not_finite_ends_the_run_with_the_last_good_state_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner_module, "MAX_BAD_S", 0.0)
     bench = Bench(tmp_path)
     bench.put(segment(16))
     assert bench.learner.step()
@@ -219,6 +224,59 @@ def test_a_loss_that_stays_not_finite_ends_the_run_with_the_last_good_state_save
     again = Bench(tmp_path).learner
     assert (again.restored_updates, again.snapshot().payload) == (1, before)
     assert bench.queue.ledger.account(A).dropped == {"non_finite": 3}
+
+
+def test_one_actors_nonsense_does_not_end_a_run_that_learns_from_others_now_and_then(tmp_path: Path) -> None:
+    """Of a slow game: between two segments of the others there are batches of nothing but nonsense."""
+    bench = Bench(tmp_path)
+    for _ in range(2):
+        for _ in range(5):
+            bench.put(segment(16, version=1, rewards=np.full(16, 1e38, np.float32)))
+            assert bench.learner.step()
+        bench.put(segment(16, version=1))
+        assert bench.learner.step()
+    assert bench.queue.ledger.account(A).dropped == {"non_finite": 10}
+    assert bench.queue.ledger.account(A).consumed == 2
+
+
+def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, "learner.checkpoint_every_s=0.001")
+
+    def full(*arguments: object) -> None:
+        raise CheckpointError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.checkpoint.save", full)
+        for _ in range(2):
+            bench.put(segment(16))
+            time.sleep(0.002)
+            assert bench.learner.step()
+    assert bench.learner.stats()["checkpoint_failure"] == "no space left on device"
+    bench.put(segment(16))
+    time.sleep(0.002)
+    assert bench.learner.step()
+    assert bench.learner.stats()["checkpoint_failure"] == ""
+    assert Bench(tmp_path).learner.restored_updates == 3
+
+
+def test_a_version_that_cannot_be_reserved_is_published_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path)
+
+    def full(*arguments: object) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.checkpoint.write_synced", full)
+        for version in range(2, 80):
+            bench.put(segment(16, version=min(version, bench.store.version)))
+            assert bench.learner.step()
+    stopped_at = bench.store.version
+    assert stopped_at == VERSIONS_RESERVED + 1
+    bench.put(segment(16, version=stopped_at))
+    assert bench.learner.step()
+    assert bench.store.version == stopped_at + 1
 
 
 def test_a_batch_of_one_step_can_be_learnt_from_with_normalised_advantages(tmp_path: Path) -> None:

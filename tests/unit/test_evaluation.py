@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.errors import InferenceError, RunError
-from shoal.flows.evaluation import Answer, Evaluation, play_through
+from shoal.flows.evaluation import Answer, Evaluation, play_through, wait_for_version
 
 
 def _played(returns: list[float]) -> Evaluation:
@@ -34,6 +34,15 @@ class AlwaysLeft:
         if len(observations) > self._max_rows:
             raise InferenceError(400, f"{len(observations)} rows, and at most {self._max_rows} are taken")
         return Answer({"action": np.zeros(len(observations), np.int64)}, 3)
+
+
+def test_a_first_observation_may_be_a_list_as_many_environments_return_one() -> None:
+    class Measuring:
+        def insist(self, observations: np.ndarray, timeout_s: float) -> Answer:
+            assert (observations.shape, observations.dtype) == ((1, 2), np.float32)
+            return Answer({}, 3)
+
+    wait_for_version(Measuring(), [0.0, 0.5], 3)  # type: ignore[arg-type]
 
 
 def test_what_is_played_through_is_counted() -> None:

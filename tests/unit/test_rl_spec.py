@@ -12,6 +12,7 @@ from shoal.errors import ConfigError, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policy import check
 from shoal.rl.spec import GatewaySpec, RLSpec, experience_spec
+from shoal.train.spec import TrainSpec
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::"])
@@ -68,3 +69,10 @@ def test_what_does_not_fit_what_a_run_has_learnt_is_refused(
     check(resumed)
     with pytest.raises(SpecMismatch, match=problem):
         check(resumed.override([word]))
+
+
+@pytest.mark.parametrize("alias", ["Champion", "prod/eu", "2", "latest"])
+def test_an_alias_that_can_stand_for_no_version_is_refused_before_anything_is_learnt(alias: str) -> None:
+    for spec in (ActorLearnerSpec(), TrainSpec()):
+        with pytest.raises(ConfigError, match="aliases"):
+            spec.override([f"aliases=['{alias}']"])

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from shoal import runs
 from shoal.cli.runs import runs as runs_command
+from shoal.cli.watch import follow
 from shoal.errors import ConfigError
+from shoal.runs import Run, Status
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +48,27 @@ def test_a_run_is_followed_to_its_end_from_anywhere(monkeypatch: pytest.MonkeyPa
     assert "waiting for actors" in said[0]
     assert "learning: return 100.0" in said[1]
     assert "finished" in "".join(said[2:6])
+
+
+def test_a_heartbeat_that_is_late_once_does_not_end_the_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after the machine was asleep: the run goes on, and says so a moment later."""
+    with runs.create("x", "target_return: 475", "one") as run:
+        looks = iter([Status.LOST, Status.LOST, Status.RUNNING])
+        load, now = runs.load, SimpleNamespace(s=0.0)
+
+        def seen(run_id: str) -> Run:
+            return replace(load(run_id), status=next(looks, Status.RUNNING))
+
+        def look(seconds: float) -> None:
+            now.s += seconds
+            if now.s > 5.0:
+                run.finish("finished")
+                monkeypatch.setattr("shoal.runs.load", load)
+
+        monkeypatch.setattr("shoal.runs.load", seen)
+        monkeypatch.setattr("shoal.cli.watch.time", SimpleNamespace(sleep=look, monotonic=lambda: now.s))
+        ended = follow(replace(load("one"), status=Status.RUNNING), Console(quiet=True))
+    assert (ended.status, now.s > 5.0) == (Status.FINISHED, True)
 
 
 def test_who_has_seen_enough_of_a_run_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 import socket as network
 import threading
 import time
@@ -80,7 +81,7 @@ class ActorClient:
         first_pause_s: float = 0.05,
     ) -> None:
         check_address(address, server_key)
-        self.actor_id = actor_id or f"{network.gethostname()[:40]}-{os.getpid()}"
+        self.actor_id = actor_id or f"{network.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
         self.incarnation = time.time_ns() if incarnation is None else incarnation
         self._address, self._token, self._server_key = address, token, server_key
         self._timeout_s, self._attempts = timeout_s, Attempts(first_pause_s)

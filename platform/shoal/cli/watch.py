@@ -52,6 +52,9 @@ def line(view: View) -> str:
     return train_display.plain_line(view) if isinstance(view, train_display.TrainView) else display.plain_line(view)
 
 
+DOUBT_S = 2.0  # a machine that was asleep has no fresh heartbeat for a moment
+
+
 class Lines:
     """Says the line of a view when its phase is another, and every `PLAIN_S`."""
 
@@ -80,6 +83,10 @@ def follow(record: Run, console: Console) -> Run:
                 console.print(said, markup=False)
             time.sleep(REFRESH_S)
             record = shoal.runs.load(record.id)
+            doubted_s = time.monotonic() + DOUBT_S
+            while record.status is Status.LOST and time.monotonic() < doubted_s:
+                time.sleep(REFRESH_S)
+                record = shoal.runs.load(record.id)
     return record
 
 

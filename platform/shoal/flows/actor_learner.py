@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ import shoal.runs
 from shoal.actor.connection import command_of
 from shoal.cluster.driver import expected_run_id
 from shoal.cluster.room import require_cpus
-from shoal.errors import ClusterError, ConnectionLost, InferenceError, RunError
+from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
 from shoal.flows.loop_metrics import LoopMetrics
@@ -58,27 +58,35 @@ TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial chooses; the evaluatio
 def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     """Run the loop to its end and return the run's id. Raises RunError when the target was not reached."""
     experience, first_observation = check(spec)
-    with ExitStack() as closing:  # the record is closed first: it must be right even when the rest is cut short
-        with _record(spec, job) as recorder:
-            flow = _Flow(spec, recorder, experience, first_observation)
-            try:
-                flow.start(closing)
-                flow.learn()
-                flow.finish()
-            finally:
-                flow.settle()
-        shoal.runs.write_report(shoal.runs.load(recorder.id))
+    # The record is closed first: it must be right even when the rest is cut short.
+    with ExitStack() as closing, _record(spec, job) as recorder:
+        flow = _Flow(spec, recorder, experience, first_observation)
+        try:
+            flow.start(closing)
+            flow.learn()
+            flow.finish()
+        finally:
+            flow.settle()
+    shoal.runs.write_report(shoal.runs.load(recorder.id))
     return recorder.id
 
 
 @contextmanager
 def _record(spec: ActorLearnerSpec, job: str) -> Iterator[RunRecorder]:
-    if spec.resume:
-        recorder = shoal.runs.reopen(spec.resume, spec=spec.to_yaml())
-    else:
-        recorder = shoal.runs.create(job, spec.to_yaml(), expected_run_id())
-    with recorder:
-        yield recorder
+    """What `spec` changes of a resumed run is on trial until its gateway is there: refused by then, the record says
+    what it said before, and the run can be resumed with other words."""
+    if not spec.resume:
+        with shoal.runs.create(job, spec.to_yaml(), expected_run_id()) as recorder:
+            yield recorder
+        return
+    before = shoal.runs.load(spec.resume).spec
+    with shoal.runs.reopen(spec.resume, spec=spec.to_yaml()) as recorder:
+        try:
+            yield recorder
+        except Exception:  # an environment of the user's own may raise anything
+            if "gateway_ready" not in shoal.runs.load(recorder.id).last_events(since_resumed=True):
+                recorder.change_spec(before)
+            raise
 
 
 class _Flow:
@@ -100,11 +108,11 @@ class _Flow:
         self._pids: dict[str, int] = {}
         self._metrics = LoopMetrics()
         self._printed_at = 0.0
-        self._learning_since: float | None = None  # in this life of the run
+        self._learning_since: float | None = None  # by time.monotonic(), in this life of the run
         self._solved, self._num_requests = False, 0.0
         self._candidate: WeightSnapshot | None = None  # what passed its trial
         self._tried_at = -UPDATES_BETWEEN_TRIALS  # the learner's updates at the last trial
-        self._server_key = ""
+        self._server_key, self._checkpoint_failure = "", ""
         self._listening: dict[str, tuple[str, str]] = {}  # name -> kind, address
 
     # -- up -------------------------------------------------------------------------------------------------------
@@ -203,7 +211,7 @@ class _Flow:
         return float(stats["mean_return"]) >= self.spec.target_return
 
     def _time_is_up(self) -> bool:
-        return self._learning_since is not None and time.time() - self._learning_since > self.spec.max_wall_s
+        return self._learning_since is not None and time.monotonic() - self._learning_since > self.spec.max_wall_s
 
     def _follow_until_a_trial_is_due(self) -> None:
         """Poll, record and print. Raises RunError when the target will not be reached."""
@@ -243,14 +251,18 @@ class _Flow:
             self._announce_gateway(gateway["address"])  # its port was taken while it was away
         actors = self._gateway_stats.get("actors", [])
         if self._learning_since is None and any(actor["steps"] or actor["invalid"] for actor in actors):
-            self._learning_since = time.time()
+            self._learning_since = time.monotonic()
         for name, stats in (("gateway", gateway), ("learner", learner)):
             if stats and self._pids.setdefault(name, stats["pid"]) != stats["pid"]:
                 self._pids[name] = stats["pid"]
                 damaged = stats.get("damaged_checkpoints", [])
-                self.recorder.event(f"{name}_restarted", pid=stats["pid"], damaged_checkpoints=damaged)
+                self._note(f"{name}_restarted", pid=stats["pid"], damaged_checkpoints=damaged)
+        failure = self._learner_stats.get("checkpoint_failure", "")
+        if failure and failure != self._checkpoint_failure:
+            self._note("checkpoint_failed", step=self._learner_stats["steps"], error=failure)
+        self._checkpoint_failure = failure
         for at, kind, details in self._workers.events():
-            self.recorder.event(kind, at=at, **details)
+            self._note(kind, at=at, **details)
         self._record_published()
         assert self._endpoint is not None
         record_changes(self._endpoint, self.recorder)
@@ -260,10 +272,18 @@ class _Flow:
             self.recorder.log(int(self._gateway_stats["steps"]), metrics)
         self._print_progress()
 
+    def _note(self, kind: str, **details: Any) -> None:
+        """An event. What cannot be written now, the recorder keeps and writes later: no run stops for it."""
+        with suppress(RecordUnwritable):
+            self.recorder.event(kind, **details)
+
     def _record_published(self) -> None:
         assert self._workers is not None
         for published in self._workers.published():
-            self.recorder.weights_published(published.version, published.step, published.sha256, published.published_at)
+            with suppress(RecordUnwritable):
+                self.recorder.weights_published(
+                    published.version, published.step, published.sha256, published.published_at
+                )
 
     def _endpoint_requests(self) -> float:
         """Requests so far; what it was when a replica is on its way back, which is no reason to stop learning."""
@@ -271,7 +291,7 @@ class _Flow:
         try:
             self._num_requests = float(sum(replica["requests"] for replica in self._endpoint.stats()))
         except ClusterError as error:
-            self.recorder.event("endpoint_silent", error=str(error))
+            self._note("endpoint_silent", error=str(error))
         return self._num_requests
 
     def _print_progress(self) -> None:

@@ -101,7 +101,7 @@ def wait_for_version(
     deadline = time.monotonic() + timeout_s
     seen = 0
     while time.monotonic() < deadline:
-        seen = connection.insist(observation[None], timeout_s).version
+        seen = connection.insist(np.asarray(observation, np.float32)[None], timeout_s).version
         if seen >= version:
             return
         time.sleep(0.02)

@@ -2,7 +2,7 @@
 
 from shoal.registry.aliases import Aliases, Move
 from shoal.registry.manifest import Manifest, ModelFactory, Signature, TensorSignature
-from shoal.registry.registry import ModelVersion, Registry, split_ref
+from shoal.registry.registry import ModelVersion, Registry, require_alias, split_ref
 from shoal.registry.source import RegistrySource
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "RegistrySource",
     "Signature",
     "TensorSignature",
+    "require_alias",
     "split_ref",
 ]

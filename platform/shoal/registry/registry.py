@@ -109,7 +109,7 @@ class Registry:
         """
         _require_name("name", name)
         for alias in aliases:
-            _require_alias(alias)
+            require_alias(alias)
         if model.format == "module":
             snapshot.check()  # refuses damage now, and not when the model is served
         folder = self.root / name
@@ -171,7 +171,7 @@ class Registry:
     @_accessible()
     def promote(self, ref: str, alias: str = "champion") -> ModelVersion:
         """Let `alias` mean the version that `ref` means; no move when it does already. Raises RegistryError."""
-        _require_alias(alias)
+        require_alias(alias)
         found = self.get(ref)
         with locked(found.folder.parent):
             self._promote(found.folder.parent, alias, found.version)
@@ -238,7 +238,8 @@ def _require_name(field: str, name: str) -> None:
         raise ConfigError(field, name, "is not a name", "use a-z, 0-9, '.', '_' and '-', and begin with a-z or 0-9")
 
 
-def _require_alias(alias: str) -> None:
+def require_alias(alias: str) -> None:
+    """Raises ConfigError for a word that cannot stand for a version."""
     _require_name("alias", alias)
     if alias.isdigit() or alias == "latest":
         raise ConfigError("alias", alias, "means a version already", "choose a word, such as champion or candidate")

@@ -6,6 +6,7 @@ Called by the Ray shell and by `local.py`; knows neither Ray nor sockets nor the
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -18,7 +19,7 @@ import torch
 
 from shoal import checkpoint
 from shoal.algorithms.impala import Batch, NonFiniteLoss, batch_of, is_finite, update
-from shoal.errors import Closed, SpecMismatch
+from shoal.errors import CheckpointError, Closed, SpecMismatch
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.queue import BatchRequest, ExperienceBatch, ExperienceSource
 from shoal.rl.spec import RLSpec
@@ -26,7 +27,9 @@ from shoal.weights import Published, WeightSnapshot
 from shoal.wire import DropReason, ExperienceSpec
 
 VERSIONS_RESERVED = 50  # at a time, on disk
-MAX_BAD_BATCHES = 3  # in a row, with nothing in them to learn from, before the run is given up
+# The run is given up after so many batches in a row with nothing in them to learn from, and so many seconds: in a slow
+# game, those between two segments of others may all be of one actor that sends nonsense.
+MAX_BAD_BATCHES, MAX_BAD_S = 3, 30.0
 
 
 class WeightSink(Protocol):
@@ -70,12 +73,13 @@ class Learner:
         self.version = 0
         self.counts = {"consumed": 0, "dropped": 0}  # segments, over all lives of the learner
         self.damaged_checkpoints: list[str] = []
+        self.failure = ""  # why the last checkpoint, or version, could not be written; "" when it was
         self._restore()
         self.restored_updates = self.updates
         self._reserved = folder / "versions-reserved"
         self._num_reserved = int(self._reserved.read_text()) if self._reserved.exists() else 0
         self.version = max(self.version, used_version or self._num_reserved)
-        self._num_bad_batches = 0  # in a row
+        self._num_bad_batches, self._learnt_at = 0, math.inf  # in a row; the first of them, or the last good one
         self._metrics: dict[str, float] = {}
         self._published: deque[Published] = deque(maxlen=10_000)
         self._lock = threading.Lock()  # guards what stats() reads together
@@ -140,9 +144,10 @@ class Learner:
         self.counts["consumed"] += len(fates) - num_dropped
         if not self._source.settle(batch.lease_id, fates):
             raise Closed("another life of this learner has taken over")
-        if self._num_bad_batches >= MAX_BAD_BATCHES:
+        bad_s = time.monotonic() - self._learnt_at
+        if self._num_bad_batches >= MAX_BAD_BATCHES and bad_s >= MAX_BAD_S:
             raise NonFiniteLoss(
-                f"the loss of {MAX_BAD_BATCHES} batches in a row was not finite, each segment of them by itself;"
+                f"the loss of {self._num_bad_batches} batches in a row was not finite, each segment of them by itself;"
                 " lower impala.learning_rate or check the rewards"
             )
         self._save_if_due()
@@ -157,6 +162,7 @@ class Learner:
                 "weights_version": self.version,
                 "restored_updates": self.restored_updates,
                 "damaged_checkpoints": list(self.damaged_checkpoints),
+                "checkpoint_failure": self.failure,
                 "pid": os.getpid(),
                 "metrics": dict(self._metrics),
             }
@@ -184,7 +190,7 @@ class Learner:
             "counts": dict(self.counts),
         }
         checkpoint.save(self._folder, self.updates, state, self.spec.learner.keep_checkpoints)
-        self._saved_at = time.monotonic()
+        self._saved_at, self.failure = time.monotonic(), ""
 
     def _learn(self, batch: ExperienceBatch) -> list[DropReason | None]:
         """What became of each segment: learnt from (None), or why not. [S]
@@ -198,6 +204,7 @@ class Learner:
             if not left.any() or not self._update(batch.select(left)):
                 left[:] = False
                 self._num_bad_batches += 1
+                self._learnt_at = min(self._learnt_at, time.monotonic())
         return [
             None if learnt else DropReason.STALE_CONSUMPTION if old else DropReason.NON_FINITE
             for learnt, old in zip(left, stale, strict=True)
@@ -213,7 +220,7 @@ class Learner:
             metrics = update(self.model, self._optimizer, _tensors(batch), self.spec.impala)
         except NonFiniteLoss:
             return False
-        self._num_bad_batches = 0
+        self._num_bad_batches, self._learnt_at = 0, time.monotonic()
         lag = float(np.mean(self.version - batch.versions))
         with self._lock:
             self.updates += 1
@@ -229,21 +236,30 @@ class Learner:
 
     def _publish_if_due(self) -> None:
         if time.monotonic() - self._published_at >= self.spec.learner.publish_interval_s:
-            self._publish()
+            try:
+                self._publish()
+            except OSError as error:  # no room for the number of the version: the next update tries again
+                self.failure = f"no version could be reserved: {error}"
 
     def _publish(self) -> None:
+        """Raises OSError, having published nothing, when the version cannot be reserved."""
+        if self.version + 1 > self._num_reserved:
+            num_reserved = self.version + 1 + VERSIONS_RESERVED
+            checkpoint.write_synced(self._reserved, str(num_reserved).encode())
+            self._num_reserved = num_reserved
         self.version += 1
-        if self.version > self._num_reserved:
-            self._num_reserved = self.version + VERSIONS_RESERVED
-            checkpoint.write_synced(self._reserved, str(self._num_reserved).encode())
         self._published_updates, self._published_at = self.updates, time.monotonic()
         snapshot = self.snapshot()
         self._sink.publish(snapshot)
         self._published.append(Published(self.version, self.steps, snapshot.sha256, snapshot.published_at))
 
     def _save_if_due(self) -> None:
+        """A disk that is full for a while costs a checkpoint, and not the run."""
         if time.monotonic() - self._saved_at >= self.spec.learner.checkpoint_every_s:
-            self.save()
+            try:
+                self.save()
+            except CheckpointError as error:
+                self.failure, self._saved_at = str(error), time.monotonic()
 
     def _restore(self) -> None:
         loaded = checkpoint.load_latest(self._folder)

@@ -72,7 +72,8 @@ class Ledger:
         self.lock = threading.RLock()
         self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
         self._database.execute("PRAGMA journal_mode=WAL")
-        self._database.execute("PRAGMA synchronous=OFF")
+        # OFF would not only lose the newest at a power cut: the file itself may be damaged then.
+        self._database.execute("PRAGMA synchronous=NORMAL")
         self._database.executescript(_SCHEMA)
         self._accounts: dict[ActorKey, Account] = {}
         self._totals = Account()  # of all accounts; `next_seq` means nothing there
