@@ -234,7 +234,9 @@ def test_a_rollback_says_what_the_alias_had_come_to_mean(
 
 def test_a_model_is_added_to_an_endpoint_that_is_up(recorded: str, host: Host) -> None:
     lines("serve", "deploy", "fashion", "--into", "shop")
-    assert host.changes[-1] == {"model": "fashion", "action": "deploy"}
+    assert host.changes[-1] == {"model": "fashion", "action": "deploy", "timeout_s": 120.0}
+    lines("serve", "deploy", "fashion", "--into", "shop", "--timeout-s", "600")
+    assert host.changes[-1] == {"model": "fashion", "action": "deploy", "timeout_s": 600.0}
 
 
 @pytest.mark.parametrize(
