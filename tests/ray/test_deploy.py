@@ -252,7 +252,7 @@ def test_an_endpoint_is_closed_also_when_its_record_cannot_be_written(monkeypatc
     endpoint = SimpleNamespace(
         name="m", url="http://127.0.0.1:1", grpc="", close=lambda: done.append("close"), status=lambda: {"models": []}
     )
-    for name in ("check", "require_cpus"):
+    for name in ("check", "require_code", "require_cpus"):
         monkeypatch.setattr(serving, name, lambda *asked: None)
     monkeypatch.setattr(serving, "registered", lambda ref: MODEL)
     monkeypatch.setattr("shoal.serve.ray_serve.deploy", lambda spec, models: endpoint)
@@ -281,7 +281,8 @@ def test_an_endpoint_that_the_cluster_has_no_room_for_names_its_own_fields(monke
     from shoal.flows import serving
     from shoal.flows.serving_spec import ServingSpec
 
-    monkeypatch.setattr(serving, "check", lambda spec: None)
+    for name in ("check", "require_code"):
+        monkeypatch.setattr(serving, name, lambda spec: None)
     monkeypatch.setattr(serving, "registered", lambda ref: MODEL)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
     with pytest.raises(ConfigError) as caught:
