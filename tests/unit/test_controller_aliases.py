@@ -190,6 +190,18 @@ def test_a_deploy_that_nobody_waits_for_any_more_leaves_what_is_followed_when_it
     assert cluster.rollout.stable == 2
 
 
+def test_a_deploy_that_had_nothing_to_load_stays_when_something_else_is_abandoned(cluster: Cluster) -> None:
+    cluster.settle()
+    cluster.ask(action="deploy", version=1)
+    cluster.settle()
+    for replica in cluster.replicas.values():
+        replica.bad = {2}
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    assert cluster.rollout.refused == 2
+    assert cluster.controller.state.models["m"].deployment.version == "1"
+
+
 @pytest.mark.parametrize("action", ["deploy", "promote"])
 def test_who_waits_for_a_model_that_is_deleted_hears_of_it(cluster: Cluster, action: str) -> None:
     cluster.settle()

@@ -93,7 +93,7 @@ class Administration:
             self._require_open(model)
             if deployment.options != before.options:
                 raise InferenceError(409, f"model {name!r} is served with other options: delete it, then deploy it")
-            controller.redeploy(deployment)
+            controller.redeploy(deployment, is_on_trial=model.rollout.stable != version)
         if model is None or model.rollout.stable != version:
             controller.begin(name, version, Goal.FLIP, kind=kind, by=by, why=change.reason)
         try:
@@ -169,18 +169,15 @@ class Administration:
 
     async def _everywhere(self, change: Change, model: ModelState) -> None:
         """Wait for replicas that came after the candidate was opened, and are staging it."""
-        candidate, attempt = model.rollout.candidate, model.rollout.attempt
-
-        def is_there() -> bool:
-            return self._controller.state.models.get(change.model) is model
+        models, candidate, attempt = self._controller.state.models, model.rollout.candidate, model.rollout.attempt
 
         def over() -> bool:
-            is_open = is_there() and model.rollout.phase is Phase.CANARY
+            is_open = models.get(change.model) is model and model.rollout.phase is Phase.CANARY
             return not is_open or self._controller.has_candidate(change.model)
 
         if not await self._controller.wait_until(over, change.timeout_s):
             raise InferenceError(503, f"not every replica had staged version {candidate} after {change.timeout_s:g} s")
-        if not is_there():
+        if models.get(change.model) is not model:
             raise InferenceError(409, f"model {change.model!r} was deleted meanwhile")
         if model.rollout.phase is not Phase.CANARY or model.rollout.attempt != attempt:
             raise InferenceError(409, f"version {candidate} of {change.model!r} is no candidate any more")

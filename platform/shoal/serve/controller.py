@@ -236,10 +236,12 @@ class EndpointController:
         self._enter(deployment.name, model.rollout)
         self._commit()
 
-    def redeploy(self, deployment: Deployment) -> None:
-        """Serve a model that is there by another word for its version, unless that is abandoned before it answers."""
+    def redeploy(self, deployment: Deployment, *, is_on_trial: bool = False) -> None:
+        """Serve a model that is there by another word for its version; on trial, unless what is begun next is abandoned
+        before it answers."""
         model = self.state.models[deployment.name]
-        model.deployment, model.before = deployment, model.deployment
+        model.before = model.deployment if is_on_trial else None
+        model.deployment = deployment
         self._commit()
 
     def remove(self, name: str, by: str, reason: str) -> None:
