@@ -6,7 +6,6 @@ Called by the Ray shell and by `local.py`; knows neither Ray nor sockets nor the
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -79,7 +78,7 @@ class Learner:
         self._reserved = folder / "versions-reserved"
         self._num_reserved = int(self._reserved.read_text()) if self._reserved.exists() else 0
         self.version = max(self.version, used_version or self._num_reserved)
-        self._num_bad_batches, self._learnt_at = 0, math.inf  # in a row; the first of them, or the last good one
+        self._num_bad_batches, self._bad_since = 0, 0.0  # in a row; by time.monotonic(), when there are any
         self._metrics: dict[str, float] = {}
         self._published: deque[Published] = deque(maxlen=10_000)
         self._lock = threading.Lock()  # guards what stats() reads together
@@ -144,8 +143,7 @@ class Learner:
         self.counts["consumed"] += len(fates) - num_dropped
         if not self._source.settle(batch.lease_id, fates):
             raise Closed("another life of this learner has taken over")
-        bad_s = time.monotonic() - self._learnt_at
-        if self._num_bad_batches >= MAX_BAD_BATCHES and bad_s >= MAX_BAD_S:
+        if self._num_bad_batches >= MAX_BAD_BATCHES and time.monotonic() - self._bad_since >= MAX_BAD_S:
             raise NonFiniteLoss(
                 f"the loss of {self._num_bad_batches} batches in a row was not finite, each segment of them by itself;"
                 " lower impala.learning_rate or check the rewards"
@@ -203,8 +201,9 @@ class Learner:
             left &= [self._is_finite(batch.select(one)) for one in np.eye(len(left), dtype=bool)]
             if not left.any() or not self._update(batch.select(left)):
                 left[:] = False
+                if not self._num_bad_batches:
+                    self._bad_since = time.monotonic()
                 self._num_bad_batches += 1
-                self._learnt_at = min(self._learnt_at, time.monotonic())
         return [
             None if learnt else DropReason.STALE_CONSUMPTION if old else DropReason.NON_FINITE
             for learnt, old in zip(left, stale, strict=True)
@@ -220,7 +219,7 @@ class Learner:
             metrics = update(self.model, self._optimizer, _tensors(batch), self.spec.impala)
         except NonFiniteLoss:
             return False
-        self._num_bad_batches, self._learnt_at = 0, time.monotonic()
+        self._num_bad_batches = 0
         lag = float(np.mean(self.version - batch.versions))
         with self._lock:
             self.updates += 1
