@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from shoal.registry import require_alias
+from shoal.registry import AliasWords
 from shoal.rl.spec import RLSpec
 from shoal.serve.endpoint import EndpointSpec, unless_said
 
@@ -27,15 +27,8 @@ class ActorLearnerSpec(RLSpec):
     endpoint: Annotated[EndpointSpec, unless_said(name=NAMED_BY_ENV, num_cpus=0.5)] = EndpointSpec(
         name=NAMED_BY_ENV, num_cpus=0.5
     )
-    aliases: tuple[str, ...] = ("champion",)
+    aliases: AliasWords = ("champion",)
     resume: str = ""
-
-    @field_validator("aliases")
-    @classmethod
-    def _may_stand_for_versions(cls, aliases: tuple[str, ...]) -> tuple[str, ...]:
-        for alias in aliases:  # here, and not when everything has been learnt
-            require_alias(alias)
-        return aliases
 
     @model_validator(mode="after")
     def _token_comes_from_the_environment(self) -> ActorLearnerSpec:

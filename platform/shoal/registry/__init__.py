@@ -2,10 +2,11 @@
 
 from shoal.registry.aliases import Aliases, Move
 from shoal.registry.manifest import Manifest, ModelFactory, Signature, TensorSignature
-from shoal.registry.registry import ModelVersion, Registry, require_alias, split_ref
+from shoal.registry.registry import AliasWords, ModelVersion, Registry, split_ref
 from shoal.registry.source import RegistrySource
 
 __all__ = [
+    "AliasWords",
     "Aliases",
     "Manifest",
     "ModelFactory",
@@ -15,6 +16,5 @@ __all__ = [
     "RegistrySource",
     "Signature",
     "TensorSignature",
-    "require_alias",
     "split_ref",
 ]

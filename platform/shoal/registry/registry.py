@@ -20,6 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from shoal.errors import ConfigError, RegistryError, WeightsError
 from shoal.home import home
@@ -108,8 +111,7 @@ class Registry:
         when it cannot be written. What is interrupted leaves nothing to see.
         """
         _require_name("name", name)
-        for alias in aliases:
-            require_alias(alias)
+        _require_aliases(tuple(aliases))
         if model.format == "module":
             snapshot.check()  # refuses damage now, and not when the model is served
         folder = self.root / name
@@ -171,7 +173,7 @@ class Registry:
     @_accessible()
     def promote(self, ref: str, alias: str = "champion") -> ModelVersion:
         """Let `alias` mean the version that `ref` means; no move when it does already. Raises RegistryError."""
-        require_alias(alias)
+        _require_alias(alias)
         found = self.get(ref)
         with locked(found.folder.parent):
             self._promote(found.folder.parent, alias, found.version)
@@ -238,11 +240,20 @@ def _require_name(field: str, name: str) -> None:
         raise ConfigError(field, name, "is not a name", "use a-z, 0-9, '.', '_' and '-', and begin with a-z or 0-9")
 
 
-def require_alias(alias: str) -> None:
-    """Raises ConfigError for a word that cannot stand for a version."""
+def _require_alias(alias: str) -> None:
     _require_name("alias", alias)
     if alias.isdigit() or alias == "latest":
         raise ConfigError("alias", alias, "means a version already", "choose a word, such as champion or candidate")
+
+
+def _require_aliases(aliases: tuple[str, ...]) -> tuple[str, ...]:
+    for alias in aliases:
+        _require_alias(alias)
+    return aliases
+
+
+# A field of a spec: what is registered under these is refused when the spec is read, not when all is done.
+AliasWords = Annotated[tuple[str, ...], AfterValidator(_require_aliases)]
 
 
 def _versions_in(folder: Path) -> list[int]:

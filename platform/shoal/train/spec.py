@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from shoal.config import Spec
 from shoal.data import LoaderSpec
 from shoal.parallel import Degrees, ParallelSpec
-from shoal.registry import require_alias
+from shoal.registry import AliasWords
 
 Direction = Literal["auto", "max", "min"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -152,15 +152,8 @@ class TrainSpec(Spec):
     log_every_steps: int | None = Field(default=None, ge=1, description="None: about twice a second")
     histograms_every_steps: int | None = Field(default=None, ge=1)
     name: str = ""
-    aliases: tuple[str, ...] = ("champion",)
+    aliases: AliasWords = ("champion",)
     resume: str = ""
-
-    @field_validator("aliases")
-    @classmethod
-    def _may_stand_for_versions(cls, aliases: tuple[str, ...]) -> tuple[str, ...]:
-        for alias in aliases:  # here, and not when everything has been learnt
-            require_alias(alias)
-        return aliases
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainSpec:
