@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import shoal.runs
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RunError, ShoalError, SpecMismatch
 from shoal.flows.evaluation import Answer, Evaluation
 from shoal.weights import WeightSnapshot
@@ -199,20 +198,3 @@ def test_whatever_keeps_the_store_from_answering_is_tried_again(monkeypatch: pyt
     monkeypatch.setattr(ray, "get", fake_get)
     with pytest.raises(ConnectionLost, match="did not answer"):
         ray_weights._call(FakeWorker(ObjectStoreFullError("full")).version)
-
-
-def test_words_that_a_resumed_run_cannot_start_with_are_not_kept() -> None:
-    """A port that is taken would be taken at every later resumption too, which goes by the record."""
-    from shoal.flows.actor_learner import _record
-    from shoal.flows.actor_learner_spec import ActorLearnerSpec
-
-    before = ActorLearnerSpec()
-    with shoal.runs.create("actor_learner", before.to_yaml(), "one") as recorder:
-        recorder.event("gateway_ready")
-    words = before.override(["resume=one", "gateway.port=5555"])
-    with pytest.raises(ClusterError, match="taken"), _record(words, "actor_learner"):
-        raise ClusterError("the port is taken")
-    assert shoal.runs.load("one").spec == before.to_yaml()
-    with _record(words, "actor_learner") as recorder:
-        recorder.event("gateway_ready")
-    assert "port: 5555" in shoal.runs.load("one").spec

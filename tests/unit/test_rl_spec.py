@@ -8,7 +8,7 @@ import gymnasium
 import pytest
 
 import shoal.runs
-from shoal.errors import ConfigError, SpecMismatch
+from shoal.errors import ClusterError, ConfigError, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policy import check
 from shoal.rl.spec import GatewaySpec, RLSpec, experience_spec
@@ -76,3 +76,18 @@ def test_an_alias_that_can_stand_for_no_version_is_refused_before_anything_is_le
     for spec in (ActorLearnerSpec(), TrainSpec()):
         with pytest.raises(ConfigError, match="aliases"):
             spec.override([f"aliases=['{alias}']"])
+
+
+def test_words_that_a_resumed_run_cannot_start_with_are_not_kept() -> None:
+    """A port that is taken would be taken at every later resumption too, which goes by the record."""
+    before = ActorLearnerSpec()
+    with shoal.runs.create("actor_learner", before.to_yaml(), "one") as recorder:
+        recorder.event("gateway_ready")
+    words = before.override(["resume=one", "gateway.port=5555"]).to_yaml()
+    resumed = shoal.runs.record_of(words, "actor_learner", begun="gateway_ready", resumed="one")
+    with pytest.raises(ClusterError, match="taken"), resumed:
+        raise ClusterError("the port is taken")
+    assert shoal.runs.load("one").spec == before.to_yaml()
+    with shoal.runs.record_of(words, "actor_learner", begun="gateway_ready", resumed="one") as recorder:
+        recorder.event("gateway_ready")
+    assert "port: 5555" in shoal.runs.load("one").spec

@@ -15,8 +15,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,10 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     """Run the loop to its end and return the run's id. Raises RunError when the target was not reached."""
     experience, first_observation = check(spec)
     # The record is closed first: it must be right even when the rest is cut short.
-    with ExitStack() as closing, _record(spec, job) as recorder:
+    record = shoal.runs.record_of(
+        spec.to_yaml(), job, begun="gateway_ready", resumed=spec.resume, run_id=expected_run_id()
+    )
+    with ExitStack() as closing, record as recorder:
         flow = _Flow(spec, recorder, experience, first_observation)
         try:
             flow.start(closing)
@@ -69,24 +72,6 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
             flow.settle()
     shoal.runs.write_report(shoal.runs.load(recorder.id))
     return recorder.id
-
-
-@contextmanager
-def _record(spec: ActorLearnerSpec, job: str) -> Iterator[RunRecorder]:
-    """What `spec` changes of a resumed run is on trial until its gateway is there: refused by then, the record says
-    what it said before, and the run can be resumed with other words."""
-    if not spec.resume:
-        with shoal.runs.create(job, spec.to_yaml(), expected_run_id()) as recorder:
-            yield recorder
-        return
-    before = shoal.runs.load(spec.resume).spec
-    with shoal.runs.reopen(spec.resume, spec=spec.to_yaml()) as recorder:
-        try:
-            yield recorder
-        except Exception:  # an environment of the user's own may raise anything
-            if "gateway_ready" not in shoal.runs.load(recorder.id).last_events(since_resumed=True):
-                recorder.change_spec(before)
-            raise
 
 
 class _Flow:

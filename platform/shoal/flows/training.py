@@ -29,7 +29,6 @@ from shoal.train.journal import Recorded
 from shoal.train.outcome import Outcome
 from shoal.train.ray_room import placed, require_room
 from shoal.train.recipe import spec_from_words
-from shoal.train.record import record_of
 from shoal.train.spec import TrainSpec
 from shoal.train.told import Told, in_words
 
@@ -71,7 +70,9 @@ def run_training(spec: TrainSpec, job: str, checked: Checked | None = None) -> s
     checked: what `check` has found, when it has looked already
     """
     checked = checked or check(spec)
-    with record_of(spec, job, spec.resume, expected_run_id()) as recorder:
+    with shoal.runs.record_of(
+        spec.to_yaml(), job, begun="training", resumed=spec.resume, run_id=expected_run_id()
+    ) as recorder:
         _Flow(spec, checked, recorder).run()
     shoal.runs.write_report(shoal.runs.load(recorder.id))
     return recorder.id

@@ -1,5 +1,6 @@
 """The durable run record: runs, their events, metrics, weight versions, models and endpoints, and the report."""
 
+from shoal.runs.record_of import record_of
 from shoal.runs.recorder import RunRecorder, create, reopen
 from shoal.runs.report import write_report
 from shoal.runs.run import Endpoint, Run, list_running, list_runs, load
@@ -15,6 +16,7 @@ __all__ = [
     "list_running",
     "list_runs",
     "load",
+    "record_of",
     "reopen",
     "transition",
     "write_report",

@@ -23,7 +23,6 @@ from shoal.train.interrupts import TORCHRUN, interrupts
 from shoal.train.journal import Journal, Recorded, Silent
 from shoal.train.outcome import Outcome
 from shoal.train.prediction import predicted_cost
-from shoal.train.record import record_of
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
 from shoal.train.told import Told
@@ -95,7 +94,9 @@ def train_here(
 @contextmanager
 def _record(spec: TrainSpec, job: str) -> Iterator[RunRecorder]:
     """The record of this run, or of the one that is resumed; written to the end by this process."""
-    with record_of(spec, job, spec.resume or _run_of_torchrun()) as recorder:
+    with shoal.runs.record_of(
+        spec.to_yaml(), job, begun="training", resumed=spec.resume or _run_of_torchrun()
+    ) as recorder:
         if TORCHRUN in os.environ:
             recorder.event("launched", by=_launcher())
         yield recorder
