@@ -27,6 +27,7 @@ from shoal.registry import (
     Signature,
     TensorSignature,
 )
+from shoal.registry.files import write_synced
 from shoal.weights import WeightSnapshot
 
 MODEL = ModelFactory(factory="collections:Counter", kwargs={"a": 2})
@@ -270,7 +271,34 @@ Registry(Path({str(registry.root)!r})).register(
     assert [found.ref for found in registry.list()] == ["cartpole@1"]
     assert registry.get("cartpole").snapshot().tensors()["layer.weight"][0, 0] == 1.0
     assert register(registry, 2.0).version == 2
-    assert sorted(os.listdir(registry.root / "cartpole")) == [".lock", "1", "2", "aliases.json"]
+    assert sorted(os.listdir(registry.root / "cartpole")) == [".lock", ".registering", "1", "2", "aliases.json"]
+
+
+def test_an_alias_moves_while_a_large_version_is_written(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (1.0, 2.0):
+        register(registry, value)
+    writes, goes_on = threading.Event(), threading.Event()
+
+    def slow_write(path: Path, payload: bytes) -> None:
+        if path.name == "weights.safetensors":
+            writes.set()
+            assert goes_on.wait(DEADLINE_S)
+        write_synced(path, payload)
+
+    monkeypatch.setattr("shoal.registry.registry.write_synced", slow_write)
+    monkeypatch.setattr("shoal.registry.files.LOCK_TIMEOUT_S", 0.0)  # who has to wait is refused
+    writer = threading.Thread(target=register, args=(registry, 3.0), kwargs={"aliases": ["candidate"]})
+    writer.start()
+    try:
+        assert writes.wait(DEADLINE_S)
+        assert registry.promote("cartpole@1").aliases == ("champion",)
+        assert registry.rollback("cartpole").version == 2
+        assert [found.version for found in registry.list("cartpole")] == [1, 2]
+    finally:
+        goes_on.set()
+        writer.join(DEADLINE_S)
+    assert registry.get("cartpole@candidate").version == 3
+    assert registry.aliases("cartpole").promoted("champion") == [1, 2]
 
 
 def test_what_the_disk_refuses_is_a_registry_error(

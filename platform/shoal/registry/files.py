@@ -17,14 +17,14 @@ LOCK_TIMEOUT_S = 60.0
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep every other writer, in this process or another, out of `folder`; a killed holder lets go by dying.
+def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
+    """Keep every other holder of this lock, in this process or another, out; a killed holder lets go by dying.
 
     Raises RegistryError when it stays locked for LOCK_TIMEOUT_S.
     """
     with ExitStack() as held:
         try:
-            held.enter_context(exclusive(folder / ".lock", LOCK_TIMEOUT_S))
+            held.enter_context(exclusive(folder / name, LOCK_TIMEOUT_S))
         except TimeoutError:
             raise RegistryError(f"{folder} is being written by another process; try again") from None
         yield

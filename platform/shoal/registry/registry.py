@@ -33,6 +33,7 @@ from shoal.weights import WeightSnapshot
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 _INCOMING = ".incoming"
+_REGISTERING = ".registering"  # held while a version is written, which takes as long as it is large; aliases move on
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,10 @@ class Registry:
         folder = self.root / name
         try:
             folder.mkdir(exist_ok=True)
-            with locked(folder):
-                used = _read_aliases(folder)
+            with locked(folder, _REGISTERING):
                 manifest = Manifest(
                     name=name,
-                    version=max([used.highest(), *_versions_in(folder)]) + 1,
+                    version=max([_read_aliases(folder).highest(), *_versions_in(folder)]) + 1,
                     created_at=time.time(),
                     run_id=run_id,
                     weights_version=snapshot.version,
@@ -132,10 +132,13 @@ class Registry:
                     metrics=dict(metrics or {}),
                     data=dict(data or {}),
                 )
-                _write_version(folder, manifest, snapshot.payload)
-                _write_aliases(folder, used.registered(manifest.version))
-                for alias in aliases:
-                    self._promote(folder, alias, manifest.version)
+                incoming = _write_version(folder, manifest, snapshot.payload)
+                with locked(folder):
+                    incoming.rename(folder / str(manifest.version))
+                    sync_folder(folder)
+                    _write_aliases(folder, _read_aliases(folder).registered(manifest.version))
+                    for alias in aliases:
+                        self._promote(folder, alias, manifest.version)
         except OSError as error:
             raise RegistryError(f"{name!r} cannot be registered in {self.root}: {error}") from error
         return self.get(f"{name}@{manifest.version}")
@@ -268,16 +271,16 @@ def _version(folder: Path, version: int, aliases: Aliases) -> ModelVersion:
     return ModelVersion(folder.name, version, _read_manifest(place), aliases.of(version), place)
 
 
-def _write_version(folder: Path, manifest: Manifest, payload: bytes) -> None:
-    """Write beside, then rename: the caller holds the lock, so what is found half-written is nobody's."""
+def _write_version(folder: Path, manifest: Manifest, payload: bytes) -> Path:
+    """Write beside, for the caller to rename, who holds the lock of those who register: what is found half-written is
+    nobody's."""
     incoming = folder / _INCOMING
     shutil.rmtree(incoming, ignore_errors=True)
     incoming.mkdir()
     write_synced(incoming / PAYLOAD_FILES[manifest.model.format], payload)
     write_synced(incoming / "manifest.json", manifest.model_dump_json(indent=2).encode())
     sync_folder(incoming)
-    incoming.rename(folder / str(manifest.version))
-    sync_folder(folder)
+    return incoming
 
 
 def _read_manifest(folder: Path) -> Manifest:
