@@ -13,6 +13,7 @@ import pytest
 from shoal.errors import RegistryError
 from shoal.serve.controller import EndpointController
 from shoal.serve.controller_state import Deployment, StateFile
+from shoal.serve.metrics import ModelStatistics
 from shoal.serve.options import GuardOptions, ModelOptions
 from shoal.serve.rollout import Goal, Phase
 from shoal.serve.status import StatusBook
@@ -278,6 +279,50 @@ def test_a_forward_that_hangs_is_seen_while_it_does(cluster: Cluster) -> None:
     status = StatusBook(cluster.controller).endpoint()
     said = {replica["id"]: replica["error"] for replica in status["replicas"]}
     assert said == {first.name: "a forward has taken 12 s"} | {other.name: "" for other in others}
+
+
+def test_rates_are_of_what_was_counted_meanwhile_whoever_comes_and_goes(cluster: Cluster) -> None:
+    """Replicas that have answered for long are heard of one after the other by a controller that was started again."""
+    cluster.settle()
+    counted = {name: ModelStatistics("m") for name in cluster.replicas}
+
+    def answer(name: str, times: int) -> None:
+        for _ in range(times):
+            counted[name].request(1, 200, 0.01)
+
+    def report(name: str) -> None:
+        heard = cluster.replicas[name].report()
+        models = {"m": replace(heard.models["m"], counts=counted[name].snapshot())}
+        cluster.controller.report(replace(heard, models=models))
+
+    def rate() -> float:
+        (model,) = book.endpoint()["models"]
+        return {each["version"]: each["requests_per_s"] for each in model["versions"]}[1]
+
+    for name in counted:
+        answer(name, 1000)
+    cluster.start_controller()
+    book = StatusBook(cluster.controller, clock=lambda: cluster.now_s)
+    first, second, third = counted
+    report(first)
+    book.sample()
+    cluster.now_s += 1.0
+    report(second)
+    assert rate() == 0.0
+    book.sample()
+    cluster.now_s += 1.0
+    answer(first, 10)
+    answer(second, 6)
+    for name in counted:
+        report(name)
+    assert rate() == 8.0  # 16 in two seconds, and of the third one nothing yet
+    book.sample()
+    cluster.now_s += 2.0
+    answer(third, 4)
+    report(third)
+    assert rate() == 5.0
+    cluster.controller.leave(first)
+    assert rate() == 2.5
 
 
 def test_closed_it_wakes_who_waits(cluster: Cluster) -> None:

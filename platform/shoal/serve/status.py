@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,23 +27,26 @@ NUM_EVENTS = 50
 LONG_FORWARD_S = 2.0  # beyond which it is said while it goes on
 STATES = {Phase.VACANT: "UNAVAILABLE", Phase.STAGING: "LOADING"}
 
-Counts = Mapping[str, ModelSnapshot]  # by model
+Counts = Mapping[str, Mapping[str, ModelSnapshot]]  # by replica and model
 
 
 class StatusBook:
     """Describes one endpoint, which speaks gRPC at `grpc`. `sample()` is called once a second or so."""
 
-    def __init__(self, controller: EndpointController, grpc: str = "") -> None:
-        self._controller, self._grpc = controller, grpc
+    def __init__(
+        self, controller: EndpointController, grpc: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._controller, self._grpc, self._clock = controller, grpc, clock
         self._samples: deque[tuple[float, Counts]] = deque(maxlen=int(WINDOW_S / SAMPLE_S))
         self._sampled_s = -SAMPLE_S
 
     def sample(self) -> None:
         """Remember what has been counted until now."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if now_s - self._sampled_s >= SAMPLE_S:
             self._sampled_s = now_s
-            self._samples.append((now_s, self._counts()))
+            heard = [report for report in self._controller.reports.values() if report.pid]
+            self._samples.append((now_s, {report.replica: _counts(report) for report in heard}))
 
     def endpoint(self) -> dict[str, Any]:
         """The whole document: an `EndpointStatus`."""
@@ -81,20 +84,12 @@ class StatusBook:
             return _builtins(ModelStatus(name, state="UNAVAILABLE", reason="deleted"))
         return _builtins(self._model(name, model))
 
-    def _counts(self) -> dict[str, ModelSnapshot]:
-        found: dict[str, list[ModelSnapshot]] = {}
-        for report in self._controller.reports.values():
-            for name, model in report.models.items():
-                if model.counts is not None:
-                    found.setdefault(name, []).append(model.counts)
-        return {name: merge(snapshots) for name, snapshots in found.items()}
-
     def _model(self, name: str, model: ModelState) -> ModelStatus:
         controller = self._controller
         reports = [report.models[name] for report in controller.reports.values() if name in report.models]
         rollout, deployment = model.rollout, model.deployment
         options = ModelOptions.parse(deployment.options)
-        counts = self._counts().get(name)
+        counts = _merged(report.counts for report in reports)
         answering = max((report.version for report in reports), default=0)
         phase: str = rollout.phase
         state = STATES.get(rollout.phase, "READY") if not rollout.stable else "READY"
@@ -126,11 +121,24 @@ class StatusBook:
         )
 
     def _before(self, name: str) -> tuple[float, ModelSnapshot | None]:
-        """The oldest counts in the window, and how many seconds ago they were; none of a model that is newer."""
+        """What the replicas of now had counted at the beginning of the window, and how many seconds ago that was. Of one
+        that was heard of later, what it had counted then: it may have served long before this life of the controller."""
         if not self._samples:
             return 0.0, None
-        sampled_s, counts = self._samples[0]
-        return time.monotonic() - sampled_s, counts.get(name)
+        before = []
+        for report in self._controller.reports.values():
+            first = next((counts[report.replica] for _, counts in self._samples if report.replica in counts), None)
+            before.append((_counts(report) if first is None else first).get(name))
+        return self._clock() - self._samples[0][0], _merged(before)
+
+
+def _counts(report: ReplicaReport) -> dict[str, ModelSnapshot]:
+    return {name: model.counts for name, model in report.models.items() if model.counts is not None}
+
+
+def _merged(snapshots: Iterable[ModelSnapshot | None]) -> ModelSnapshot | None:
+    found = [each for each in snapshots if each is not None]
+    return merge(found) if found else None
 
 
 def describe_event(event: Event) -> RolloutEvent:
