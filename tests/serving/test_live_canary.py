@@ -125,6 +125,9 @@ async def test_a_shadow_of_the_newest_is_compared_and_answers_nobody(endpoint: L
     await until(lambda: compared().get("2") == ("shadow", 20, 20))
     assert compared()["1"] == ("stable", 0, 0)
     assert await answered(endpoint, 1, shoal_track="candidate") == {1: 1}
+    await endpoint.administer(action="shadow", model="moody", percent=0)
+    await until(lambda: candidates(endpoint) == [0])
+    assert endpoint.versions("moody") == [1]
 
 
 @live(replicas=2)

@@ -325,6 +325,33 @@ def test_rates_are_of_what_was_counted_meanwhile_whoever_comes_and_goes(cluster:
     assert rate() == 2.5
 
 
+def test_a_shadow_of_no_requests_ends_it_and_one_of_a_candidate_that_answers_stays(cluster: Cluster) -> None:
+    cluster.ask(action="shadow", version=2, percent=20)
+    cluster.settle()
+    assert cluster.rollout.phase is Phase.CANARY
+    cluster.ask(action="shadow", version=2, percent=0)
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.candidate) == (Phase.STEADY, 1, 0)
+    cluster.ask(action="canary", version=3, percent=10)
+    cluster.settle()
+    for percent in (20, 0):
+        cluster.ask(action="shadow", percent=percent)
+        cluster.settle()
+        assert (cluster.rollout.percent, cluster.rollout.shadow_percent) == (10, percent)
+
+
+def test_what_the_registry_said_goes_with_what_was_followed(cluster: Cluster) -> None:
+    cluster.settle()
+    cluster.catalogue.away = True
+    cluster.controller.tick()
+    (model,) = StatusBook(cluster.controller).endpoint()["models"]
+    assert model["reason"] == "the registry is gone"
+    cluster.controller.redeploy(Deployment("m", "/registry", "1", OPTIONS))
+    cluster.controller.tick()
+    (model,) = StatusBook(cluster.controller).endpoint()["models"]
+    assert model["reason"] == ""
+
+
 def test_closed_it_wakes_who_waits(cluster: Cluster) -> None:
     async def body() -> None:
         waiting = asyncio.create_task(cluster.controller.follow("r1", cluster.controller.plan.generation, 60.0))

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from shoal.errors import InferenceError, RegistryError
-from shoal.serve.changes import Change, parse_change, parse_options
+from shoal.serve.changes import Change, ends_shadow, parse_change, parse_options, require_left, require_looked_at
 from shoal.serve.controller import EndpointController
 from shoal.serve.controller_state import Deployment, LiveState, ModelState
 from shoal.serve.guard import Evidence, judge
-from shoal.serve.options import GuardOptions, ModelOptions
+from shoal.serve.options import ModelOptions
 from shoal.serve.rollout import Goal, Phase, Rollout, Shares
 
 LOAD_TIMEOUT_S = 300.0
@@ -105,7 +107,7 @@ class Administration:
             raise
 
     async def _open(self, change: Change, by: str) -> None:
-        """A canary, or a shadow: stage the version, or give the one that is open other shares."""
+        """A canary, or a shadow: stage the version, or give the one that is open other shares; 0 ends a shadow."""
         if self._model(change.model).deployment.is_live:
             await self._share(change, by)
             return
@@ -117,6 +119,9 @@ class Administration:
             raise InferenceError(400, f"{change.action} needs a version of {name!r}: say {name}@2 or {name}@candidate")
         is_canary = change.action == "canary"
         if rollout.phase is Phase.CANARY and rollout.candidate == version:
+            if ends_shadow(change, Shares(rollout.percent, rollout.shadow_percent)):
+                await self._rollback(msgspec.structs.replace(change, version=""), by)
+                return
             adjusted = replace(
                 rollout,
                 kind=change.action,
@@ -196,7 +201,7 @@ class Administration:
                 f"a registered model is rolled back to what was stable before: promote {name}@{change.word} instead"
             )
             raise InferenceError(409, problem)
-        _require_left(change, rollout.candidate or rollout.stable)
+        require_left(change, rollout.candidate or rollout.stable)
         if rollout.phase is Phase.CANARY:
             self._controller.drop(name, "rollback", by, reason)
             self._controller.tick()  # what the alias has come to mean is begun, and waited for
@@ -229,6 +234,9 @@ class Administration:
             if not state.pinned:
                 raise InferenceError(409, f"model {name!r} was told to follow its run meanwhile")
         old, percent = state.newest or Shares(), change.percent or 0.0
+        if ends_shadow(change, old):
+            self._unshare(change, state, by, change.reason or "asked for")
+            return
         is_canary = change.action == "canary"
         newest = replace(old, percent=percent) if is_canary else replace(old, shadow_percent=percent)
         self._controller.live.share(name, newest, change.action, by, _shares(newest, change.reason))
@@ -250,7 +258,7 @@ class Administration:
                 raise InferenceError(503, f"not every replica could say what it holds after {change.timeout_s:g} s")
             if name not in models:
                 raise InferenceError(409, f"model {name!r} was deleted meanwhile")
-            _require_left(change, max(live.answering(name), default=0))
+            require_left(change, max(live.answering(name), default=0))
             version = max(live.answering(name), default=0) if stay else self._to_pin(name, change.word)
             if not version:
                 raise InferenceError(409, f"model {name!r} has no weights yet")
@@ -312,7 +320,7 @@ class Administration:
         if change.word and change.word != str(model.rollout.candidate):
             raise InferenceError(409, f"the candidate of {change.model!r} is version {model.rollout.candidate}")
         assert change.value is not None
-        _require_looked_at(change, ModelOptions.parse(model.deployment.options).guard)
+        require_looked_at(change, ModelOptions.parse(model.deployment.options).guard)
         model.metrics[change.metric] = change.value
         self._controller.tick()
 
@@ -321,7 +329,7 @@ class Administration:
         name, live, model = change.model, self._controller.live, self._controller.state.models[change.model]
         assert change.value is not None
         guard = ModelOptions.parse(model.deployment.options).guard
-        _require_looked_at(change, guard)
+        require_looked_at(change, guard)
         beside = live.candidates(name) if model.live.newest is not None else []
         version = int(change.word) if change.word.isdigit() else max(beside or live.answering(name), default=0)
         reason = judge(guard, Evidence(metrics={change.metric: change.value}))
@@ -377,21 +385,6 @@ class Administration:
             return self._controller.catalogue(deployment.registry).meant(deployment.name, word)
         except RegistryError as error:
             raise InferenceError(404, str(error)) from None
-
-
-def _require_left(change: Change, version: int) -> None:
-    """Of a rollback that would leave `version`. Raises InferenceError (409)."""
-    if change.from_version not in (0, version):
-        what = f"version {version}" if version else "no version"
-        problem = f"a rollback of {change.model!r} would leave {what}, not {change.from_version}: see its status"
-        raise InferenceError(409, problem)
-
-
-def _require_looked_at(change: Change, guard: GuardOptions) -> None:
-    """Of a metric that is reported. Raises InferenceError (400)."""
-    if change.metric != guard.metric:
-        looks_at = f"{guard.metric!r}, not at {change.metric!r}" if guard.metric else "no metric: set guard.metric"
-        raise InferenceError(400, f"the guard of {change.model!r} looks at {looks_at}")
 
 
 def _shares(candidate: Rollout | Shares, reason: str) -> str:

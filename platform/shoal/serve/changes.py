@@ -2,7 +2,7 @@
 
     {"action": "deploy",   "model": "lenet@champion", "options": {...}}     serve it, or another version of it, at once
     {"action": "canary",   "model": "lenet", "version": 3, "percent": 5}    0 percent: only who asks for the candidate
-    {"action": "shadow",   "model": "lenet", "version": 3, "percent": 20}   compute it beside the stable one, compare
+    {"action": "shadow",   "model": "lenet", "version": 3, "percent": 20}   computed and compared; 0 ends it
     {"action": "promote",  "model": "lenet"}                                the candidate becomes stable
     {"action": "rollback", "model": "lenet", "reason": "..."}               the candidate goes; or the last one is back
     {"action": "rollback", "model": "lenet", "from_version": 3}             409 when it would leave another than 3
@@ -25,7 +25,8 @@ import msgspec
 
 from shoal.errors import ConfigError, InferenceError
 from shoal.registry import split_ref
-from shoal.serve.options import ModelOptions
+from shoal.serve.options import GuardOptions, ModelOptions
+from shoal.serve.rollout import Shares
 
 Action = Literal["deploy", "canary", "shadow", "promote", "rollback", "delete", "metric"]
 MAX_REASON_CHARS = 500
@@ -92,3 +93,23 @@ def parse_options(values: Mapping[str, Any], base: Mapping[str, Any]) -> dict[st
         return ModelOptions.parse({**base, **values}).model_dump(mode="json")
     except ConfigError as error:
         raise InferenceError(400, f"options.{error}") from None
+
+
+def require_left(change: Change, version: int) -> None:
+    """Of a rollback that would leave `version`. Raises InferenceError (409)."""
+    if change.from_version not in (0, version):
+        what = f"version {version}" if version else "no version"
+        problem = f"a rollback of {change.model!r} would leave {what}, not {change.from_version}: see its status"
+        raise InferenceError(409, problem)
+
+
+def require_looked_at(change: Change, guard: GuardOptions) -> None:
+    """Of a metric that is reported. Raises InferenceError (400)."""
+    if change.metric != guard.metric:
+        looks_at = f"{guard.metric!r}, not at {change.metric!r}" if guard.metric else "no metric: set guard.metric"
+        raise InferenceError(400, f"the guard of {change.model!r} looks at {looks_at}")
+
+
+def ends_shadow(change: Change, open_now: Shares) -> bool:
+    """Whether it takes what is shadowed away from a candidate that has nothing else."""
+    return change.action == "shadow" and not change.percent and open_now.is_shadow

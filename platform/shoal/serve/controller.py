@@ -242,6 +242,7 @@ class EndpointController:
         model = self.state.models[deployment.name]
         model.before = model.deployment if is_on_trial else None
         model.deployment = deployment
+        self.trouble.pop(deployment.name, None)  # it was about what was followed before
         self._commit()
 
     def remove(self, name: str, by: str, reason: str) -> None:
@@ -249,6 +250,7 @@ class EndpointController:
         rollout = self.state.models.pop(name).rollout
         self.state.num_attempts = max(self.state.num_attempts, rollout.attempt)
         self._books.pop(name, None)
+        self.trouble.pop(name, None)
         self._file.forget_weights(name)
         self.record("delete", name, None, rollout.stable or None, by, reason)
         self._commit()

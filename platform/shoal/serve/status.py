@@ -121,8 +121,8 @@ class StatusBook:
         )
 
     def _before(self, name: str) -> tuple[float, ModelSnapshot | None]:
-        """What the replicas of now had counted at the beginning of the window, and how many seconds ago that was. Of one
-        that was heard of later, what it had counted then: it may have served long before this life of the controller."""
+        """What the replicas of now had counted when the window began, and how many seconds ago that was. Of one that
+        was heard of later, what it had counted then: it may have served long before this life of the controller."""
         if not self._samples:
             return 0.0, None
         before = []
