@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
-from shoal.flows.loop_metrics import LoopMetrics, Rate
+from shoal.flows.loop_metrics import LoopMetrics, Rate, Thinning
 
 
 def gateway(counted_at: float, steps: int, *actors: str) -> dict[str, Any]:
@@ -49,3 +50,13 @@ def test_what_is_dropped_is_counted_and_who_has_left_lags_no_more() -> None:
     assert math.isnan(found["lag/a"])
     assert (found["lag/b"], found["endpoint/requests_per_s"]) == (1.0, 1.0)
     assert "lag/a" not in metrics.of(gateway(3.0, 10, "b"), {}, 8.0, 3.0)
+
+
+def test_all_of_the_first_hour_is_kept_and_of_a_week_not_much_more() -> None:
+    thinning = Thinning(began_s=50.0)
+    looks = [50.0 + 0.5 * number for number in range(7 * 24 * 7200)]
+    kept = [at for at in looks if thinning.keeps(at)]
+    assert kept[:7200] == looks[:7200]
+    assert 30_000 < len(kept) < 50_000
+    longest_s = max(later - earlier for earlier, later in itertools.pairwise(kept))
+    assert longest_s <= 7 * 24 * 3600 / 7200 + 0.5

@@ -109,6 +109,34 @@ def test_metrics_reach_readers_without_a_flush(run: RunRecorder) -> None:
     wait_for(lambda: runs.load("one").latest() == {"x": 1.0}, DEADLINE_S)
 
 
+def test_what_is_no_part_of_the_history_is_the_newest_and_may_be_the_best(run: RunRecorder) -> None:
+    run.log(1, {"loss": 3.0})
+    run.log(2, {"loss": 1.0}, in_history=False)
+    run.log(3, {"loss": 2.0, "gap": 0.5}, in_history=False)
+    run.flush()
+    seen = runs.load("one")
+    assert (seen.latest(), seen.best()) == ({"loss": 2.0, "gap": 0.5}, ("loss", 1.0))
+    assert seen.metrics()["loss"].to_dict() == {1: 3.0}
+    assert seen.metrics().columns.tolist() == ["time", "loss"]
+    run.log(4, {"loss": 5.0})
+    run.flush()
+    assert (seen.latest()["loss"], seen.metrics()["loss"].to_dict()) == (5.0, {1: 3.0, 4: 5.0})
+
+
+def test_of_many_versions_some_are_read_with_the_first_and_the_last(run: RunRecorder) -> None:
+    for version in range(3, 26):
+        run.weights_published(version, 10 * version, "aa", time.time())
+    run.flush()
+    seen = runs.load("one")
+    assert seen.num_versions() == len(seen.versions()) == 23
+    assert seen.versions(every=10)[["version", "step"]].to_numpy().tolist() == [
+        [3, 30],
+        [10, 100],
+        [20, 200],
+        [25, 250],
+    ]
+
+
 @pytest.mark.parametrize("name", ["step", "time"])
 def test_a_metric_cannot_take_the_name_of_a_column(run: RunRecorder, name: str) -> None:
     with pytest.raises(ConfigError, match=name):

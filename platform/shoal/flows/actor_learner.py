@@ -31,7 +31,7 @@ from shoal.cluster.room import require_cpus
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
-from shoal.flows.loop_metrics import LoopMetrics
+from shoal.flows.loop_metrics import LoopMetrics, Thinning
 from shoal.flows.policy import check, served_model
 from shoal.flows.serving import places, record_changes
 from shoal.home import access_token
@@ -91,7 +91,7 @@ class _Flow:
         self._gateway_stats: dict[str, Any] = {}
         self._learner_stats: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
-        self._metrics = LoopMetrics()
+        self._metrics, self._thinning = LoopMetrics(), Thinning(time.monotonic())
         self._printed_at = 0.0
         self._learning_since: float | None = None  # by time.monotonic(), in this life of the run
         self._solved, self._num_requests = False, 0.0
@@ -254,7 +254,8 @@ class _Flow:
         if self._learning_since is not None:
             requests = self._endpoint_requests()
             metrics = self._metrics.of(self._gateway_stats, self._learner_stats, requests, time.time())
-            self.recorder.log(int(self._gateway_stats["steps"]), metrics)
+            in_history = self._thinning.keeps(time.monotonic())
+            self.recorder.log(int(self._gateway_stats["steps"]), metrics, in_history=in_history)
         self._print_progress()
 
     def _note(self, kind: str, **details: Any) -> None:

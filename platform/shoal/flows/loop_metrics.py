@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_LAG_METRICS = 16  # actors whose lag is recorded one by one
+LOOKS_A_LIFE = 7200  # into the history between a moment of a run's life and its multiple by e
 
 
 class Rate:
@@ -25,6 +26,22 @@ class Rate:
             return 0.0
         self._total, self._counted_at = total, counted_at
         return max(0.0, grown) / passed_s if passed_s > 0.0 else 0.0
+
+
+class Thinning:
+    """Which looks at a run go into its history: all of the first hour, then fewer and fewer. Where the first hour has
+    7,200, two looks a second, the first day has 30,000 and the first month 54,000.
+    """
+
+    def __init__(self, began_s: float) -> None:
+        self._began_s, self._kept_s = began_s, -math.inf
+
+    def keeps(self, now_s: float) -> bool:
+        """Whether the look of this moment does."""
+        if now_s - self._kept_s < (now_s - self._began_s) / LOOKS_A_LIFE:
+            return False
+        self._kept_s = now_s
+        return True
 
 
 class LoopMetrics:

@@ -150,12 +150,14 @@ class _Pending:
     """What was said but not yet written."""
 
     logged: list[Logged] = field(default_factory=list)
+    shown: list[Logged] = field(default_factory=list)  # newest values, without a place in the history
     versions: list[tuple[int, int, int, float, str]] = field(default_factory=list)
     others: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
     num_rows: int = 0
 
     def extend(self, later: _Pending) -> None:
         self.logged += later.logged
+        self.shown += later.shown
         self.versions += later.versions
         self.others += later.others
         self.num_rows += later.num_rows
@@ -190,15 +192,18 @@ class RunRecorder:
         self._thread = threading.Thread(target=self._write_until_stopped, name=f"run-{run_id}", daemon=True)
         self._thread.start()
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record metrics of one step; values that are not finite are kept. A step logged again replaces the first."""
+    def log(self, step: int, values: Mapping[str, float], *, in_history: bool = True) -> None:
+        """Record metrics of one step; values that are not finite are kept. A step logged again replaces the first.
+
+        in_history: False: they are the newest values, and may be the best, but no points of a curve
+        """
         if not _RESERVED_METRICS.isdisjoint(values):
             raise ConfigError("values", sorted(values), "'step' and 'time' cannot name a metric", "call it x/time")
         entry = (int(step), time.time(), {name: float(value) for name, value in values.items()})
         self._make_room()
         with self._buffering:
             self._require_open()
-            self._pending.logged.append(entry)
+            (self._pending.logged if in_history else self._pending.shown).append(entry)
             self._pending.num_rows += len(values)
 
     def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
@@ -364,7 +369,7 @@ def _summaries(run: int, pending: _Pending) -> list[tuple[object, ...]]:
     """For each metric of the batch: its newest value, and the extremes of the finite ones."""
     newest: dict[str, tuple[int, float, float]] = {}
     finite: dict[str, list[float]] = {}
-    for step, at, values in pending.logged:
+    for step, at, values in sorted([*pending.logged, *pending.shown], key=lambda entry: entry[1]):
         for name, value in values.items():
             newest[name] = (step, at, value)
             if math.isfinite(value):

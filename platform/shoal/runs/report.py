@@ -129,12 +129,15 @@ class _Read:
     best: tuple[str, float] | None
     latest: dict[str, float]
     metrics: DataFrame  # oldest first: a resumed run may log lower steps than before
-    versions: DataFrame
+    num_versions: int
+    versions: DataFrame  # of many, some
     events: DataFrame
 
     @classmethod
     def of(cls, run: Run) -> _Read:
-        return cls(run, run.best(), run.latest(), _by_time(run.metrics()), run.versions(), run.events())
+        num_versions = run.num_versions()
+        versions = run.versions(every=-(-num_versions // plots.MAX_POINTS) or 1)
+        return cls(run, run.best(), run.latest(), _by_time(run.metrics()), num_versions, versions, run.events())
 
 
 def _page(run: Run) -> dict[str, object]:
@@ -152,9 +155,9 @@ def _page(run: Run) -> dict[str, object]:
         "drawn_over": "steps" if TRAINING_LOSS in read.metrics else "wall seconds",
         "drops": _drops(read.latest),
         "accounting": accounting(read.metrics),
-        "num_versions": len(read.versions),
+        "num_versions": read.num_versions,
         "versions": _versions_plot(read.versions),
-        "versions_per_s": _rate(read.versions),
+        "versions_per_s": _rate(read.num_versions, read.versions),
         "table": _table(read.metrics),
         "models": run.models().to_dict("records"),
         "endpoints": run.endpoints(),
@@ -185,8 +188,8 @@ def _cards(read: _Read) -> list[Card]:
         cards.append(Card(number(value), f"best {called}"))
         cards.append(Card(number(read.latest[name]), f"newest {called}"))
     cards += [Card(_shown(name, read.latest[name]), label) for name, label in _CARDS if name in read.latest]
-    if len(read.versions) and "weights/version" not in read.latest:
-        cards.append(Card(number(len(read.versions)), "weight versions"))
+    if read.num_versions and "weights/version" not in read.latest:
+        cards.append(Card(number(read.num_versions), "weight versions"))
     return cards
 
 
@@ -273,12 +276,12 @@ def _versions_plot(versions: DataFrame) -> str:
     return plots.svg(plots.wide_plot(plots.Curve.of(versions["time"].to_numpy(), versions["version"].to_numpy())))
 
 
-def _rate(versions: DataFrame) -> float | None:
+def _rate(num_versions: int, versions: DataFrame) -> float | None:
     """Versions a second between the first and the last."""
     if len(versions) < 2:
         return None
     span_s = float(versions["time"].max() - versions["time"].min())
-    return (len(versions) - 1) / span_s if span_s > 0 else None
+    return (num_versions - 1) / span_s if span_s > 0 else None
 
 
 def _table(metrics: DataFrame) -> Sequence[tuple[str, float, float, float]]:

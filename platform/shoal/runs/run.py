@@ -222,9 +222,20 @@ class Run:
         (row,) = self._query(f"SELECT (SELECT time FROM events WHERE number = {_RESUMED}) AS time")
         return self.created_at if row["time"] is None else float(row["time"])
 
-    def versions(self) -> DataFrame:
-        """The weight versions published: columns version, step, time, sha256."""
-        rows = self._query("SELECT version, step, time - ?2, sha256 FROM versions WHERE run = ?1 ORDER BY version")
+    def num_versions(self) -> int:
+        """How many versions of the weights were published."""
+        return int(self._query("SELECT count(*) FROM versions WHERE run = ?")[0][0])
+
+    def versions(self, every: int = 1) -> DataFrame:
+        """The weight versions published: columns version, step, time, sha256.
+
+        every: only those whose number is a multiple of it, and the first and the last
+        """
+        ends = ", ".join(f"(SELECT {end}(version) FROM versions WHERE run = ?1)" for end in ("min", "max"))
+        rows = self._query(
+            "SELECT version, step, time - ?2, sha256 FROM versions"
+            f" WHERE run = ?1 AND (version % {int(every)} = 0 OR version IN ({ends})) ORDER BY version"
+        )
         return _frame([tuple(row) for row in rows], ["version", "step", "time", "sha256"])
 
     def models(self) -> DataFrame:
@@ -252,7 +263,7 @@ class Run:
             "folder": str(self.folder),
             "latest": {name: value if math.isfinite(value) else None for name, value in self.latest().items()},
             "best": {"name": best[0], "value": best[1]} if best else None,
-            "num_versions": self._query("SELECT count(*) FROM versions WHERE run = ?")[0][0],
+            "num_versions": self.num_versions(),
             "endpoints": [asdict(endpoint) for endpoint in self.endpoints()],
             "models": [
                 {"name": row["name"], "version": row["version"], "aliases": json.loads(row["aliases"])}
