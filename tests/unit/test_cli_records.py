@@ -202,7 +202,7 @@ def test_a_resumed_run_is_not_shown_with_what_its_earlier_life_said(monkeypatch:
 
 
 def test_words_are_said_again_until_the_record_has_them() -> None:
-    with runs.create("x", "", "one"):
+    with runs.create("x", "target_return: 475", "one"):
         pass
     session = a_session("resume=one", "target_return=7")
     session._read_record()
@@ -222,7 +222,7 @@ def test_to_resume_nothing_is_refused() -> None:
 
 
 def test_a_run_that_has_finished_is_not_said_to_go_on_with_what_was_refused() -> None:
-    with runs.create("x", "", "one"):
+    with runs.create("x", "target_return: 475", "one"):
         pass
     assert a_session("resume=one").how_to_resume() == "The run has finished: shoal runs one"
 
@@ -239,7 +239,7 @@ def test_what_cannot_be_resumed_is_not_said_to_go_on(spec: str, words: str) -> N
 
 
 def test_what_a_run_that_never_had_a_gateway_counts_at_its_end_is_not_learning() -> None:
-    with runs.create("x", "", "one") as run:
+    with runs.create("x", "target_return: 475", "one") as run:
         session = a_session("resume=one")
     with runs.reopen("one") as run:
         run.log(2, {"segments/received": 0.0})
@@ -251,7 +251,7 @@ def test_what_a_run_that_never_had_a_gateway_counts_at_its_end_is_not_learning()
 
 def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.cli.watch.REFRESH_S", 0.0)
-    with runs.create("x", "", "one") as run:
+    with runs.create("x", "target_return: 475", "one") as run:
         pass
     session = a_session("resume=one")
     session._job = SimpleNamespace(outcome=lambda: None, logs=lambda: "")  # type: ignore[assignment]
@@ -275,7 +275,7 @@ def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(
     def gone(*arguments: object, **more: object) -> object:
         raise error
 
-    with runs.create("x", "", "one") as run:
+    with runs.create("x", "target_return: 475", "one") as run:
         run.finish("stopped")
     session = a_session("resume=one")
     monkeypatch.setattr("shoal.cli.run.ray_jobs.submit", lambda *arguments, **more: None)
@@ -289,7 +289,7 @@ def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(
 
 
 def test_an_actor_that_died_is_said_once_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with runs.create("x", "", "one") as run:
+    with runs.create("x", "target_return: 475", "one") as run:
         pass
     session = a_session("resume=one")
     session._console = Console(soft_wrap=True)

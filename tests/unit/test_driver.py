@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,3 +74,15 @@ def test_a_run_that_has_reached_its_target_is_not_resumed_for_nothing(capsys: py
 def test_a_run_without_a_target_goes_on_for_its_time_again() -> None:
     run_id = a_run("target_return=null", status="finished")
     assert resumed(run_id).resume == run_id
+
+
+def test_help_says_what_was_typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["serve_apps/mine.py", "--help"])
+    for module, typed in (
+        (None, "python serve_apps/mine.py"),
+        ("shoal.flows.serving", "python -m shoal.flows.serving"),
+    ):
+        main = SimpleNamespace(__spec__=module and SimpleNamespace(name=module))
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        job_main(ActorLearnerSpec(), lambda spec, job: None, "mine")
+        assert capsys.readouterr().out.startswith(f"usage: {typed} [field=value ...]\n")

@@ -12,10 +12,16 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from shoal import runs
+from shoal.cli.display import RunView
 from shoal.cli.runs import runs as runs_command
-from shoal.cli.watch import follow
+from shoal.cli.train_display import TrainView
+from shoal.cli.watch import follow, view_of
 from shoal.errors import ConfigError
-from shoal.runs import Run, Status
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.flows.batch_predict import BatchPredictSpec
+from shoal.flows.serving_spec import ServingSpec
+from shoal.runs import Kind, Run, Status
+from shoal.train.spec import TrainSpec
 
 
 @pytest.fixture(autouse=True)
@@ -76,16 +82,47 @@ def test_who_has_seen_enough_of_a_run_does_not_end_it(monkeypatch: pytest.Monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr("shoal.cli.watch.time", SimpleNamespace(sleep=enough, monotonic=time.monotonic))
-    with runs.create("train", "", "one"):
+    with runs.create("train", "task: lenet", "one"):
         said = typed("one", "--follow")
         assert "starting workers" in said
         assert said.endswith("one goes on: shoal runs one --follow\n")
         assert runs.load("one").status.value == "running"
 
 
-@pytest.mark.parametrize(("words", "said"), [([], "needs one run"), (["one"], "look at it with shoal serve status")])
-def test_what_cannot_be_followed_is_refused(words: list[str], said: str) -> None:
-    with runs.create("serve", "", "one"):
-        refused = CliRunner().invoke(runs_command, [*words, "--follow"]).exception
+SPECS = {
+    Kind.LOOP: ActorLearnerSpec(),
+    Kind.TRAINING: TrainSpec(task="lenet"),
+    Kind.SERVING: ServingSpec(models=["cartpole@champion"]),
+    Kind.PREDICTION: BatchPredictSpec(),
+}
+REFUSED = {
+    Kind.SERVING: "look at it with shoal serve status",
+    Kind.PREDICTION: "its command says how far it is",
+    Kind.OTHER: "`shoal runs ID` shows what it has recorded",
+}
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_what_is_shown_of_a_run_depends_on_what_it_does_and_not_on_its_name(kind: Kind) -> None:
+    spec = SPECS[kind].to_yaml() if kind in SPECS else "seed: 3"
+    with runs.create("mine", spec, "one"):
+        record = runs.load("one")
+        assert record.kind is kind
+        shown = {Kind.LOOP: RunView, Kind.TRAINING: TrainView}.get(kind, type(None))
+        assert type(view_of(record, None)) is shown
+        if kind in REFUSED:
+            refused = CliRunner().invoke(runs_command, ["one", "--follow"]).exception
+            assert isinstance(refused, ConfigError)
+            assert REFUSED[kind] in str(refused)
+
+
+@pytest.mark.parametrize("spec", ["", "[1, 2]", "a: [", "just words"])
+def test_a_spec_that_is_none_says_nothing_of_its_run(spec: str) -> None:
+    with runs.create("mine", spec, "one"):
+        assert runs.load("one").kind is Kind.OTHER
+
+
+def test_no_run_at_all_is_not_followed() -> None:
+    refused = CliRunner().invoke(runs_command, ["--follow"]).exception
     assert isinstance(refused, ConfigError)
-    assert said in str(refused)
+    assert "needs one run" in str(refused)

@@ -23,7 +23,6 @@ from shoal.runs import Run, Status, list_runs, load, write_report
 from shoal.runs.display import age, duration, moment, number
 
 NUM_EVENTS, FEW_VALUES = 8, 4
-WITHOUT_CURVES = {"serve": "look at it with shoal serve status", "batch_predict": "its command says how far it is"}
 _COLOURS = {
     Status.RUNNING: "blue",
     Status.FINISHED: "green",
@@ -99,8 +98,6 @@ def report(run: str, open_path: bool) -> None:
 
 def _follow(console: Console, run: Run) -> None:
     """Show it until it has ended, and how; or until who looks at it has seen enough."""
-    if run.job in WITHOUT_CURVES:
-        raise ConfigError("follow", run.id, f"is of the job {run.job!r}, which has no curves", WITHOUT_CURVES[run.job])
     try:
         ended = watch.follow(run, Console(highlight=False, soft_wrap=True))
     except KeyboardInterrupt:

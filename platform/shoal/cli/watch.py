@@ -18,17 +18,27 @@ from rich.live import Live
 
 import shoal.runs
 from shoal.cli import display, train_display
-from shoal.runs import Run, Status
+from shoal.errors import ConfigError
+from shoal.runs import Kind, Run, Status
 
 REFRESH_S = 0.25
 PLAIN_S = 2.0
-TRAINING = "train"  # the job of every recipe that trains
 View = display.RunView | train_display.TrainView
 
 
-def view_of(record: Run, before: View | None, notes: Sequence[str] = ()) -> View:
-    """The run as it is now; `before` carries the history on."""
-    if record.job == TRAINING:
+# What to do instead about a run that has no picture.
+WITHOUT_PICTURE = {
+    Kind.SERVING: "look at it with shoal serve status",
+    Kind.PREDICTION: "its command says how far it is",
+    Kind.OTHER: "`shoal runs ID` shows what it has recorded",
+}
+
+
+def view_of(record: Run, before: View | None, notes: Sequence[str] = ()) -> View | None:
+    """The run as it is now; `before` carries the history on. None of one WITHOUT_PICTURE."""
+    if record.kind in WITHOUT_PICTURE:
+        return None
+    if record.kind is Kind.TRAINING:
         return train_display.view_of(record, before if isinstance(before, train_display.TrainView) else None, notes)
     known = before if isinstance(before, display.RunView) else None
     return display.view_of(record, _phase(record), _target_of(record.spec), known, notes)
@@ -69,7 +79,11 @@ class Lines:
 
 
 def follow(record: Run, console: Console) -> Run:
-    """Show a run until it is over; the run as it is then."""
+    """Show a run until it is over; the run as it is then. Raises ConfigError of one WITHOUT_PICTURE."""
+    if record.kind in WITHOUT_PICTURE:
+        raise ConfigError(
+            "follow", record.id, f"is of the job {record.job!r}, which has no curves", WITHOUT_PICTURE[record.kind]
+        )
     view, lines = None, Lines()
     with ExitStack() as stack:
         live = None
@@ -77,6 +91,7 @@ def follow(record: Run, console: Console) -> Run:
             live = stack.enter_context(Live(console=console, auto_refresh=False, transient=True))
         while record.status is Status.RUNNING:
             view = view_of(record, view)
+            assert view is not None
             if live is not None:
                 live.update(picture(view, console.width), refresh=True)
             elif said := lines.due(view):

@@ -42,7 +42,7 @@ def job_main(
     try:
         base = _as_recorded(spec, fields) if isinstance(spec, Spec) else spec(fields)
         if not set(HELP).isdisjoint(words):
-            print(f"usage: python jobs/{job}.py [field=value ...]\n\nfields and their defaults:\n\n{base.to_yaml()}")
+            print(f"usage: {_program()} [field=value ...]\n\nfields and their defaults:\n\n{base.to_yaml()}")
             return
         chosen = base.override(fields)
         check(chosen)
@@ -61,6 +61,12 @@ def job_main(
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr, flush=True)
         sys.exit(130)
+
+
+def _program() -> str:
+    """What was typed, up to the words: a file, or `-m` and a module."""
+    module = sys.modules["__main__"].__spec__
+    return f"python -m {module.name}" if module else f"python {sys.argv[0]}"
 
 
 def _as_recorded(spec: SpecT, words: Sequence[str]) -> SpecT:

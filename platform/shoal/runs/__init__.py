@@ -1,5 +1,6 @@
 """The durable run record: runs, their events, metrics, weight versions, models and endpoints, and the report."""
 
+from shoal.runs.kind import Kind
 from shoal.runs.record_of import record_of
 from shoal.runs.recorder import RunRecorder, create, reopen
 from shoal.runs.report import write_report
@@ -9,6 +10,7 @@ from shoal.runs.status import HEARTBEAT_TIMEOUT_S, Status, transition
 __all__ = [
     "HEARTBEAT_TIMEOUT_S",
     "Endpoint",
+    "Kind",
     "Run",
     "RunRecorder",
     "Status",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from shoal.errors import RunError
 from shoal.home import home
 from shoal.runs.database import connect
+from shoal.runs.kind import Kind, kind_of
 from shoal.runs.status import Status, observed
 
 if TYPE_CHECKING:
@@ -159,6 +160,11 @@ class Run:
             _home=folder,
             _number=row["number"],
         )
+
+    @property
+    def kind(self) -> Kind:
+        """What it does, whatever its job is called."""
+        return kind_of(self.spec)
 
     @property
     def duration_s(self) -> float:

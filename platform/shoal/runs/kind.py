@@ -1,0 +1,42 @@
+"""What kind of run it is, by what it was asked for: its job may be called as its author likes.
+
+Called by the reader of the record, for whoever shows a run.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import lru_cache
+
+import yaml
+
+
+class Kind(StrEnum):
+    """What a run does; OTHER is what a job of the user's own records."""
+
+    LOOP = "loop"
+    TRAINING = "training"
+    SERVING = "serving"
+    PREDICTION = "prediction"
+    OTHER = "other"
+
+
+# The fields that a spec of the kind has, whatever else it has; the first that fits.
+_FIELDS = (
+    (Kind.LOOP, {"target_return"}),
+    (Kind.TRAINING, {"task"}),
+    (Kind.PREDICTION, {"model", "input", "output"}),
+    (Kind.SERVING, {"models", "endpoint"}),
+    (Kind.SERVING, {"model", "endpoint"}),
+)
+
+
+@lru_cache(maxsize=16)  # asked four times a second
+def kind_of(spec: str) -> Kind:
+    """By a recorded spec (YAML)."""
+    try:
+        fields = yaml.safe_load(spec)
+    except yaml.YAMLError:
+        return Kind.OTHER
+    found = set(fields) if isinstance(fields, dict) else set()
+    return next((kind for kind, needed in _FIELDS if needed <= found), Kind.OTHER)
