@@ -18,10 +18,12 @@ import httpx
 import psutil
 import pytest
 
+import shoal
 from leftovers import assert_nothing_left, listening_ports
 from shoal.cluster import embedded, jobs
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.embedded import EmbeddedCluster
+from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.processes import MARKER, is_alive, remove_folder
 from shoal.errors import ClusterError, RunError
 from waiting import wait_for
@@ -167,6 +169,30 @@ def test_a_job_runs_with_our_python_in_the_given_folder(cluster: EmbeddedCluster
     assert f"said {sys.prefix} two words blue blue" in pieces
     assert job.logs() == pieces
     assert jobs.list_jobs(cluster)[0].submission_id == job.submission_id
+
+
+def test_a_job_that_is_uploaded_brings_its_folder_and_the_whole_package(
+    cluster: EmbeddedCluster, tmp_path: Path
+) -> None:
+    """As on a cluster elsewhere, which has no Shoal, or another one."""
+    elsewhere = ClusterHandle(cluster.dashboard_url, cluster.dashboard_url, cluster.token, {})
+    package = Path(shoal.__file__).parent
+    expected = sorted(str(path.relative_to(package)) for path in package.rglob("*") if path.suffix in (".py", ".html"))
+    (tmp_path / "runs/one").mkdir(parents=True)
+    (tmp_path / "runs/one/checkpoint").write_text("large")
+    (tmp_path / "job.py").write_text(
+        "import json, os, pathlib, shoal.runs\n"
+        "package = pathlib.Path(shoal.runs.__file__).parents[1]\n"
+        "files = sorted(str(path.relative_to(package)) for path in package.rglob('*')\n"
+        "               if path.suffix in ('.py', '.html'))\n"
+        "print(json.dumps([str(package), files, sorted(os.listdir('.')), os.environ['COLOUR']]))\n"
+    )
+    job = jobs.submit(elsewhere, ["python", "job.py"], env={"COLOUR": "blue"}, working_dir=tmp_path)
+    assert job.wait(timeout_s=120) is jobs.JobStatus.SUCCEEDED, job.logs()
+    place, files, beside, colour = json.loads(job.logs().splitlines()[-1])
+    assert place != str(package)
+    assert files == expected
+    assert (beside, colour) == (["job.py"], "blue")
 
 
 def test_a_failed_job_says_its_last_lines(cluster: EmbeddedCluster) -> None:

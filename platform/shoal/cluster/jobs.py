@@ -33,8 +33,10 @@ OUTCOME_S = 0.5  # a question costs the dashboard and who asks 6 ms each, of cor
 NUM_LAST_LINES = 10
 PATIENCE_S = 30.0  # with a dashboard that fails to answer while the head lives: what it is asked about goes on
 
-# What a job never needs from its working folder (gitignore patterns).
-EXCLUDES = (".git", ".venv", "venv", "runs", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "*.sqlite")
+# What a job never needs (gitignore patterns): of its working folder, and of the package `shoal`, to which Ray applies
+# the same ones, so that no name of a room of ours may be among them.
+CACHES = ("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache")
+EXCLUDES = (".git", ".venv", ".venv-*", "venv", "/runs/*/", *CACHES, "*.sqlite")
 
 
 class JobStatus(StrEnum):
