@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from gated_forward import run, until
-from serving.faulty_models import RAISE, SIGNATURE, moody
+from gated_forward import DEADLINE_S, run, until
+from serving.faulty_models import RAISE, SIGNATURE, SLOW, moody
 from serving.live_set import MOODY, infer
 from serving.replica_set import ReplicaSet
 from serving.replica_set import until as until_there
@@ -80,7 +81,7 @@ def shadowed(forward: Forward, answer: np.ndarray, datatype: str = "FP32") -> Ve
         batcher: Batcher[Arrays, Answer] = Batcher()
         counts = ModelStatistics("m")
         options = ModelOptions(guard=GuardOptions(tolerance=TOLERANCE))
-        shadow = Shadow("m", batcher, forward, options, counts, {"y": datatype})
+        shadow = Shadow("m", batcher, forward, options, counts, {"y": datatype}, lambda report: None)
         shadow.set(Track(SimpleNamespace(version=2)), 100.0)  # type: ignore[arg-type]
         shadow.consider(InferCall({}, 1), {"y": answer}, None)
         await until(lambda: "2" in counts.snapshot()["versions"])
@@ -89,6 +90,59 @@ def shadowed(forward: Forward, answer: np.ndarray, datatype: str = "FP32") -> Ve
         return counts.snapshot()["versions"]["2"]
 
     return run(body)
+
+
+def test_answers_of_before_a_promotion_are_not_held_against_the_next_candidate() -> None:
+    """They wait for a slot, and are then computed by that one, beside answers of a version that is gone."""
+    entered, gate = threading.Event(), threading.Event()
+
+    async def body() -> None:
+        batcher: Batcher[Arrays, Answer] = Batcher()
+        counts = ModelStatistics("m")
+        track = Track(SimpleNamespace(version=2))  # type: ignore[arg-type]
+
+        def forward(group: Hashable, requests: Sequence[Arrays]) -> list[Answer]:
+            entered.set()
+            assert gate.wait(DEADLINE_S)
+            assert track.loaded is not None
+            return [({"y": array("FP32", [track.loaded.version])}, track.loaded.version) for _ in requests]
+
+        shadow = Shadow("m", batcher, forward, ModelOptions(), counts, {"y": "FP32"}, lambda report: None)
+        shadow.set(track, 100.0)
+        shadow.consider(InferCall({}, 1), {"y": array("FP32", [1.0])}, "in hand")
+        await until(entered.is_set)
+        shadow.consider(InferCall({}, 1), {"y": array("FP32", [1.0])}, "waits")
+        await asyncio.sleep(0)
+        shadow.set(None, 0.0)
+        track.loaded = SimpleNamespace(version=3)  # type: ignore[assignment]
+        shadow.set(track, 100.0)
+        gate.set()
+        shadow.consider(InferCall({}, 1), {"y": array("FP32", [3.0])}, "new")
+        await until(lambda: "3" in counts.snapshot()["versions"] and not shadow._tasks)
+        version = counts.snapshot()["versions"]["3"]
+        assert (version["compared"], version["disagreed"]) == (1, 0)
+        shadow.close()
+        batcher.close()
+
+    run(body)
+
+
+def test_a_shadow_that_is_slow_is_rolled_back() -> None:
+    for version, mood in ((1, 0.0), (2, SLOW)):
+        Registry().register("moody", moody(version, mood), model=MOODY, signature=SIGNATURE)
+
+    async def body() -> None:
+        async with ReplicaSet(registered("moody@1"), model={"guard": {"min_requests": 20}}) as endpoint:
+            [replica] = await endpoint.start()
+            await endpoint.administer(action="shadow", model="moody", version=2, percent=100)
+            for _ in range(40):
+                assert (await infer(replica)).version == 1
+            await until_there(lambda: endpoint.phase("moody") == "steady")
+            event = endpoint.controller.state.events[-1]
+            assert (event.kind, event.by) == ("rollback", "guard")
+            assert "times as long: above max_latency_ratio = 2" in event.reason
+
+    asyncio.run(body())
 
 
 def test_a_shadow_that_fails_is_shown_and_rolled_back() -> None:

@@ -48,7 +48,8 @@ def staged(faults: list[str]) -> Staged:
     async def body(stager: Stager) -> Staged:
         last: Staged | None = None
         for version in range(1, len(packages) + 1):
-            last = await stager.stage(source, version, ModelOptions(max_batch_size=4), SIGNATURE, last)  # type: ignore[arg-type]
+            before = last.built if last is not None else None
+            last = await stager.stage(source, version, ModelOptions(max_batch_size=4), SIGNATURE, before)  # type: ignore[arg-type]
         assert last is not None
         return last
 

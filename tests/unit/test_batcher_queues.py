@@ -1,7 +1,9 @@
 """Several queues, groups and slots in one batcher, and how a failing batch is taken apart."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Hashable, Sequence
 
 import pytest
@@ -66,6 +68,20 @@ def test_each_queue_has_its_own_forward_and_counts_and_closes_alone() -> None:
         batcher.close()
         with pytest.raises(Closed):
             batcher.add_queue("late", opened(), max_batch_rows=4, max_queue_rows=4)
+
+    run(body)
+
+
+def test_a_queue_that_is_closed_lets_go_of_its_model() -> None:
+    async def body() -> None:
+        batcher, forward = Batcher(), opened()
+        queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=4)
+        assert await answer(queue, Request(1)) == 10
+        queue.close()
+        held = weakref.ref(forward)
+        del queue, forward
+        await until(lambda: gc.collect() >= 0 and held() is None)
+        batcher.close()
 
     run(body)
 

@@ -27,6 +27,7 @@ from shoal.registry import (
     Signature,
     TensorSignature,
 )
+from shoal.registry import registry as module
 from shoal.registry.files import write_synced
 from shoal.weights import WeightSnapshot
 
@@ -299,6 +300,33 @@ def test_an_alias_moves_while_a_large_version_is_written(registry: Registry, mon
         writer.join(DEADLINE_S)
     assert registry.get("cartpole@candidate").version == 3
     assert registry.aliases("cartpole").promoted("champion") == [1, 2]
+
+
+@pytest.mark.parametrize("look", [1, 2, 3])
+def test_a_version_that_is_registered_between_two_looks_of_a_reader_is_there_or_not_yet(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, look: int
+) -> None:
+    register(registry, 1.0)
+    looks = 0
+
+    def watched(name: str) -> None:
+        wrapped = getattr(module, name)
+
+        def then_registers(folder: Path) -> object:
+            nonlocal looks
+            found, looks = wrapped(folder), looks + 1
+            if looks == look:
+                register(registry, 2.0)
+            return found
+
+        monkeypatch.setattr(module, name, then_registers)
+
+    watched("_versions_in")
+    watched("_read_aliases")
+    assert registry.get("cartpole@champion").version in (1, 2)
+    assert len(registry.list("cartpole")) == 2
+    looks = look - 2
+    assert registry.has("cartpole@champion")
 
 
 def test_what_the_disk_refuses_is_a_registry_error(

@@ -148,7 +148,8 @@ class Registry:
         """The version that `ref` means. Raises RegistryError, with what there is, when there is none."""
         name, word = split_ref(ref)
         folder = self._folder(name)
-        versions, aliases = _versions_in(folder), _read_aliases(folder)
+        aliases = _read_aliases(folder)  # before the versions: an alias moves to what is there already
+        versions = _versions_in(folder)
         version = _meant(word, versions, aliases)
         if version is None:
             known = ", ".join([f"versions {versions[0]} to {versions[-1]}", *sorted(aliases.moves)])
@@ -162,7 +163,8 @@ class Registry:
     def has(self, ref: str) -> bool:
         """Whether `ref` means a version now."""
         name, word = split_ref(ref)
-        return _meant(word, _versions_in(self.root / name), _read_aliases(self.root / name)) is not None
+        aliases = _read_aliases(self.root / name)
+        return _meant(word, _versions_in(self.root / name), aliases) is not None
 
     @_accessible()
     def list(self, name: str | None = None) -> tuple[ModelVersion, ...]:

@@ -114,9 +114,11 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         policy: QueuePolicy[Entry[RequestT, AnswerT]],
         forward: Forward[RequestT, AnswerT],
         on_batch: Callable[[BatchReport], None] | None,
+        on_close: Callable[[BatchQueue[RequestT, AnswerT]], None],
     ) -> None:
         self.name = policy.name
         self._slots, self._policy, self._forward, self._on_batch = slots, policy, forward, on_batch
+        self._on_close = on_close
         self._expiry: Expiry[Entry[RequestT, AnswerT]] = Expiry(slots.loop, slots.clock, self._expire)
         self.closed = False
         # Written by the event loop:
@@ -225,6 +227,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
             self._slots.schedule.remove_queue(self._policy)
         self.settle_all(entries, "failed", Closed("the batcher was closed before this request was computed"))
         self._expiry.close()
+        self._on_close(self)
 
     # What follows runs on the event loop.
 

@@ -106,9 +106,14 @@ class Batcher(Generic[RequestT, AnswerT]):
                 max_queue_bytes=max_queue_bytes,
                 weight=weight,
             )
-        queue = BatchQueue(self._slots, policy, forward, on_batch)
-        self._queues = [*(other for other in self._queues if not other.closed), queue]
+        queue = BatchQueue(self._slots, policy, forward, on_batch, self._forget)
+        self._queues.append(queue)
         return queue
+
+    def _forget(self, queue: BatchQueue[RequestT, AnswerT]) -> None:
+        """It is closed: its forward holds a model, whose memory others need. What all had counted at the end stays."""
+        if not self._closed:
+            self._queues.remove(queue)
 
     @property
     def alive(self) -> bool:

@@ -24,7 +24,7 @@ from shoal.serve.options import ModelOptions
 from shoal.serve.report import Failure, ModelReport, ReplicaReport
 from shoal.serve.rollout import EndpointPlan, ModelPlan, Shares
 from shoal.serve.sources import LiveModel, RegisteredModel
-from shoal.serve.staging import Staged, Stager, StagingFailed
+from shoal.serve.staging import Built, Staged, Stager, StagingFailed
 
 if TYPE_CHECKING:
     from shoal.serve.tracing import Tracer
@@ -68,7 +68,7 @@ class ReplicaHost:
         self._plans: dict[str, ModelPlan] = {}
         self._models: dict[str, Hosted] = {}
         self._leaving: dict[str, Hosted] = {}  # answers what it has, and nothing more
-        self._last: dict[str, Staged] = {}
+        self._last: dict[str, Built] = {}
         self._failures: dict[str, Failure] = {}
         self._stager = Stager(spec.torch_threads)
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -212,8 +212,9 @@ class ReplicaHost:
             _point(hosted, plan)
             loaded = hosted.versions
         failed = self._failures[name].version if name in self._failures else 0
-        for version in plan.staged:
-            if version not in loaded and version != failed and (name, version) not in self._tasks:
+        missing = [version for version in plan.staged if version not in loaded and version != failed]
+        for version in missing if loaded else missing[:1]:  # by which the others are measured
+            if (name, version) not in self._tasks:
                 self._start((name, version), self._stage(plan, version))
 
     async def _stage(self, plan: ModelPlan, version: int) -> None:
@@ -239,8 +240,10 @@ class ReplicaHost:
             return
         hosted = self._models.get(plan.name)
         if hosted is None:
-            hosted = self._models[plan.name] = Hosted(plan.name, staged.predictor, self._batcher, tracer=self._tracer)
-        self._last[plan.name], hosted.predictor = staged, staged.predictor
+            hosted = self._models[plan.name] = Hosted(
+                plan.name, staged.built.predictor, self._batcher, tracer=self._tracer
+            )
+        self._last[plan.name], hosted.predictor = staged.built, staged.built.predictor
         hosted.table.add(staged.loaded)
 
     async def _serve_live(self, plan: ModelPlan) -> None:

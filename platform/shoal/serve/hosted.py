@@ -78,7 +78,7 @@ class Hosted:
         self._queue.expect(predictor.measured)  # of a live model there is nothing yet
         self.counts = ModelStatistics(name, live=is_live, pending=lambda: self._queue.queued_requests)
         outputs = {spec.name: spec.datatype for spec in self.signature.outputs}
-        self.shadow = Shadow(name, batcher, self._forward, self.options, self.counts, outputs)
+        self.shadow = Shadow(name, batcher, self._forward, self.options, self.counts, outputs, self._time)
 
     @property
     def version(self) -> int:
@@ -211,8 +211,11 @@ class Hosted:
         self.counts.batch(report, version)
         if self._tracer is not None:
             self._tracer.batch(self.name, version, report, self._ran.requests)
+        self._time(report)
+
+    def _time(self, report: BatchReport) -> None:
         if not report.failed and self._ran.is_alone:
-            self._forwards.add(version, report.rows, report.computed_s)
+            self._forwards.add(self._ran.version, report.rows, report.computed_s)
 
 
 def describe(models: Mapping[str, Hosted]) -> str:

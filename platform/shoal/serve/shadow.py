@@ -14,10 +14,11 @@ import numpy as np
 
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference.datatypes import bf16_values
-from shoal.serve.batcher import Batcher
+from shoal.serve.batcher import Batcher, BatchReport
 from shoal.serve.call import Arrays, InferCall, size_bytes
 from shoal.serve.metrics import ModelStatistics
 from shoal.serve.options import ModelOptions
+from shoal.serve.predictor import LoadedModel
 from shoal.serve.versions import Draws, Track
 
 WEIGHT = 1e-6  # of the slots, beside a model's 1
@@ -31,6 +32,7 @@ class Shadow:
     """Of one model. `percent` of the calls are considered; 0 when there is nothing to compare with.
 
     datatypes: of the outputs, by name
+    on_batch:  told of every forward, in its thread
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Shadow:
         options: ModelOptions,
         counts: ModelStatistics,
         datatypes: Mapping[str, str],
+        on_batch: Callable[[BatchReport], None],
     ) -> None:
         self.percent = 0.0
         self._candidate: Track | None = None
@@ -54,6 +57,7 @@ class Shadow:
             max_queue_rows=options.max_queue_size,
             max_queue_bytes=options.max_queue_bytes,
             weight=WEIGHT,
+            on_batch=on_batch,
         )
 
     def set(self, candidate: Track | None, percent: float) -> None:
@@ -85,23 +89,23 @@ class Shadow:
         except Closed:
             return
         except InferenceError as error:
-            self._count_failure(group[0], loaded.version, error.status)
+            self._count_failure(group[0], loaded, error.status)
             return
         except Exception:  # noqa: BLE001 - whatever the candidate raised: its client would have had no answer
-            self._count_failure(group[0], loaded.version, 500)
+            self._count_failure(group[0], loaded, 500)
             return
         outputs, version = batched.answer
-        if group[0] is self._candidate:
+        if group[0] is self._candidate and version == loaded.version:
             self._counts.shadow(version, not agree(expected, outputs, self._datatypes, self._tolerance))
 
-    def _count_failure(self, candidate: Track, version: int, status: int) -> None:
+    def _count_failure(self, candidate: Track, loaded: LoadedModel, status: int) -> None:
         """The stable version has answered: what refuses the same input (4xx) gives another answer, it does not fail."""
-        if candidate is not self._candidate or status in NOT_COMPUTED:
-            return
+        if candidate is not self._candidate or candidate.loaded is not loaded or status in NOT_COMPUTED:
+            return  # another one is compared by now, with answers of another one
         if status < 500:
-            self._counts.shadow(version, disagreed=True)
+            self._counts.shadow(loaded.version, disagreed=True)
         else:
-            self._counts.shadow_failed(version)
+            self._counts.shadow_failed(loaded.version)
 
 
 def agree(expected: Arrays, outputs: Arrays, datatypes: Mapping[str, str], tolerance: float) -> bool:

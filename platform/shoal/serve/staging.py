@@ -29,11 +29,18 @@ class StagingFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Staged:
-    """A version, warm, and what its successors may be loaded with."""
+class Built:
+    """What a version's successors may be loaded with; it holds no weights."""
 
     predictor: Predictor
     factory: ModelFactory
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A version, warm."""
+
+    built: Built
     loaded: LoadedModel
 
 
@@ -51,13 +58,13 @@ class Stager:
         version: int,
         options: ModelOptions,
         signature: Signature | None,
-        last: Staged | None,
+        last: Built | None,
     ) -> Staged:
         """Load one version. Raises StagingFailed.
 
         signature: that of the model as it is served; another one is refused
-        last:      the version staged before, whose predictor serves again when the model is built in the same way, and
-                   whose answer to an example is what this one is measured by
+        last:      what the version before was loaded with; its predictor serves again when the model is built in the
+                   same way, and its answer to an example is what this version is measured by
         """
 
         def load() -> Staged:
@@ -96,7 +103,7 @@ class Stager:
             logger.exception("%s cannot be staged", what)
             raise StagingFailed(f"{type(error).__name__}: {error}") from error
 
-    def _load(self, package: ModelPackage, options: ModelOptions, last: Staged | None) -> Staged:
+    def _load(self, package: ModelPackage, options: ModelOptions, last: Built | None) -> Staged:
         assert package.snapshot is not None
         if last is not None and last.factory == package.factory:
             predictor = last.predictor
@@ -104,4 +111,4 @@ class Stager:
             before = None if last is None else last.predictor
             predictor = Predictor(package.factory, package.signature, options, self._torch_threads, before)
         predictor.enter_thread()
-        return Staged(predictor, package.factory, predictor.load(package.snapshot))
+        return Staged(Built(predictor, package.factory), predictor.load(package.snapshot))

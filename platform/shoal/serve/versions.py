@@ -117,6 +117,8 @@ class VersionTable:
     def flip(self, version: int) -> bool:
         """Let a loaded version be the stable one from the next batch on; whether it was another."""
         before, self._stable.loaded = self._stable.loaded, self._tracks[version].loaded
+        if not self._is_open:
+            self._candidate.loaded = self._stable.loaded  # as `shut` left it: nobody needs the version before
         return before is not self._stable.loaded
 
     def open(self, version: int, shares: Shares) -> None:
