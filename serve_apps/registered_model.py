@@ -7,7 +7,7 @@ It serves until it is stopped (Ctrl-C). `model_version` in the answers is the ve
 """
 
 from shoal.cluster.driver import job_main
-from shoal.flows.registered_model import RegisteredModelSpec, serve_registered_model
+from shoal.flows.registered_model import RegisteredModelSpec, check_registered_model, serve_registered_model
 
 
 def spec() -> RegisteredModelSpec:
@@ -16,4 +16,4 @@ def spec() -> RegisteredModelSpec:
 
 
 if __name__ == "__main__":
-    job_main(spec(), serve_registered_model, job="registered_model")
+    job_main(spec(), serve_registered_model, job="registered_model", check=check_registered_model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,11 @@ import pytest
 
 from shoal import runs
 from shoal.cluster.driver import job_main
+from shoal.config import Spec
+from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policy import check
+from shoal.flows.serving_spec import ServingSpec
 
 KEYS = "endpoint.keys=[{name: lab, key: hush}]"
 
@@ -86,3 +90,17 @@ def test_help_says_what_was_typed(capsys: pytest.CaptureFixture[str], monkeypatc
         monkeypatch.setitem(sys.modules, "__main__", main)
         job_main(ActorLearnerSpec(), lambda spec, job: None, "mine")
         assert capsys.readouterr().out.startswith(f"usage: {typed} [field=value ...]\n")
+
+
+@pytest.mark.parametrize("spec", [ActorLearnerSpec(), ServingSpec()])
+def test_an_access_token_is_in_no_spec_that_is_recorded(spec: Spec) -> None:
+    with pytest.raises(ConfigError, match=r"endpoint: its token is the access token: set \$SHOAL_TOKEN"):
+        spec.override(["endpoint.token=hush"])
+
+
+def test_a_model_that_is_not_there_is_missed_before_a_cluster_is() -> None:
+    app = Path(__file__).parents[2] / "serve_apps" / "registered_model.py"
+    words = [sys.executable, str(app), "model=absent@champion", "--check"]
+    looked = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (looked.returncode, looked.stdout) == (1, "")
+    assert "error: there is no model 'absent'" in looked.stderr

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from shoal.registry import AliasWords
 from shoal.rl.spec import RLSpec
-from shoal.serve.endpoint import EndpointSpec, unless_said
+from shoal.serve.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, unless_said
 
 NAMED_BY_ENV = "named-by-env"
 
@@ -24,17 +24,11 @@ class ActorLearnerSpec(RLSpec):
     max_wall_s: float = Field(default=600.0, gt=0, description="from the first segment; then the run has failed")
     eval_episodes: int = Field(default=20, ge=1)
     eval_timeout_s: float = Field(default=300.0, gt=0, description="for the episodes of one trial or evaluation")
-    endpoint: Annotated[EndpointSpec, unless_said(name=NAMED_BY_ENV, num_cpus=0.5)] = EndpointSpec(
-        name=NAMED_BY_ENV, num_cpus=0.5
+    endpoint: Annotated[EndpointSpec, unless_said(name=NAMED_BY_ENV, num_cpus=0.5), TOKEN_FROM_ENVIRONMENT] = (
+        EndpointSpec(name=NAMED_BY_ENV, num_cpus=0.5)
     )
     aliases: AliasWords = ("champion",)
     resume: str = ""
-
-    @model_validator(mode="after")
-    def _token_comes_from_the_environment(self) -> ActorLearnerSpec:
-        if self.endpoint.token is not None:
-            raise ValueError("endpoint.token is the access token: set $SHOAL_TOKEN, which is not recorded")
-        return self
 
     @property
     def model_name(self) -> str:

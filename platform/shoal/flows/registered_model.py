@@ -5,23 +5,28 @@ Called by `serve_apps/registered_model.py`, in a process that is connected to a 
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from shoal.config import Spec
 from shoal.flows.serving import serve_models
-from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec
-from shoal.serve.endpoint import EndpointSpec, unless_said
+from shoal.flows.serving_spec import NAMED_BY_MODEL, NamedByModel, ServingSpec, check
+from shoal.serve.endpoint import EndpointSpec
 
 
 class RegisteredModelSpec(Spec):
     """`model` is a reference, name@version or name@alias; the endpoint is called by the model's name."""
 
     model: str
-    endpoint: Annotated[EndpointSpec, unless_said(name=NAMED_BY_MODEL, num_cpus=0.5)] = EndpointSpec(
-        name=NAMED_BY_MODEL, num_cpus=0.5
-    )
+    endpoint: NamedByModel = EndpointSpec(name=NAMED_BY_MODEL, num_cpus=0.5)
+
+    def serving(self) -> ServingSpec:
+        """The same, as for any number of models."""
+        return ServingSpec(models=[self.model], endpoint=self.endpoint)
+
+
+def check_registered_model(spec: RegisteredModelSpec) -> None:
+    """Whether the model is there. Raises ConfigError, RegistryError."""
+    check(spec.serving())
 
 
 def serve_registered_model(spec: RegisteredModelSpec, job: str) -> None:
     """Serve until interrupted. Raises RegistryError when there is no such model, ClusterError, ConfigError."""
-    serve_models(ServingSpec(models=[spec.model], endpoint=spec.endpoint), job)
+    serve_models(spec.serving(), job)

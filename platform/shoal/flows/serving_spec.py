@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from shoal.config import Spec, last_value
 from shoal.errors import ConfigError
 from shoal.registry import Registry, split_ref
 from shoal.registry.manifest import find_callable
-from shoal.serve.endpoint import EndpointSpec, unless_said
+from shoal.serve.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, unless_said
 
 NAMED_BY_MODEL = "named-by-model"
+NamedByModel = Annotated[EndpointSpec, unless_said(name=NAMED_BY_MODEL, num_cpus=0.5), TOKEN_FROM_ENVIRONMENT]
 
 
 class ServingSpec(Spec):
@@ -31,9 +32,7 @@ class ServingSpec(Spec):
     """
 
     models: list[str] = Field(default_factory=list)
-    endpoint: Annotated[EndpointSpec, unless_said(name=NAMED_BY_MODEL, num_cpus=0.5)] = EndpointSpec(
-        name=NAMED_BY_MODEL, num_cpus=0.5
-    )
+    endpoint: NamedByModel = EndpointSpec(name=NAMED_BY_MODEL, num_cpus=0.5)
     file: str = ""
 
     @field_validator("models", mode="before")
@@ -49,12 +48,6 @@ class ServingSpec(Spec):
             if names.count(name) > 1:
                 raise ValueError(f"{name} is there twice: a canary serves two versions of one model")
         return models
-
-    @model_validator(mode="after")
-    def _token_comes_from_the_environment(self) -> ServingSpec:
-        if self.endpoint.token is not None:
-            raise ValueError("endpoint.token is the access token: set $SHOAL_TOKEN, which is not recorded")
-        return self
 
 
 def spec_from_words(words: Sequence[str]) -> ServingSpec:

@@ -6,6 +6,7 @@ import ipaddress
 from typing import Any, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     FieldSerializationInfo,
@@ -50,6 +51,16 @@ def _as_said(spec: SpecT, said: dict[str, Any]) -> SpecT:
 def unless_said(**values: object) -> BeforeValidator:
     """For a field with an endpoint: in a mapping, too, what is not said is as here, and not as EndpointSpec has it."""
     return BeforeValidator(lambda given: {**values, **given} if isinstance(given, dict) else given)
+
+
+def _without_token(endpoint: EndpointSpec) -> EndpointSpec:
+    if endpoint.token is not None:
+        raise ValueError("its token is the access token: set $SHOAL_TOKEN, which is not recorded")
+    return endpoint
+
+
+# For a field with the endpoint of a spec that is recorded.
+TOKEN_FROM_ENVIRONMENT = AfterValidator(_without_token)
 
 
 class EndpointSpec(Spec):
