@@ -15,7 +15,7 @@ from torch import nn
 
 from shoal.cli.models import models
 from shoal.errors import ConfigError, InferenceError, WeightsError
-from shoal.registry import ModelFactory, Registry, RegistrySource, Signature
+from shoal.registry import ModelFactory, Registry, Signature
 from shoal.registry.manifest import Format
 from shoal.serve.formats import exported
 from shoal.serve.formats import onnx as onnx_format
@@ -197,11 +197,8 @@ def test_a_program_goes_through_the_registry_and_follows_its_alias(shoal_home: P
         registry.register("scaled", snapshot, model=ModelFactory(format="onnx"), signature=signature)
     found = registry.get("scaled@champion")
     assert sorted(path.name for path in found.folder.iterdir()) == ["manifest.json", "model.onnx"]
-    source = RegistrySource(registry, "scaled@champion")
     subject = predictor(found.manifest.model.format, found.manifest.signature)
-    newest = source.latest()
-    assert newest is not None
-    assert subject.load(newest).predict_batch([{"x": X[:1]}])[0]["y"].tolist() == (X[:1] * 2).tolist()
+    assert subject.load(found.snapshot()).predict_batch([{"x": X[:1]}])[0]["y"].tolist() == (X[:1] * 2).tolist()
     (found.folder / "model.onnx").write_bytes(b"damaged")
     with pytest.raises(WeightsError, match=r"model\.onnx of scaled@2 is damaged"):
         registry.get("scaled@2").snapshot()

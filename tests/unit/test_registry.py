@@ -23,7 +23,6 @@ from shoal.registry import (
     ModelFactory,
     ModelVersion,
     Registry,
-    RegistrySource,
     Signature,
     TensorSignature,
 )
@@ -351,62 +350,6 @@ def test_what_the_disk_refuses_is_a_registry_error(
     (tmp_path / "file").touch()
     with pytest.raises(RegistryError, match="Not a directory"):
         Registry(tmp_path / "file" / "registry")
-
-
-def test_a_source_follows_its_alias_forwards_and_back(registry: Registry) -> None:
-    source = RegistrySource(registry, "cartpole@champion", poll_interval_s=0.005)
-    assert source.latest() is None
-    assert source.wait_newer(0, timeout_s=0.0) is None
-    register(registry, 1.0)
-    first = source.wait_newer(0, timeout_s=0.0)
-    assert first is not None
-    assert first.version == 1
-    assert source.latest() is source.latest()  # read from the disk once
-    register(registry, 2.0, aliases=())
-    assert source.wait_newer(1, timeout_s=0.02) is None  # registered, not promoted
-    mover = threading.Timer(0.02, registry.promote, ["cartpole@2"])
-    mover.start()
-    second = source.wait_newer(1, timeout_s=DEADLINE_S)
-    mover.join()
-    assert second is not None
-    assert second.tensors()["layer.weight"][0, 0] == 2.0
-    registry.rollback("cartpole")
-    back = source.wait_newer(2, timeout_s=0.0)
-    assert back is not None
-    assert back.version == 1
-    assert source.wait_newer(1, timeout_s=0.0) is None
-    assert source.wait_newer(99, timeout_s=0.0) is None
-
-
-def test_an_alias_that_moves_while_it_is_looked_up_gives_its_new_version(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    register(registry, 1.0)
-    register(registry, 2.0, aliases=())
-    get = registry.get
-
-    def get_and_move(ref: str) -> ModelVersion:
-        found = get(ref)
-        monkeypatch.undo()
-        registry.promote("cartpole@2")
-        return found
-
-    monkeypatch.setattr(registry, "get", get_and_move)
-    source = RegistrySource(registry, "cartpole@champion", poll_interval_s=0.005)
-    moved = source.wait_newer(1, timeout_s=DEADLINE_S)
-    assert moved is not None
-    assert moved.version == 2
-
-
-def test_a_closed_source_wakes_its_waiter(registry: Registry) -> None:
-    source = RegistrySource(registry, "cartpole", poll_interval_s=DEADLINE_S)
-    answers: list[WeightSnapshot | None] = []
-    waiter = threading.Thread(target=lambda: answers.append(source.wait_newer(0, timeout_s=DEADLINE_S * 10)))
-    waiter.start()
-    source.close()
-    source.close()
-    waiter.join(DEADLINE_S)
-    assert answers == [None]
 
 
 @pytest.mark.parametrize(

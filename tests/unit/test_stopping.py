@@ -50,7 +50,6 @@ def test_limits(stop: dict[str, Any], told: tuple[int, float, float], reason: st
 
 def test_a_target_met_in_the_evaluation_after_the_last_step_is_the_reason() -> None:
     policy = _policy({"epochs": 1, "target": "accuracy>=0.9"})
-    assert policy.watches_evaluations
     assert policy.after_evaluation(5, {"accuracy": 0.8}) is None
     limit = policy.after_step(10, 1.0, 1.0)
     assert limit is not None

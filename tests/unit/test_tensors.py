@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from shoal.errors import InferenceError
 from shoal.open_inference.binary_tensors import from_binary, to_binary
-from shoal.open_inference.datatypes import DATATYPES, NUMPY, bf16_bits, bf16_values, datatype_of, floats_of
+from shoal.open_inference.datatypes import DATATYPES, NUMPY, bf16_bits, bf16_values, floats_of
 from shoal.open_inference.json_tensors import from_json, to_json
 from shoal.registry import manifest
 
@@ -228,11 +228,3 @@ def test_no_bytes_break_the_reader_of_elements(data: bytes, size: int) -> None:
 
 def test_the_registry_and_the_protocol_have_the_same_datatypes() -> None:
     assert set(manifest.DATATYPES) == set(DATATYPES)
-
-
-def test_the_datatype_of_an_array() -> None:
-    for datatype, dtype in NUMPY.items():
-        assert datatype_of(dtype) == ("UINT16" if datatype == "BF16" else datatype)
-    assert datatype_of(np.dtype(">f4")) == "FP32"
-    assert datatype_of(np.dtype("U3")) == "BYTES"
-    assert datatype_of(np.dtype(np.complex64)) is None

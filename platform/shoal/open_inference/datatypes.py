@@ -32,18 +32,6 @@ NUMPY: dict[str, np.dtype[np.generic]] = {
 }
 DATATYPES = tuple(NUMPY)
 
-_OF_NUMPY = {dtype: name for name, dtype in NUMPY.items() if name != "BF16"}
-
-
-def datatype_of(dtype: np.dtype[np.generic]) -> str | None:
-    """The datatype that an array of this dtype is sent as when nothing else is said; None when there is none.
-
-    Strings, fixed-length bytes and objects are BYTES. An array of BF16 bits cannot be told from UINT16.
-    """
-    if dtype.kind in "SUO":
-        return "BYTES"
-    return _OF_NUMPY.get(dtype.newbyteorder("<") if dtype.byteorder == ">" else dtype)
-
 
 def floats_of(values: NDArray[Any], datatype: str) -> NDArray[Any]:
     """Numbers as FP16, BF16 (its bits), FP32 or FP64: the nearest to each. What is infinite or NaN stays so.

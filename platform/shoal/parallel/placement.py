@@ -71,15 +71,6 @@ def placement(
     return [Placed(_span(each.names), each.num_parameters, each.held_as, each.ranks, each.share) for each in groups]
 
 
-def parameters_by_rank(placed: Sequence[Placed], degrees: Degrees) -> list[int]:
-    """How many parameters each rank holds, rounded up."""
-    held = [0.0] * degrees.workers
-    for each in placed:
-        for rank in each.ranks:
-            held[rank] += each.num_parameters * each.share
-    return [int(-(-number // 1)) for number in held]
-
-
 def ranges(ranks: Sequence[int]) -> str:
     """`0-3, 6` for 0, 1, 2, 3 and 6."""
     runs: list[list[int]] = []

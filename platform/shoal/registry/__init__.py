@@ -3,7 +3,6 @@
 from shoal.registry.aliases import Aliases, Move
 from shoal.registry.manifest import Manifest, ModelFactory, Signature, TensorSignature
 from shoal.registry.registry import AliasWords, ModelVersion, Registry, split_ref
-from shoal.registry.source import RegistrySource
 
 __all__ = [
     "AliasWords",
@@ -13,7 +12,6 @@ __all__ = [
     "ModelVersion",
     "Move",
     "Registry",
-    "RegistrySource",
     "Signature",
     "TensorSignature",
     "split_ref",

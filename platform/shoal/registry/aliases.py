@@ -48,10 +48,6 @@ class Aliases(Spec):
         """The aliases that mean `version`, sorted."""
         return tuple(sorted(alias for alias in self.moves if self.target(alias) == version))
 
-    def has_left(self, alias: str, version: int) -> bool:
-        """Whether the alias once meant `version` and means another one now."""
-        return self.target(alias) != version and any(move.version == version for move in self.moves.get(alias, []))
-
     def highest(self) -> int:
         """The highest number that a version has had, though the version may be gone; 0 when there was none."""
         return max([self.newest, *(move.version for moves in self.moves.values() for move in moves)])

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol
 
-from shoal.errors import Closed, ConnectionLost, RegistryError, WeightsError
+from shoal.errors import Closed, ConnectionLost, WeightsError
 from shoal.serve.report import ReplicaReport
 from shoal.serve.rollout import EndpointPlan
 from shoal.weights import WeightSnapshot, WeightSource
@@ -35,7 +35,7 @@ class WeightFollower:
     def __init__(self, source: WeightSource, take: Callable[[WeightSnapshot], bool], poll_s: float = 1.0) -> None:
         self._source, self._take, self._poll_s = source, take, poll_s
         self.rejected = 0
-        self._given = 0  # what the source gave last: an alias may move back, so numbers are not compared
+        self._given = 0  # what the source gave last
         self._stop, self._resting, self._awake = threading.Event(), False, threading.Event()
         self._began_s: float | None = None  # the snapshot that is being taken
         self._thread = threading.Thread(target=self._run, name="shoal-weights", daemon=True)
@@ -76,7 +76,7 @@ class WeightFollower:
                 snapshot = self._source.wait_newer(self._given, self._poll_s)
             except Closed:
                 return
-            except (WeightsError, RegistryError) as error:
+            except WeightsError as error:
                 logger.error("no new weights, what serves goes on serving: %s", error)
                 self._stop.wait(self._poll_s)
                 continue

@@ -59,11 +59,6 @@ class StopPolicy:
         self._stop: Stop | None = None
 
     @property
-    def watches_evaluations(self) -> bool:
-        """Whether an evaluation can end the run; one after the last step is then worth having."""
-        return self._spec.target is not None or self._spec.convergence is not None
-
-    @property
     def best_step(self) -> int | None:
         """The step whose network is the one to keep so far; None unless convergence is watched."""
         return None if self._best is None else self._best[0]
