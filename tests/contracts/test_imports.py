@@ -28,7 +28,7 @@ LEVELS = [
     {"wire"},
     {"config"},
     {"home"},
-    {"errors", "loading"},
+    {"errors", "loading", "batches"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.device import map_tensors
+from shoal.batches import map_tensors
 from shoal.data.handover import pack, receive, send, unpack
 
 

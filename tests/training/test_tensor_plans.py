@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from learnable import Learnable, mlp
+from shoal.batches import tensors_of
 from shoal.errors import PlanError
-from shoal.parallel.batches import tensors_of
 from shoal.parallel.tensor_plan import TensorPlan, tensor_plan
 
 

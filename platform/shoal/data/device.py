@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from shoal.batches import map_tensors
 from shoal.data.source import Batch
 
 
@@ -89,16 +89,3 @@ def mover(device: torch.device, pin: bool | None) -> Mover:
     if device.type == "cuda":
         return ToCuda(device, pin is not False)
     return Elsewhere(device)
-
-
-def map_tensors(batch: Batch, change: Callable[[Tensor], Any]) -> Batch:
-    """The same structure with each tensor changed; what is not a tensor stays."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        return {name: map_tensors(value, change) for name, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, change) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(value, change) for value in batch)
-    return batch

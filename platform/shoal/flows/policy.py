@@ -13,7 +13,7 @@ from shoal.actor.environment import first_observation, make_environment
 from shoal.errors import ConfigError, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.registry import ModelFactory, Signature, TensorSignature
-from shoal.rl.spec import RLSpec, experience_spec
+from shoal.rl.spec import RLSpec, experience_spec, network_kwargs
 from shoal.runs import Run, Status
 from shoal.wire import ExperienceSpec
 
@@ -65,11 +65,9 @@ def _require_fit(spec: ActorLearnerSpec, experience: ExperienceSpec, run: Run) -
 
 def served_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[ModelFactory, Signature]:
     """How the endpoint and the registry build the policy, and what it takes and gives."""
-    size, num_actions = experience.observation.shape[0], int(experience.action.high or 0) + 1
-    factory = ModelFactory(
-        factory="shoal.models.actor_critic:ActorCritic",
-        kwargs={"observation_size": size, "num_actions": num_actions, "hidden": list(spec.hidden)},
-    )
+    kwargs = network_kwargs(spec, experience)
+    size, num_actions = kwargs["observation_size"], kwargs["num_actions"]
+    factory = ModelFactory(factory="shoal.models.actor_critic:ActorCritic", kwargs=kwargs)
     signature = Signature(
         inputs=[TensorSignature(name="observation", datatype="FP32", shape=[-1, size])],
         outputs=[

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from shoal.batches import num_samples
 from shoal.errors import ConfigError, PlanError
 from shoal.parallel import gradients, state
 from shoal.parallel.batch_norm import DataRanks, globalise_batch_norm
-from shoal.parallel.batches import micro_batches, num_samples, pieces
+from shoal.parallel.batches import micro_batches, pieces
 from shoal.parallel.blocks import find_blocks
 from shoal.parallel.buffers import check_buffers
 from shoal.parallel.dropout import seed_dropout

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.batches import tensors_of
 from shoal.parallel.batch_norm import DataRanks
-from shoal.parallel.batches import tensors_of
 
 NUM_KEPT = 32  # each has memory for what its stages are handed, of all micro-batches
 

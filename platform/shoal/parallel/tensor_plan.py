@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from shoal.batches import map_tensors
 from shoal.errors import PlanError
-from shoal.parallel.batches import map_tensors
 from shoal.parallel.held import unchanged
 from shoal.parallel.model import Learnable
 from shoal.parallel.tensor_trace import LinearCall, Pair, Trace, traced

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointFunction
 
-from shoal.parallel.batches import tensors_of
+from shoal.batches import tensors_of
 from shoal.parallel.held import unchanged
 from shoal.parallel.tensor_trace import MISFITS, Pair, Trace, alike, largest, looking, training
 

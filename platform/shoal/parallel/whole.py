@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.batches import num_samples
 from shoal.errors import ConfigError, PlanError
 from shoal.parallel import gradients, state
 from shoal.parallel.batch_norm import DataRanks, globalise_batch_norm
-from shoal.parallel.batches import micro_batches, num_samples
+from shoal.parallel.batches import micro_batches
 from shoal.parallel.buffers import check_buffers
 from shoal.parallel.dropout import Draws, seed_dropout
 from shoal.parallel.held import remembered

@@ -21,7 +21,7 @@ from shoal.algorithms.impala import Batch, NonFiniteLoss, batch_of, is_finite, u
 from shoal.errors import CheckpointError, Closed, SpecMismatch
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.queue import BatchRequest, ExperienceBatch, ExperienceSource
-from shoal.rl.spec import RLSpec
+from shoal.rl.spec import RLSpec, network_kwargs
 from shoal.weights import Published, WeightSnapshot
 from shoal.wire import DropReason, ExperienceSpec
 
@@ -281,8 +281,7 @@ class Learner:
 
 def build_model(spec: RLSpec, experience: ExperienceSpec) -> ActorCritic:
     """The model of a run, with fresh weights."""
-    num_actions = int(experience.action.high or 0) + 1
-    return ActorCritic(experience.observation.shape[0], num_actions, spec.hidden)
+    return ActorCritic(**network_kwargs(spec, experience))
 
 
 def _tensors(batch: ExperienceBatch) -> Batch:

@@ -116,6 +116,16 @@ def require_message_room(gateway: GatewaySpec, experience: ExperienceSpec) -> No
         raise ConfigError("gateway.max_message_bytes", gateway.max_message_bytes, problem, remedy)
 
 
+def network_kwargs(spec: RLSpec, experience: ExperienceSpec) -> dict[str, Any]:
+    """What an ActorCritic of this run is made of: by the learner, by its endpoint, and by whoever loads it later."""
+    num_actions = int(experience.action.high or 0) + 1
+    return {
+        "observation_size": experience.observation.shape[0],
+        "num_actions": num_actions,
+        "hidden": list(spec.hidden),
+    }
+
+
 def policy_spec(hidden: Sequence[int]) -> PolicySpec:
     """How an actor runs the policy of an ActorCritic with these hidden layers."""
     layers = tuple((f"policy.{2 * i}.weight", f"policy.{2 * i}.bias") for i in range(len(hidden) + 1))

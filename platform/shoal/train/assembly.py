@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.batches import moved
 from shoal.data import Data, Loader
 from shoal.data.example import example_batch
 from shoal.parallel import Degrees, World
-from shoal.parallel.batches import moved
 from shoal.parallel.model import ParallelModel, parallelize
 from shoal.train.average import Average
 from shoal.train.optimizers import is_of_task, keep_to_spec, make_optimizer, set_rate

@@ -19,11 +19,11 @@ import numpy as np
 import psutil
 import torch
 
+from shoal.batches import num_samples, tensors_of
 from shoal.cost.alone import first_samples, undisturbed
 from shoal.cost.memory import bytes_of, growth, state_of
 from shoal.errors import ConfigError, OutOfMemory
 from shoal.parallel import World
-from shoal.parallel.batches import num_samples, tensors_of
 from shoal.runs.display import size as in_bytes
 from shoal.train.assembly import Assembly, assemble
 from shoal.train.fitting import is_out_of_memory

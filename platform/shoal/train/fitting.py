@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.batches import map_tensors, num_samples
 from shoal.errors import OutOfMemory, RankLost
-from shoal.parallel.batches import map_tensors, num_samples
 
 if TYPE_CHECKING:
     from shoal.parallel import World

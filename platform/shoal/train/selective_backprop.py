@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.batches import map_tensors, num_samples, tensors_of
 from shoal.errors import ConfigError
-from shoal.parallel.batches import map_tensors, num_samples, tensors_of
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.whole import evaluating
 from shoal.train.average import gather_anew
