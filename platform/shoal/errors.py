@@ -1,4 +1,4 @@
-"""Every exception that Shoal raises on purpose: one tree, so that `except ShoalError` is always enough.
+"""What Shoal raises on purpose and others catch: one tree, so that `except ShoalError` is enough.
 
     ShoalError
     ├── ConfigError            a value given by the user does not fit (field, value, remedy)
@@ -20,6 +20,7 @@
     │   ├── OutOfMemory        the device's memory is too small for a step; says what would have fitted
     │   └── RankLost           another process of the group died or stopped answering
     ├── RunError               a run that does not exist or failed
+    │   └── RecordUnwritable   its record cannot be written for now
     ├── InferenceError         a request that an endpoint refuses; carries an HTTP status
     └── ClusterError           Ray could not be started, reached or stopped
 

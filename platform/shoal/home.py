@@ -4,6 +4,8 @@
     $SHOAL_HOME/runs/ID/         files of one run        $SHOAL_HOME/token       what actors and clients must show
     $SHOAL_HOME/found/           what `shoal find` and `shoal ablate` found
     $SHOAL_HOME/ray-token        what Ray's own clients must show: full control of the cluster, never for actors
+    $SHOAL_HOME/cluster.json     where the cluster of `shoal up` is; up.lock is held by who starts or ends it
+    $SHOAL_HOME/endpoints/       states of endpoints              $SHOAL_HOME/audit.jsonl  who changed them
 
 Standard library only: the actor process uses it too.
 """

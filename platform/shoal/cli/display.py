@@ -1,7 +1,7 @@
 """What a run looks like while it goes on: one picture on a terminal, plain lines elsewhere.
 
 Reads the run record and nothing else, so it shows the same for a run of this process, of another, or of yesterday.
-Called by `shoal run`. `RunView` is the data, `render` and `plain_line` are pure functions of it.
+Called by `watch`. `RunView` is the data, `render` and `plain_line` are pure functions of it.
 """
 
 from __future__ import annotations

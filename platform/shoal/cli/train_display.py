@@ -1,6 +1,6 @@
 """What a training run looks like while it goes on: the way to its end, its speed, what it waits for, how good it is.
 
-Reads the run record and nothing else. Called by `shoal run`. `TrainView` is the data, `render` and `plain_line` are
+Reads the run record and nothing else. Called by `watch`. `TrainView` is the data, `render` and `plain_line` are
 pure functions of it.
 """
 

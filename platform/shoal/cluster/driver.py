@@ -1,6 +1,7 @@
 """The main function of every job: read the words, connect to the cluster that started it, run, say what went wrong.
 
-Called by the files in `jobs/`. A stop request (SIGTERM, as `ray job stop` sends it) ends a job as Ctrl-C does.
+Called by the files in `jobs/` and `serve_apps/`, and by flows that are started as modules. A stop request (SIGTERM, as
+`ray job stop` sends it) ends a job as Ctrl-C does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What a Task will cost under its plan, told before any worker is started.
+"""What a Task costs under its plan, found without a worker.
 
 Looks at the whole model once, then runs each kind of rank of the plan dry. A step that would take long is run on fewer
-samples and scaled. Called by `shoal inspect` and, before a run, by the Trainer's shells. Leaves random numbers, threads
+samples and scaled. Called by `shoal inspect` and by the Trainer's shells: on a cluster after the
+run, when the cores are free, else before it. Leaves random numbers, threads
 and process groups as they were.
 """
 

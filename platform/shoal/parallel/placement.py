@@ -1,4 +1,5 @@
-"""Which rank holds what: the table that `shoal inspect` draws before anything runs. Called by the CLI.
+"""Which rank holds what: the table that `shoal inspect` draws before anything runs.
+Called by the CLI and by `cost`.
 
 Works on the model alone: no process group, and nothing is run (the tensor plan is found by whoever has a batch).
 """

@@ -1,6 +1,6 @@
-"""The pictures of a run: its learning curve and the small plots of its report.
+"""The pictures of runs: learning curves, the small plots of a report, and curves beside each other.
 
-Called by the report alone. Takes columns of numbers and gives a matplotlib figure, or SVG to put into a page; never
+Takes columns of numbers and gives a matplotlib figure, or SVG to put into a page; never
 reads the record. Draws with figures of its own, so that a caller's pyplot is left as it was.
 """
 

@@ -1,7 +1,8 @@
 """Who may call an endpoint, what, and how often: API keys, their models, and their rates.
 
-Made by a replica from the endpoint's spec, asked by the protocol applications for every request, on one event loop.
-Keeps no key: only hashes, which no log, repr or metric shows. Knows no HTTP beyond the value of `Authorization`.
+Made from the endpoint's spec, by each replica and once to check the spec; asked by the protocol applications for every
+request, on one event loop. Keeps no key: only hashes, which no log, repr or metric shows. Knows no HTTP beyond the
+value of `Authorization`.
 
 A key's rate is that of the whole endpoint. Its `n` replicas do not talk about it: each has an equal share, `rate / n`,
 in a token bucket that holds `max(1, burst / n)` requests and is full when the replica starts. In any `t` seconds with

@@ -1,7 +1,8 @@
 """What keeps a replica up to date: with the weights of a run that it serves live, and with the controller's plan.
 
-Owned by the replica. Neither touches a request: what changes takes effect with the next batch. While the run's store or
-the controller is away, what serves goes on serving, and they are asked again.
+A replica follows plans, each of its live models the weights of its run. Neither touches a request: what changes takes
+effect with the next batch. While the run's store or the controller is away, what serves goes on serving, and they are
+asked again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Linear layers in float32 by the faster of the two libraries that torch has for them on a CPU.
 
-Called by the format of modules. torch takes MKL, which on processors that are not Intel's leaves half of them unused:
-on an AMD EPYC, oneDNN takes 2.2 ms for [64, 1024] by [1024, 2048], and MKL 7.1. For few rows its calls cost more than
-they save. Which is faster here is measured once per process; a model's weights, names and attributes stay as they are.
+Called by the formats that run in torch. torch takes MKL, which on processors that are not Intel's leaves half of them
+unused: on an AMD EPYC, oneDNN takes 2.2 ms for [64, 1024] by [1024, 2048], and MKL 7.1. For few rows its calls cost
+more than they save. Which is faster here is measured once per process; a model's weights, names and attributes stay as
+they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a replica counts about each of its models: requests, rows, batches and times, by version, and as histograms.
 
-Made by the replica, one per model. Written by the protocol applications (`request`, on the event loop) and by the
-batcher's forward threads (`batch`); read by the statistics extension, by `prometheus`, and by the guard of a rollout.
+One per model, made and written by `Hosted`, on the event loop (`request`) and in the batcher's forward threads
+(`batch`); read by the statistics extension, by `prometheus`, and by the guard of a rollout.
 Counts only upwards while the process lives. Renders nothing, and knows no HTTP.
 
 A live model may see twenty versions a second: the counts of the `MAX_VERSIONS` that were used last are kept apart, what

@@ -1,9 +1,9 @@
 """Any registered model as a function of batches: load a version, ask it, get exactly what its signature promises.
 
 Owns what one model costs and promises: the template that versions are loaded into, and all that surrounds a forward.
-Called by the table of versions (`load`), by the batcher's threads (`enter_thread`, `predict_batch`) and by batch
-prediction; never reads a source or a socket. A loaded version never changes and shares nothing that a later one
-overwrites, so a batch is computed by one version or not at all.
+Called by those who bring versions (`load`), by the batcher's threads (`predict_batch`) and by batch prediction; never
+reads a source or a socket. A loaded version never changes and shares nothing that a later one overwrites, so a batch is
+computed by one version or not at all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An endpoint on Ray Serve: the shell around `EndpointReplica`, and `deploy`, which puts replicas behind HAProxy.
 
-Called by jobs, serve apps and the CLI. Needs a cluster that was started with the variables of
+Called by flows, and by `ray_app` for Serve's own files. Needs a cluster that was started with the variables of
 `cluster.serve_environment`; everything that is worth reading happens in `replica` and `controller`.
 """
 

@@ -1,6 +1,7 @@
 """Where the models of an endpoint come from: versions of the registry, or the weights of a run as they are published.
 
-`ServedModel` is what `deploy` is told; its source travels to the replicas, which load packages from it. `Catalogue` is
+`ServedModel` is what `deploy` is told. A live model's source travels to the replicas; of a registered one they hear by
+the controller's plan, and load packages from the registry. `Catalogue` is
 the controller's side: what a word such as `champion` means, and moving it. Imports torch only where a package is made.
 """
 

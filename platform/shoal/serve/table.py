@@ -1,7 +1,7 @@
 """Tables in and out of models: which columns make which input, and what an output looks like as columns.
 
-Called by `shoal predict` and by batch prediction, so that both read a file alike. Pure functions of Arrow tables and
-arrays; reads and writes no file, and asks no model.
+Called by `shoal predict` and by batch prediction, so that both understand a table alike. Pure functions of Arrow tables
+and arrays; reads and writes no file, and asks no model.
 
     an input `x` is             the column `x`, of numbers, strings or lists, when the table has one
                                 the columns that were named for it, side by side

@@ -1,8 +1,8 @@
 """The requests of one model that wait for a slot: in order of deadline, shared fairly between tenants.
 
-Owns the order in which waiting requests are taken. Used by the schedule only, which guards it; knows no clock and no
-thread. A request without a deadline, or with a later one, stands in the order as if it had one `PATIENCE_S` after its
-arrival, so that everything is the earliest some day and nothing starves.
+Owns the order in which waiting requests are taken. Guarded by the schedule, or by whoever simulates one; knows no clock
+and no thread. A request without a deadline, or with a later one, stands in the order as if it had one `PATIENCE_S`
+after its arrival, so that everything is the earliest some day and nothing starves.
 """
 
 from __future__ import annotations

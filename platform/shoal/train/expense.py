@@ -1,7 +1,7 @@
 """What a run has cost, and what it cost to become good: pure functions of the run record's rows.
 
 Time-to-accuracy by DAWNBench's rules: the seconds of the training steps until the evaluation in which the target was
-first met; evaluation, checkpoints and start are not counted. Called by the CLI and the Trainer's summary.
+first met; evaluation, checkpoints and start are not counted. Called at the end of a run and by the CLI.
 """
 
 from __future__ import annotations

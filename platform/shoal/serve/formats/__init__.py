@@ -1,7 +1,8 @@
 """What kinds of models there are, and how each becomes something that runs: one module per format.
 
-Called by the predictor alone. A template is made once per model and device; each version that it loads is a forward of
-its own. Formats that bring libraries of their own are imported when the first model of theirs is opened.
+Called by the predictor, and by `shoal models` for what a file says of itself. A template is made once per model and
+device; each version that it loads is a forward of its own. Formats that bring libraries of their own are imported when
+the first model of theirs is opened.
 """
 
 from __future__ import annotations
