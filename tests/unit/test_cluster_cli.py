@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import itertools
 import os
 import signal
@@ -18,8 +19,10 @@ import click
 import psutil
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from shoal import runs
+from shoal.cli import batch_predict
 from shoal.cli import cluster as verbs
 from shoal.cli.job_words import end_as_by_ctrl_c, ignore_further_interrupts
 from shoal.client.find import find_endpoint
@@ -272,3 +275,27 @@ def test_who_follows_a_job_elsewhere_outlasts_a_silence_but_not_for_ever(
 def test_a_cluster_that_has_died_is_noticed_at_once(silence: ShoalError, clock: SimpleNamespace) -> None:
     with pytest.raises(type(silence)):
         Asked(False, clock).told(0.0, silence)
+
+
+def test_a_prediction_outlives_a_dashboard_that_is_silent_for_a_while(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([JobStatus.RUNNING, SILENCE[0], JobStatus.RUNNING, SILENCE[1], JobStatus.SUCCEEDED])
+
+    class Told(Asked):
+        def status(self) -> JobStatus:
+            self._answer = next(answers)
+            return super().status()
+
+    lines: list[str] = []
+    printed = io.StringIO()
+    monkeypatch.setattr("shoal.cli.batch_predict.said", lambda job: lines)
+    monkeypatch.setattr("shoal.cli.batch_predict.time", SimpleNamespace(sleep=lambda _: clock.told()))
+
+    def told() -> None:
+        clock.now += 1.0
+        lines.append(f"{clock.now:g} s")
+
+    clock.told = told
+    assert batch_predict._followed(Told(True, clock), Console(file=printed)) is JobStatus.SUCCEEDED
+    assert printed.getvalue().splitlines() == ["1001 s", "1002 s", "1003 s", "1004 s"]

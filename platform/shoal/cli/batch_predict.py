@@ -103,20 +103,19 @@ def _run(fields: list[str], address: str | None, console: Console, stack: ExitSt
     stack.callback(job.end)  # before it begins: an interruption may come at any moment
     entrypoint = [sys.executable, "-m", MODULE, *fields]
     submit(cluster, entrypoint, env=environment, submission_id=job.submission_id)
-    _follow(job, console)
-    if job.status() is not JobStatus.SUCCEEDED:
+    if _followed(job, console) is not JobStatus.SUCCEEDED:
         raise RunError(failure(job, "batch prediction"))
 
 
-def _follow(job: Job, console: Console) -> None:
-    """Print what the job says until it is over."""
+def _followed(job: Job, console: Console) -> JobStatus:
+    """Print what the job says until it is over; the state that it ended in."""
     num_printed = 0
     while True:
-        is_over = job.status().is_over
+        outcome = job.outcome()
         lines = said(job)
         for line in lines[num_printed:]:
             console.print(line, markup=False)
         num_printed = len(lines)
-        if is_over:
-            return
+        if outcome is not None:
+            return outcome
         time.sleep(POLL_S)
