@@ -41,6 +41,7 @@ def check_wrong_requests(client):
     client.refused(422, "input 'right' is missing", "expected INT64 [-1]", args=("pair", [left]))
     client.refused(422, "input 'left' was given twice", args=("pair", [left, left]))
     client.refused(422, "output 'y' is unknown", "expected 'x'", args=big, outputs=[client.output("y")])
+    client.refused(422, "output 'x' was asked for twice", args=big, outputs=[client.output("x"), client.output("x")])
     wrong = client.input("x", ROWS.astype(np.float64))
     client.refused(422, "input 'x': expected FP32 [-1, 3], got FP64 [2, 3]", args=("big", [wrong]))
     for shape in ((2, 4), (6,), (1, 2, 3)):

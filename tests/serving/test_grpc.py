@@ -98,6 +98,9 @@ def broken_requests() -> dict[str, tuple[pb.ModelInferRequest, str]]:
     half.inputs.add(name="x", datatype="FP16", shape=[1]).contents.fp32_contents.append(1)
     shared = raw()
     shared.inputs[0].parameters["shared_memory_region"].string_param = "r"
+    repeated = raw()
+    for name in ("x", "x"):
+        repeated.outputs.add(name=name)
     text = raw()
     text.parameters["timeout"].string_param = "soon"
     return {
@@ -112,6 +115,7 @@ def broken_requests() -> dict[str, tuple[pb.ModelInferRequest, str]]:
         "a value that does not fit": (overflow, "expected values of INT8"),
         "FP16 in a typed field": (half, "expected FP16 in raw_input_contents"),
         "shared memory": (shared, "shared_memory_region"),
+        "an output twice": (repeated, "output 'x' was asked for twice"),
         "a timeout that is a word": (text, "timeout = 'soon': expected microseconds"),
     }
 

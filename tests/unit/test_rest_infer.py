@@ -157,6 +157,7 @@ def test_only_the_outputs_that_are_asked_for() -> None:
     assert [output["name"] for output in reply.body["outputs"]] == ["n"]
     assert len(subject().infer(request(outputs=[])).body["outputs"]) == 2
     refused(subject().infer(request(outputs=[{"name": "z"}])), 422, "'z'", "'y', 'n'")
+    refused(subject().infer(request(outputs=[{"name": "n"}] * 10_000)), 422, "output 'n' was asked for twice")
 
 
 @pytest.mark.parametrize(

@@ -63,13 +63,17 @@ class Expectation:
         return num_rows
 
     def wanted(self, names: Iterable[str]) -> frozenset[str] | None:
-        """The outputs that were asked for; None for all. Raises InferenceError (422) for one that there is not."""
-        wanted = frozenset(names)
-        for name in wanted:
+        """The outputs that were asked for; None for all. Raises InferenceError (422) at the first that there is not, or
+        that is there already: no more names are looked at than the model has outputs, and one."""
+        wanted: set[str] = set()
+        for name in names:
             if name not in self.outputs:
                 expected = ", ".join(map(repr, self.outputs))
                 raise InferenceError(422, f"output {name[:200]!r} is unknown: expected {expected}")
-        return wanted or None
+            if name in wanted:
+                raise InferenceError(422, f"output {name!r} was asked for twice")
+            wanted.add(name)
+        return frozenset(wanted) or None
 
     def _fits(self, spec: TensorMetadata, shape: list[int]) -> bool:
         if len(shape) != len(spec.shape) or spec.shape[0] not in (-1, shape[0]):

@@ -93,12 +93,12 @@ class InferCodec:
         binary = _flag(parameters, "binary_data_output", False)
         if not request.outputs:
             return Decoded(request.id, parameters, arrays, num_rows, None, binary, {})
+        wanted = self._expectation.wanted(output.name for output in request.outputs)
         binary_of = {}
         for output in request.outputs:
             of_output = output.parameters or NO_PARAMETERS
-            _refuse(of_output, f"output {output.name[:200]!r}")
+            _refuse(of_output, f"output {output.name!r}")
             binary_of[output.name] = _flag(of_output, "binary_data", binary)
-        wanted = self._expectation.wanted(binary_of)
         return Decoded(request.id, parameters, arrays, num_rows, wanted, binary, binary_of)
 
     def encode(

@@ -66,9 +66,9 @@ class GrpcCodec:
                 arrays[name] = from_binary(name, tensor.datatype, shape, raw[index])
             else:
                 arrays[name] = _from_typed(tensor, shape)
-        for output in request.outputs:
-            _refuse(output.parameters, f"output {output.name[:200]!r}")
         wanted = self._expectation.wanted(output.name for output in request.outputs)
+        for output in request.outputs:
+            _refuse(output.parameters, f"output {output.name!r}")
         return arrays, self._expectation.complete(arrays), wanted
 
     def encode(
