@@ -7,7 +7,7 @@ import asyncio
 import threading
 from urllib.request import Request, urlopen
 
-from triton_clients import ROWS, STATUSES, TIMEOUT_S, TOKEN, failure, same
+from triton_clients import ROWS, STATUSES, TIMEOUT_S, TOKEN, Key, failure, same
 
 # -- other ways to call -----------------------------------------------------------------------------------------------
 
@@ -116,6 +116,16 @@ def check_a_stream_with_a_status(client):
         client.call("async_stream_infer", "nobody", [client.input("x", ROWS)])
         assert answers.wait(1)[-1][1].status() == STATUSES[404]
         client.call("stop_stream")
+
+
+def check_a_stream_without_a_key(client):
+    if client.kind == "grpc":
+        client.call("unregister_plugin")
+        answers = Answers()
+        client.call("start_stream", answers.take)
+        assert answers.wait(1)[-1][1].status() == STATUSES[401]
+        client.call("stop_stream")
+        client.call("register_plugin", Key(TOKEN))
 
 
 def check_bodies_made_by_hand(client):

@@ -24,14 +24,18 @@ Ask = Callable[..., Any]
 
 @asynccontextmanager
 async def served(host: FakeHost, access: Access | None = None) -> AsyncIterator[Ask]:
-    """`ask(method, request, metadata=..., timeout=...)` is a call of the service; those without streams are awaited."""
+    """`ask(method, request, metadata=..., timeout=...)` is a call of the service; those without streams are awaited.
+
+    An asynchronous iterator of requests is sent as a stream, whatever the method takes.
+    """
     server = GrpcServer(InferenceServicer(host, access or Access(None, [])), "127.0.0.1", 0, max_message_bytes=1 << 20)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
 
         def ask(name: str, request: Any = None, **options: Any) -> Any:
-            method = METHODS[name]
-            make = channel.stream_stream if method.streams else channel.unary_unary
+            method = METHODS.get(name, METHODS["ServerLive"])  # one that is not served has no messages
+            streams = method.streams or isinstance(request, AsyncIterator)
+            make = channel.stream_stream if streams else channel.unary_unary
             call = make(f"/{SERVICE}/{name}", method.request.SerializeToString, method.response.FromString)
             options.setdefault("timeout", TIMEOUT_S)
             return call(method.request() if request is None else request, **options)

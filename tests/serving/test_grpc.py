@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -16,7 +18,7 @@ from shoal.open_inference import inference_pb2 as pb
 from shoal.open_inference.datatypes import DATATYPES, NUMPY
 from shoal.serve.access import Access
 from shoal.serve.call import Arrays
-from shoal.serve.grpc_server import METHODS
+from shoal.serve.grpc_server import METHODS, NOT_SERVED, OPEN
 from shoal.serve.grpc_tensors import FIELDS
 from shoal.serve.options import ApiKey, ModelOptions
 
@@ -251,9 +253,30 @@ def test_without_a_key_only_the_server_s_health_is_told() -> None:
                     assert await ask(name)
                 elif not method.streams:
                     assert (await refused(ask(name))).code() is grpc.StatusCode.UNAUTHENTICATED, name
-            (answer,) = [each async for each in ask("ModelStreamInfer", iter([raw()]))]
-            assert "key" in answer.error_message
+            error = await refused(anext(aiter(ask("ModelStreamInfer", iter([raw()])))))
+            assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert "key" in error.details()
             assert not host.model("m").calls
+
+    run(test())
+
+
+class Silence(AsyncIterator[Any]):
+    """Requests that never come."""
+
+    async def __anext__(self) -> Any:
+        await asyncio.Event().wait()
+
+
+def test_nothing_is_read_of_a_call_that_shows_no_key_or_is_not_served() -> None:
+    wanted = dict.fromkeys(METHODS.keys() - OPEN, grpc.StatusCode.UNAUTHENTICATED)
+    wanted |= dict.fromkeys(NOT_SERVED, grpc.StatusCode.UNIMPLEMENTED)
+
+    async def test() -> None:
+        async with served(FakeHost(), Access("secret", [])) as ask:
+            for name, code in wanted.items():
+                error = await refused(anext(aiter(ask(name, Silence(), metadata=(("authorization", "Bearer no"),)))))
+                assert error.code() is code, name
 
     run(test())
 

@@ -21,8 +21,8 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from shoal.errors import InferenceError
-from shoal.serve.grpc_server import FOREVER_S, METHODS, SERVICE, Method, answer, refuse
-from shoal.serve.grpc_service import InferenceServicer
+from shoal.serve.grpc_server import FOREVER_S, METHODS, OPEN, SERVICE, Method, answer, refuse
+from shoal.serve.grpc_service import InferenceServicer, Invocation
 from shoal.serve.http_messages import Receive, Scope, Send
 from shoal.serve.in_progress import Disconnected, Progress, RequestsInProgress
 from shoal.serve.limits import Limits
@@ -30,7 +30,6 @@ from shoal.serve.limits import Limits
 PREFIX = f"/{SERVICE}/"
 TYPE = (b"content-type", b"application/grpc")
 CHUNKED = [TYPE, (b"transfer-encoding", b"chunked"), (b"trailer", b"grpc-status")]
-OPEN = frozenset({"ServerLive", "ServerReady"})  # to everybody
 HEAD_BYTES = 5  # of a message: whether it is compressed, and its length
 UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
@@ -95,7 +94,7 @@ class GrpcOverHttp1:
                 raise InferenceError(501, f"{name[:200]} is not served here")
             self._limits.check_head(scope["path"], scope["headers"])
             if name not in OPEN:
-                self._servicer.require_known(call.metadata)
+                self._servicer.require_known(Invocation(call.metadata))
             response = await self._in_progress.run(receive, self._answered, _Asked(method, call))
         except InferenceError as error:
             refuse(call, error)

@@ -46,6 +46,7 @@ STATUSES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+OPEN = frozenset({"ServerLive", "ServerReady"})  # to everybody
 FOREVER_S = 1e9  # gRPC's word for no deadline is one in some hundred years
 MAX_DETAILS_CHARS = 2000  # they travel in a header block, which proxies limit
 # Methods that stock clients have, and what they are told.
@@ -133,21 +134,44 @@ async def answers(
         refuse(context, refusal(error))
 
 
-def handlers(servicer: InferenceServicer) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
-    """For a `grpc.aio` server, by the method's name."""
-    return {name: _native(servicer, method) for name, method in METHODS.items()} | refusals()
+class Handlers(grpc.GenericRpcHandler):
+    """All that a `grpc.aio` server does for the service.
+
+    gRPC reads the message of a call without streams before it asks the handler, so the key is looked at here.
+    """
+
+    def __init__(self, servicer: InferenceServicer) -> None:
+        self._servicer = servicer
+        found = {name: _native(servicer, method) for name, method in METHODS.items()} | refusals()
+        self._handlers = {f"/{SERVICE}/{name}": handler for name, handler in found.items()}
+        self._keyed = {
+            f"/{SERVICE}/{name}" for name, method in METHODS.items() if not method.streams and name not in OPEN
+        }
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        if details.method in self._keyed:
+            try:
+                self._servicer.require_known(Invocation(dict(details.invocation_metadata or ())))
+            except InferenceError as error:
+                return _unread(error)
+        return self._handlers.get(details.method)
 
 
 def refusals() -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
     """Handlers of the methods that are not served: they say so, and read nothing."""
+    return {
+        name: _unread(InferenceError(501, f"{name} is not served: {what} is not offered here"))
+        for name, what in NOT_SERVED.items()
+    }
 
-    def refuse(name: str, what: str) -> grpc.RpcMethodHandler[Any, Any]:
-        async def handle(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{name} is not served: {what} is not offered here")
 
-        return grpc.unary_unary_rpc_method_handler(handle)
+def _unread(error: InferenceError) -> grpc.RpcMethodHandler[Any, Any]:
+    """The handler of a call that is refused before its message is read: it takes a stream, and leaves it."""
 
-    return {name: refuse(name, what) for name, what in NOT_SERVED.items()}
+    async def handle(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+        await context.abort(STATUSES[error.status], str(error))
+
+    return grpc.stream_unary_rpc_method_handler(handle)
 
 
 class GrpcServer:
@@ -156,7 +180,7 @@ class GrpcServer:
     def __init__(self, servicer: InferenceServicer, host: str, port: int, *, max_message_bytes: int) -> None:
         limits = [("grpc.max_receive_message_length", max_message_bytes), ("grpc.max_send_message_length", -1)]
         self._server = grpc.aio.server(options=[*limits, ("grpc.so_reuseport", 0)])
-        self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers(servicer))])
+        self._server.add_generic_rpc_handlers([Handlers(servicer)])
         self.port = self._server.add_insecure_port(f"{host}:{port}")
 
     async def start(self) -> None:

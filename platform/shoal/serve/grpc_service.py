@@ -9,7 +9,7 @@ Metadata that requests may carry: `authorization: Bearer KEY`, and as in HTTP `s
 
 A stream is answered in its order, while up to `STREAM_WINDOW` of its requests are in the batcher at once. A request
 that fails is answered with `error_message`, and the stream goes on; a client that sends `triton_grpc_error: true` gets
-the status instead, and the stream ends.
+the status instead, and the stream ends. Without a known key it ends at once, and nothing is read.
 
     queue             capacity         what blocks                          who unblocks       close()
     answers of a      STREAM_WINDOW    reading the stream's next request,   the answer that    the stream's end or
@@ -193,6 +193,7 @@ class InferenceServicer:
     async def model_stream_infer(
         self, requests: AsyncIterator[pb.ModelInferRequest], invocation: Invocation
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
+        self.require_known(invocation)
         room = asyncio.Semaphore(STREAM_WINDOW)
         answers: asyncio.Queue[asyncio.Task[pb.ModelStreamInferResponse] | None] = asyncio.Queue()
         tasks: set[asyncio.Task[pb.ModelStreamInferResponse]] = set()
@@ -236,14 +237,12 @@ class InferenceServicer:
         answer.parameters[FINAL].bool_param = True
         return pb.ModelStreamInferResponse(infer_response=answer)
 
-    def require_known(self, metadata: Mapping[str, str]) -> None:
+    def require_known(self, invocation: Invocation) -> None:
         """Before a request is read. Raises InferenceError (401)."""
-        origin = metadata.get("shoal-from", "").encode("latin-1")
-        self._access.require_known(metadata.get("authorization", "").encode("latin-1"), origin)
+        self._access.require_known(*_shown(invocation))
 
     def _admit(self, invocation: Invocation, model: str | None = None, *, administrator: bool = False) -> Caller:
-        authorization = invocation.text("authorization").encode("latin-1")
-        address = invocation.text("shoal-from").encode("latin-1")
+        authorization, address = _shown(invocation)
         return self._access.admit(authorization, model, administrator=administrator, origin=address)
 
     def _model(self, name: str, version: str, invocation: Invocation) -> HostedModel:
@@ -291,6 +290,11 @@ def _value(parameter: pb.InferParameter | pb.ModelRepositoryParameter) -> Any:
     """What a parameter holds; None when it holds nothing."""
     choice = parameter.WhichOneof("parameter_choice")
     return None if choice is None else getattr(parameter, choice)
+
+
+def _shown(invocation: Invocation) -> tuple[bytes, bytes]:
+    """The key as it is shown, and from where."""
+    return invocation.text("authorization").encode("latin-1"), invocation.text("shoal-from").encode("latin-1")
 
 
 def _by(caller: Caller, invocation: Invocation) -> str:

@@ -19,12 +19,11 @@ from ray.serve._private import constants
 from ray.serve.config import gRPCOptions
 
 from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.grpc_server import METHODS, SERVICE, Context, Method, answer, answers, handlers, refusals, time_left_s
+from shoal.serve.grpc_server import METHODS, SERVICE, Context, Handlers, Method, answer, answers, refusals, time_left_s
 from shoal.serve.grpc_service import InferenceServicer
 from shoal.serve.ray_listen import listen_on_loopback
 
-# The handlers of this process's replica, by the method's path, when they answer directly.
-_direct: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+_direct: list[Handlers] = []  # of this process's replica, when they answer directly
 _call: ContextVar[grpc.aio.ServicerContext[Any, Any]] = ContextVar("call")
 
 
@@ -56,7 +55,7 @@ def limit_messages(max_body_bytes: int) -> None:
 
 def answer_directly(servicer: InferenceServicer) -> None:
     """For a replica's constructor, when the number of replicas does not follow the load as Serve sees it."""
-    _direct.update({f"/{SERVICE}/{name}": handler for name, handler in handlers(servicer).items()})
+    _direct[:] = [Handlers(servicer)]
 
 
 class GrpcMethods:
@@ -92,7 +91,7 @@ class _Handlers(grpc.GenericRpcHandler):
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         if _direct:
-            return _direct.get(details.method)
+            return _direct[0].service(details)
         kept = self._kept.get(details.method) or self._refusals.get(details.method)
         if kept is None and details.method in self._method_handlers:
             kept = self._kept[details.method] = _keeping(self._method_handlers[details.method])
