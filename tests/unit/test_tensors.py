@@ -193,6 +193,11 @@ def test_more_values_than_the_shape_has_are_not_even_read() -> None:
         from_json("t", "FP32", (1, 4), many)
 
 
+def test_more_texts_than_the_shape_has_are_not_looked_at() -> None:
+    with pytest.raises(InferenceError, match=r"expected 1 values of BYTES \[1\], got \[2\]"):
+        from_json("t", "BYTES", (1,), raw([["a"], ["b", "c"]]))
+
+
 @pytest.mark.parametrize("datatype", [each for each in DATATYPES if each != "BYTES"])
 def test_bytes_of_another_size_are_422(datatype: str) -> None:
     itemsize = NUMPY[datatype].itemsize

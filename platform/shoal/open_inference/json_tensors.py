@@ -46,6 +46,8 @@ def from_json(name: str, datatype: str, shape: Sequence[int], data: msgspec.Raw,
             if (depth := _depth(data)) == 1:
                 raise
             array = _nested(datatype, _decoder(datatype, depth)(data))
+        if datatype == "BYTES" and array.size <= size:
+            array = _bytes(array)
     except (msgspec.DecodeError, ValueError, OverflowError) as error:  # a UnicodeError is a ValueError
         problem = f"{role} {name!r}: expected {size} values of {shown(datatype, shape)}: {error}"
         raise InferenceError(422, problem) from None
@@ -84,8 +86,7 @@ def _flat(datatype: str, values: list[Any]) -> np.ndarray:
 def _nested(datatype: str, values: list[Any]) -> np.ndarray:
     if datatype in _ROUNDED:
         return _floats(datatype, values)
-    array = np.array(values, dtype=NUMPY[datatype])
-    return _bytes(array) if datatype == "BYTES" else array
+    return np.array(values, dtype=NUMPY[datatype])
 
 
 def _floats(datatype: str, values: list[Any]) -> np.ndarray:
