@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -118,6 +119,24 @@ def test_a_large_call_is_answered_whole(proxy: HaproxyProcess, http_port: int, d
             assert answer.raw_output_contents[0] == made.raw_input_contents[0]
 
     run(FakeHost(FakeModel("m", tensors(x=("UINT8", [-1, -1])))), proxy, http_port, directly, test)
+
+
+def test_a_compressed_call_is_unpacked_beside_the_loop(
+    proxy: HaproxyProcess, http_port: int, directly: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decompress, threads = Limits.decompress, list[threading.Thread]()
+
+    def watched(limits: Limits, body: bytes, encoding: bytes) -> bytes:
+        threads.append(threading.current_thread())
+        return decompress(limits, body, encoding)
+
+    async def test(ask: Ask) -> None:
+        await ask(request(64), compression=grpc.Compression.Gzip)
+        assert len(threads) == 1
+        assert threading.current_thread() not in threads
+
+    monkeypatch.setattr(Limits, "decompress", watched)
+    run(FakeHost(), proxy, http_port, directly, test)
 
 
 REFUSALS = [

@@ -1,8 +1,9 @@
 """Bodies that travel compressed: requests that say so, and answers to clients that ask for it.
 
-Called by the REST application. Compression of tensors costs more than it brings on most networks, so an answer is
-compressed only for a client that accepts one coding and no other, as tritonclient does when it is told to; those that
-list everything they know by default (curl, httpx, browsers) get plain answers. Works in a thread, off the event loop.
+Called by the REST application, and for gRPC in HTTP/1.1. Compression of tensors costs more than it brings on most
+networks, so an answer is compressed only for a client that accepts one coding and no other, as tritonclient does when
+it is told to; those that list everything they know by default (curl, httpx, browsers) get plain answers. Works in a
+thread, off the event loop.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from shoal.errors import InferenceError
+from shoal.serve.compression import decompressed
 from shoal.serve.grpc_server import FOREVER_S, METHODS, OPEN, SERVICE, Method, answer, refuse
 from shoal.serve.grpc_service import InferenceServicer, Invocation
 from shoal.serve.http_messages import Receive, Scope, Send
@@ -114,7 +115,7 @@ class GrpcOverHttp1:
         deadline_s = None if left_s is None else time.monotonic() + left_s
         if deadline_s is not None:
             progress.until(deadline_s)
-        message = self._message(await progress.body(None), call.metadata.get("grpc-encoding", "identity"))
+        message = await self._message(await progress.body(None), call.metadata.get("grpc-encoding", "identity"))
         try:
             request = method.request.FromString(message)
         except DecodeError as error:
@@ -122,14 +123,12 @@ class GrpcOverHttp1:
         left_s = None if deadline_s is None else deadline_s - time.monotonic()
         return await answer(self._servicer, method, request, call, left_s)
 
-    def _message(self, body: bytes, encoding: str) -> bytes:
+    async def _message(self, body: bytes, encoding: str) -> bytes:
         """The one message of a body. Raises InferenceError (400, 413, 415)."""
         if len(body) < HEAD_BYTES or len(body) - HEAD_BYTES != int.from_bytes(body[1:HEAD_BYTES], "big"):
             raise InferenceError(400, f"not one message of gRPC: a body of {len(body)} bytes")
         message = body[HEAD_BYTES:]
-        if body[0] == 0 or encoding == "identity":
-            return message
-        return self._limits.decompress(message, encoding.encode("latin-1"))
+        return message if body[0] == 0 else await decompressed(message, encoding.encode("latin-1"), self._limits)
 
 
 def _chunks(message: bytes, trailers: Iterable[tuple[bytes, bytes]]) -> bytes:
