@@ -8,6 +8,7 @@ from shoal.serve.call import Caller
 from shoal.serve.metrics import MAX_VERSIONS, ModelStatistics
 from shoal.serve.prometheus import CONTENT_TYPE, METRICS, render, series
 from shoal.serve.report import ModelReport, ReplicaReport
+from shoal.serve.snapshots import total
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -125,13 +126,18 @@ def test_a_live_model_has_one_series_that_only_goes_up() -> None:
         assert value(series, "nv_inference_count", model="m", version="live", replica="a") == version
 
 
-def test_the_versions_that_left_are_one_series() -> None:
-    statistics = ModelStatistics("m")
-    for version in range(1, MAX_VERSIONS + 3):
+def test_no_request_is_in_two_series_when_versions_leave() -> None:
+    statistics, counted, increase = ModelStatistics("m"), dict[str, float](), 0.0
+    for version in range(1, 2 * MAX_VERSIONS):
         statistics.request(version, 200, 0.001, rows=1)
-    series = scrape(report(statistics))
-    assert value(series, "nv_inference_count", model="m", version="older", replica="a") == 2
-    assert sum_of(series, "nv_inference_count") == MAX_VERSIONS + 2
+        counted, before = {}, counted
+        for (name, labels), value in scrape(report(statistics)).items():
+            if name == "nv_inference_count":
+                counted[dict(labels)["version"]] = value
+        increase += sum(value - before.get(series, 0) for series, value in counted.items())
+        assert increase == version
+    assert len(counted) == MAX_VERSIONS
+    assert total(statistics.snapshot())["inference_count"] == 2 * MAX_VERSIONS - 1
 
 
 def test_a_key_for_some_models_sees_nothing_of_the_others_nor_of_other_callers() -> None:

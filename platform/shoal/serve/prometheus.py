@@ -3,7 +3,8 @@
 Called by whoever answers GET /metrics, with the newest report of every replica: a scrape of any replica sees the whole
 endpoint. Every series carries `replica`, so that its counters only go up: a replica that is replaced ends its series
 and begins others. A live model has one series, `version="live"`, because a series for each of twenty versions a second
-would tell nothing; the versions that have left a registered model's statistics are one series, `version="older"`.
+would tell nothing. The series of a registered model's version ends when it leaves the statistics: what it has counted
+was read under its number, and would count twice in another series.
 Pure: counts nothing, asks nobody.
 """
 
@@ -126,12 +127,7 @@ def _model(labels: Labels, counts: ModelSnapshot) -> Iterator[Series]:
     yield "shoal_batch_duration_seconds", labels, counts["compute_s"]
     yield "shoal_batch_rows", labels, counts["batch_rows"]
     yield from _statuses({**labels, "version": ""}, counts["refused"])
-    if counts["live"]:
-        versions = {"live": total(counts)}
-    else:
-        versions = {**counts["versions"], "older": counts["older"]}
-        if not counts["older"]["statuses"] and not counts["older"]["execution_count"]:
-            del versions["older"]
+    versions = {"live": total(counts)} if counts["live"] else counts["versions"]
     for version, each in versions.items():
         yield from _version({**labels, "version": version}, each)
 
