@@ -243,10 +243,17 @@ def test_only_what_is_kept_goes_along() -> None:
     assert predictor(said={"x": ["a", "b"]}, keep=["id"])(rows(1)).column_names == ["id", "total", "model_version"]
 
 
-def test_an_output_does_not_hide_a_column() -> None:
-    table = rows(1).rename_columns(["total", "a", "b"])
-    with pytest.raises(ConfigError, match="keep = 'total': is a column of the input and an output of the model"):
-        predictor(said={"x": ["a", "b"]})(table)
+@pytest.mark.parametrize(("taken", "skip_errors"), [("total", False), ("model_version", False), ("error", True)])
+def test_what_is_added_does_not_hide_a_column(taken: str, skip_errors: bool) -> None:
+    table = rows(1).rename_columns([taken, "a", "b"])
+    with pytest.raises(ConfigError, match=f"keep = '{taken}': is a column of the input and of the output"):
+        predictor(said={"x": ["a", "b"]}, skip_errors=skip_errors)(table)
+
+
+def test_a_column_of_errors_is_an_input_s_where_none_are_skipped() -> None:
+    table = rows(1).rename_columns(["error", "a", "b"])
+    answered = predictor(said={"x": ["a", "b"]})(table)
+    assert answered.column_names == ["error", "a", "b", "total", "model_version"]
 
 
 def test_one_bad_row_ends_it_unless_it_is_to_be_skipped() -> None:

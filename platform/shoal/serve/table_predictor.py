@@ -73,9 +73,11 @@ class TablePredictor:
         errors = [error for request in requests for error in request.errors]
         kept = table if self._keep is None else table.select(list(self._keep))
         named = [*(spec.name for spec in self.signature.outputs), VERSION_COLUMN]
+        if self._skip_errors:
+            named.append(ERROR_COLUMN)
         if twice := sorted(set(named) & set(kept.column_names)):
             remedy = "choose the columns to keep with --keep"
-            raise ConfigError("keep", twice[0], "is a column of the input and an output of the model", remedy)
+            raise ConfigError("keep", twice[0], "is a column of the input and of the output", remedy)
         for name, column in self._columns(parts).items():
             kept = kept.append_column(name, column)
         kept = kept.append_column(VERSION_COLUMN, pa.array(np.full(len(table), self._model.version, np.int64)))
