@@ -60,6 +60,10 @@ def scale_in_place(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return arrays
 
 
+def reversed_view(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {"x": arrays["x"][..., ::-1]}
+
+
 def predictor(module: str, shape: list[int], outputs: list[int] | None = None, **options: object) -> Predictor:
     signature = Signature(
         inputs=[TensorSignature(name="x", datatype="FP32", shape=shape)],
@@ -107,6 +111,13 @@ def test_a_preprocessing_that_writes_in_place_writes_to_what_is_its_own() -> Non
     for request in (ROWS.copy(), read_only):
         for _ in range(2):  # a shadow, say, asks with the same arrays
             np.testing.assert_array_equal(model.predict_batch([{"x": request}])[0]["y"], ROWS / 2)
+
+
+def test_a_preprocessing_may_give_a_view_that_runs_backwards() -> None:
+    model = predictor("torch.nn:Identity", [-1, 3], preprocess=f"{__name__}:reversed_view").load(
+        WeightSnapshot.of(1, {})
+    )
+    np.testing.assert_array_equal(model.predict_batch([{"x": ROWS.copy()}])[0]["y"], ROWS[:, ::-1])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])

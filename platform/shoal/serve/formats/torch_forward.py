@@ -62,8 +62,11 @@ def torch_forward(call: Callable[..., Any], setting: Setting, *, by_name: bool =
 
 
 def _tensor(array: np.ndarray, copies: bool) -> Any:
-    """The array as a tensor, in the same memory unless it may not be written to. BYTES, which torch has not, stay."""
-    if copies or not array.flags.writeable:
+    """The array as a tensor, in the same memory unless it may not be written to, or runs backwards, as no tensor does.
+
+    BYTES, which torch has not, stay.
+    """
+    if copies or not array.flags.writeable or min(array.strides, default=0) < 0:
         array = array.copy()
     return array if array.dtype == object else torch.from_numpy(array)
 
