@@ -153,8 +153,9 @@ def test_traced_inputs_are_inputs(traced: Any) -> None:
 
 
 @pytest.mark.parametrize("traceparent", ["nonsense", "00-0-0-01", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "\xff"])
-def test_a_traceparent_that_is_none_begins_a_trace(traced: Any, traceparent: str) -> None:
+def test_a_traceparent_that_is_none_says_nothing(traced: Any, traceparent: str) -> None:
     make, spans = traced
+    assert make("?ratio=0").request("POST infer", "m", traceparent) is None
     with make().request("POST infer", "m", traceparent):
         pass
     assert spans()[0]["parent_id"] is None

@@ -165,15 +165,20 @@ class Tracer:
 
     def request(self, name: str, model: str, traceparent: str = "", tracestate: str = "") -> RequestTrace | None:
         """The span of a request that has just arrived; None when it is not among those that are traced."""
-        if not traceparent and random.random() >= self._ratio:
+        if not traceparent and not self._is_drawn():
             return None
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
         carrier = {"traceparent": traceparent, "tracestate": tracestate} if traceparent else {}
         within = self._extract(carrier, Context())
+        if traceparent and not within and not self._is_drawn():  # a header that means nothing is none
+            return None
         span = self._requests.start_span(name, within, SpanKind.SERVER, {"shoal.model": model})
         return RequestTrace(self._requests, span) if span.is_recording() else None
+
+    def _is_drawn(self) -> bool:
+        return random.random() < self._ratio
 
     def batch(self, model: str, version: int, report: BatchReport, requests: Sequence[object]) -> None:
         """A batch was computed just now, of `requests`; a trace of it, when any of them is traced."""
