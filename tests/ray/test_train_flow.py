@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shoal.runs
-from shoal.errors import ClusterError, DataError, NotFinite, PlanError, RankLost, TrainError
+from shoal.errors import ClusterError, DataError, NotFinite, PlanError, RankLost, RunError, TrainError
+from shoal.home import home
 from shoal.registry import Registry
 from shoal.runs import Run, Status
 from shoal.train.outcome import Outcome
@@ -190,6 +193,27 @@ def test_a_resumed_run_is_the_same_run(fit: type[FakeFit], tmp_path: Path) -> No
     assert (again.id, again.status, again.incarnation) == (first.id, Status.FINISHED, 2)
     assert fit.made[1].setting.folder == fit.made[0].setting.folder
     assert (fit.made[1].setting.spec.clip_norm, fit.made[1].setting.spec.batch_size) == (1.0, 32)
+
+
+def test_a_run_that_another_process_has_resumed_is_left_to_it(
+    fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shoal.flows import training
+
+    monkeypatch.setattr(training, "BEAT_S", 0.0)
+    polls = iter(range(100))
+
+    def take_over() -> None:
+        if next(polls) == 1:
+            with closing(sqlite3.connect(home() / "runs.sqlite")) as connection, connection:
+                connection.execute("UPDATE runs SET incarnation = incarnation + 1")
+
+    fit.on_poll = staticmethod(take_over)
+    fit.script = [([[]] * 50, RankLost("never asked"))]
+    with pytest.raises(RunError, match="was resumed by another process"):
+        run(spec_of())
+    assert next(polls) == 2
+    assert fit.made[0].was_closed
 
 
 def test_more_workers_than_the_cluster_has(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:

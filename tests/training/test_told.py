@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-import shoal.runs
-from shoal.errors import RecordUnwritable, RunError
-from shoal.runs import recorder as recording
 from shoal.runs.trouble import trouble
 from shoal.train import told
-from shoal.train.journal import Recorded, Silent
+from shoal.train.journal import Silent
 from shoal.train.told import Told
 
 
@@ -46,25 +43,3 @@ def test_what_goes_wrong_is_said_and_nothing_else(kind: str, details: dict[str, 
     Told(Silent(), said.append).event(kind, **details)
     assert said == ([trouble(kind, details)] if words else [])
     assert words in "".join(said)
-
-
-def test_an_event_that_cannot_be_written_for_now_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = shoal.runs.create("train", "")
-
-    def full(connection: object) -> None:
-        raise RecordUnwritable("the run record cannot be written: database or disk is full")
-
-    with monkeypatch.context() as while_full:
-        while_full.setattr(recording, "transaction", full)
-        Recorded(recorder).event("checkpoint_failed", step=3, error="no space")
-    recorder.finish("finished")
-    recorder.close()
-    assert shoal.runs.load(recorder.id).last_events()["checkpoint_failed"]["step"] == 3
-
-
-def test_who_was_superseded_hears_of_it() -> None:
-    recorder = shoal.runs.create("train", "")
-    with recorder._connection as connection:
-        connection.execute("UPDATE runs SET incarnation = incarnation + 1 WHERE id = ?", (recorder.id,))
-    with pytest.raises(RunError, match="was resumed by another process"):
-        Recorded(recorder).event("checkpoint_failed", step=3, error="no space")

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import shoal.runs
 from shoal.cluster.driver import expected_run_id, job_main
 from shoal.cost import PREDICTED
-from shoal.errors import RankLost
+from shoal.errors import RankLost, RecordUnwritable
 from shoal.runs import RunRecorder
 from shoal.runs.ray_mailbox import Message
 from shoal.runs.trouble import trouble
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 JOB = "train"
 POLL_S = 0.25
+BEAT_S = 3.0  # how late it hears that another process has resumed the run
 STOP_S = 12.0  # for the workers to save, before whoever asked for an end loses patience
 ROOM_S = 10.0  # for a run that has just ended to give its place back
 ATTEMPTS_WITHOUT_PROGRESS = 3
@@ -84,6 +85,7 @@ class _Flow:
     def __init__(self, spec: TrainSpec, checked: Checked, recorder: RunRecorder) -> None:
         self.spec, self.checked, self.recorder = placed(spec), checked, recorder
         self._step = -1  # the newest that was heard of
+        self._beat_at = time.monotonic()
         self._told = Told(Recorded(recorder), _say)
 
     def run(self) -> None:
@@ -136,6 +138,10 @@ class _Flow:
         messages, is_over = fit.poll(timeout_s)
         for message in messages:
             self._record_message(message)
+        if time.monotonic() - self._beat_at >= BEAT_S:
+            self._beat_at = time.monotonic()
+            with suppress(RecordUnwritable):
+                self.recorder.heartbeat()
         return is_over
 
     def _record_message(self, message: Message) -> None:

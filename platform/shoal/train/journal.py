@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from shoal.errors import RecordUnwritable, RunError
+from shoal.errors import RecordUnwritable
 from shoal.runs import RunRecorder
 
 
@@ -32,7 +32,10 @@ class Journal(Protocol):
         ...
 
     def flush(self) -> None:
-        """What was said so far must outlive this process, before a checkpoint does: nobody says it again."""
+        """What was said so far must outlive this process, before a checkpoint does: nobody says it again.
+
+        Raises RunError when another process has resumed the run.
+        """
         ...
 
 
@@ -69,5 +72,5 @@ class Recorded:
         self._recorder.histogram(step, name, counts, edges)
 
     def flush(self) -> None:
-        with suppress(RunError):  # a full disk: it is kept, and tried again
+        with suppress(RecordUnwritable):  # not when another process has resumed the run: it is no longer ours to save
             self._recorder.flush()

@@ -1,0 +1,62 @@
+"""What a Trainer tells the record of its run: what cannot be written for now, and a run that is another's by now."""
+
+from __future__ import annotations
+
+import pytest
+
+import shoal.runs
+from shoal.errors import RecordUnwritable, RunError
+from shoal.parallel import World
+from shoal.runs import RunRecorder
+from shoal.runs import recorder as recording
+from shoal.train.journal import Recorded
+from shoal.train.trainer import Trainer
+from train_task import Toy
+from training.test_trainer import spec_of
+
+
+def take_over(recorder: RunRecorder) -> None:
+    """As another process does that resumes the run."""
+    with recorder._connection as connection:
+        connection.execute("UPDATE runs SET incarnation = incarnation + 1 WHERE id = ?", (recorder.id,))
+
+
+def test_an_event_that_cannot_be_written_for_now_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = shoal.runs.create("train", "")
+
+    def full(connection: object) -> None:
+        raise RecordUnwritable("the run record cannot be written: database or disk is full")
+
+    with monkeypatch.context() as while_full:
+        while_full.setattr(recording, "transaction", full)
+        Recorded(recorder).event("checkpoint_failed", step=3, error="no space")
+    recorder.finish("finished")
+    recorder.close()
+    assert shoal.runs.load(recorder.id).last_events()["checkpoint_failed"]["step"] == 3
+
+
+def test_who_was_superseded_hears_of_it() -> None:
+    recorder = shoal.runs.create("train", "")
+    take_over(recorder)
+    with pytest.raises(RunError, match="was resumed by another process"):
+        Recorded(recorder).event("checkpoint_failed", step=3, error="no space")
+    with pytest.raises(RunError, match="was resumed by another process"):
+        Recorded(recorder).flush()
+
+
+def test_a_run_that_was_taken_over_makes_no_more_checkpoints() -> None:
+    recorder = shoal.runs.create("train", "")
+
+    def should_stop() -> bool:
+        if trainer._progress.step == 5:
+            take_over(recorder)
+        return False
+
+    spec = spec_of(stop={"steps": 9}, checkpoint={"every_steps": 2})
+    trainer = Trainer(
+        spec, Toy(), World.alone("cpu"), recorder.folder, journal=Recorded(recorder), should_stop=should_stop
+    )
+    with pytest.raises(RunError, match="was resumed by another process"):
+        trainer.run()
+    saved = sorted(path.name for path in (recorder.folder / "checkpoints").glob("step-*"))
+    assert saved == ["step-000000002", "step-000000004"]
