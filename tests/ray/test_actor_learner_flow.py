@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.errors import ClusterError, ConnectionLost, InferenceError, RunError, ShoalError, SpecMismatch
+from shoal.errors import (
+    ClusterError,
+    ConnectionLost,
+    InferenceError,
+    RecordUnwritable,
+    RunError,
+    ShoalError,
+    SpecMismatch,
+)
 from shoal.flows.evaluation import Answer, Evaluation
 from shoal.weights import WeightSnapshot
 
@@ -26,6 +34,7 @@ class FakeFlow:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.recorder = SimpleNamespace(event=lambda kind, **details: self.events.append((kind, details)))
         self._outcome, self._is_up = outcome, time_is_up
+        self._note = self.recorder.event
         self._was_not_tried = lambda *words: _Flow._was_not_tried(self, *words)  # type: ignore[arg-type]
         self.passes: Callable[[], bool] = lambda: _Flow._passes(self, SNAPSHOT)  # type: ignore[arg-type]
 
@@ -108,33 +117,54 @@ def test_a_run_that_is_stopped_while_it_starts_settles_before_ray_kills_its_job(
     assert clock.now == actor_learner.SETTLE_S < 15.0
 
 
-def test_a_run_that_is_sent_nothing_valid_shows_what_is_dropped_and_ends_when_its_time_is_up(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def sent_nothing_valid(monkeypatch: pytest.MonkeyPatch, record: Callable[..., None]) -> Any:
+    """The flow of a run whose actors send what is dropped; `record` stands for each word to the record."""
     from shoal.flows import actor_learner
-    from shoal.flows.loop_metrics import LoopMetrics
+    from shoal.flows.loop_metrics import LoopMetrics, Thinning
 
     monkeypatch.setattr(actor_learner, "record_changes", lambda *_: None)
-    stats = {
+    stats: dict[str, Any] = {
         "mean_return": float("nan"), "steps": 0, "episodes": 0, "weights_version": 1, "queue_depth": 0, "pid": 7,
         "counted_at": 1.0, "first_segment_at": None, "solved_s": None, "address": "tcp://h:1",
         "actors": [{"actor_id": "a", "connected": True, "lag": 0, "steps": 0, "invalid": {"non_finite": 7682}}],
         "segments": {"received": 7682, "consumed": 0, "queued": 0, "dropped": {"non_finite": 7682}},
     }  # fmt: skip
-    logged: list[dict[str, float]] = []
     flow: Any = object.__new__(actor_learner._Flow)
-    flow.spec = SimpleNamespace(max_wall_s=0.0, target_return=475.0)
-    flow.recorder = SimpleNamespace(id="one", log=lambda step, metrics: logged.append(metrics))
+    flow.spec = SimpleNamespace(env="CartPole-v1", max_wall_s=0.0, target_return=475.0)
+    flow.recorder = SimpleNamespace(id="one", log=record, event=record, endpoint=record)
     flow._workers = SimpleNamespace(stats=lambda: (stats, {}), events=list, published=list)
     flow._endpoint = SimpleNamespace(stats=list)
     flow._listening, flow._pids = {"gateway": ("gateway", "tcp://h:1")}, {}
     flow._gateway_stats, flow._learner_stats = {}, {}
-    flow._learning_since, flow._printed_at, flow._metrics = None, 0.0, LoopMetrics()
+    flow._learning_since, flow._printed_at, flow._tried_at, flow._solved = None, 0.0, 0, False
+    flow._metrics, flow._thinning = LoopMetrics(), Thinning(0.0)
+    flow._server_key = ""
+    return flow
+
+
+def test_a_run_that_is_sent_nothing_valid_shows_what_is_dropped_and_ends_when_its_time_is_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged: list[dict[str, float]] = []
+    flow = sent_nothing_valid(monkeypatch, lambda _, metrics, **__: logged.append(metrics))
     flow._poll()
     assert logged[0]["drops/non_finite"] == 7682
     assert "| dropped 7,682" in capsys.readouterr().out
     with pytest.raises(RunError, match=r"every segment was dropped \(non_finite 7,682\): mend the actors"):
         flow._require_hope()
+
+
+def test_a_record_that_cannot_be_written_for_now_does_not_end_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise RecordUnwritable("the run record cannot be written: database or disk is full")
+
+    flow = sent_nothing_valid(monkeypatch, full)
+    flow._poll()
+    flow._gateway_stats |= {"address": "tcp://h:2", "solved_s": 1.0, "solved_steps": 9}  # it comes back elsewhere
+    flow._poll()
+    assert not flow._trial_is_due()
+    assert flow._listening["gateway"] == ("gateway", "tcp://h:2")
+    assert not flow._was_not_tried(SNAPSHOT, "no replica")
 
 
 class FakeWorker:

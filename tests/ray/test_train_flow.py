@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import shoal.runs
-from shoal.errors import ClusterError, DataError, NotFinite, PlanError, RankLost, RunError, TrainError
+from shoal.errors import ClusterError, DataError, NotFinite, PlanError, RankLost, RecordUnwritable, RunError, TrainError
 from shoal.home import home
 from shoal.registry import Registry
-from shoal.runs import Run, Status
+from shoal.runs import Run, Status, recorder
 from shoal.train.outcome import Outcome
 from shoal.train.spec import TrainSpec
 from shoal.weights import WeightSnapshot
@@ -104,6 +104,23 @@ def test_lost_workers_are_replaced_as_long_as_there_is_progress(fit: type[FakeFi
     assert found.metrics()["train/loss"].tolist() == [1.0, 1 / 2, 1 / 3, 1 / 4]
     assert Registry().get("toy-flow@champion").manifest.run_id == found.id
     assert (found.folder / "report.html").exists()
+
+
+def test_lost_workers_are_replaced_while_the_disk_of_the_record_is_full(
+    fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real, polls = recorder.transaction, iter(range(100))
+
+    def full(connection: object) -> None:
+        raise RecordUnwritable("the run record cannot be written: database or disk is full")
+
+    def fill() -> None:
+        monkeypatch.setattr(recorder, "transaction", full if next(polls) < 2 else real)
+
+    fit.on_poll = staticmethod(fill)
+    fit.script = [([logged(1), logged(2)], RankLost("a worker died")), ([logged(3)], ended(tmp_path))]
+    found = run(spec_of())
+    assert (found.status, found.last_events()["workers_lost"]["step"]) == (Status.FINISHED, 2)
 
 
 def test_lost_workers_are_not_replaced_for_ever(fit: type[FakeFit]) -> None:

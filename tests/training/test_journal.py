@@ -35,6 +35,23 @@ def test_an_event_that_cannot_be_written_for_now_ends_no_training(monkeypatch: p
     assert shoal.runs.load(recorder.id).last_events()["checkpoint_failed"]["step"] == 3
 
 
+def test_what_finds_no_room_while_the_disk_is_full_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = shoal.runs.create("train", "")
+
+    def full(connection: object) -> None:
+        raise RecordUnwritable("the run record cannot be written: database or disk is full")
+
+    with monkeypatch.context() as while_full:
+        while_full.setattr(recording, "transaction", full)
+        while_full.setattr(recording, "MAX_PENDING", 3)
+        for step in range(1, 6):
+            Recorded(recorder).log(step, {"train/loss": 1 / step})
+        assert recorder._pending.num_rows == 3
+    recorder.finish("finished")
+    recorder.close()
+    assert shoal.runs.load(recorder.id).metrics()["train/loss"].tolist() == [1.0, 1 / 2, 1 / 3]
+
+
 def test_who_was_superseded_hears_of_it() -> None:
     recorder = shoal.runs.create("train", "")
     take_over(recorder)

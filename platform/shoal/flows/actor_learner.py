@@ -126,14 +126,15 @@ class _Flow:
 
     def _announce_gateway(self, address: str) -> None:
         env, key = self.spec.env, self._server_key
-        self.recorder.event("gateway_ready", address=address, env=env, server_key=key)
+        self._note("gateway_ready", address=address, env=env, server_key=key)
         self._announce("gateway", "gateway", address)
         told = f"actors may come, each with\n    {command_of(address, env, key)}"
         print(f"run {self.recorder.id}: {told}", flush=True)
 
     def _announce(self, name: str, kind: str, address: str) -> None:
         self._listening[name] = (kind, address)
-        self.recorder.endpoint(name, kind, address, "ready")
+        with suppress(RecordUnwritable):
+            self.recorder.endpoint(name, kind, address, "ready")
 
     # -- on -------------------------------------------------------------------------------------------------------
 
@@ -161,7 +162,7 @@ class _Flow:
         if trial.versions != {snapshot.version}:  # a restarted learner has published, or the endpoint left this one
             return self._was_not_tried(snapshot, f"versions {sorted(trial.versions)} answered")
         found = {"mean_return": trial.mean_return, "sure_return": trial.sure_return}
-        self.recorder.event("tried", version=snapshot.version, **found)
+        self._note("tried", version=snapshot.version, **found)
         if self.spec.target_return is None or trial.sure_return >= self.spec.target_return:
             return True
         print(
@@ -172,7 +173,7 @@ class _Flow:
         return False
 
     def _was_not_tried(self, snapshot: WeightSnapshot, why: str) -> bool:
-        self.recorder.event("trial_failed", version=snapshot.version, error=why)
+        self._note("trial_failed", version=snapshot.version, error=why)
         print(f"version {snapshot.version} could not be tried ({why}): learning on", flush=True)
         return False
 
@@ -185,7 +186,7 @@ class _Flow:
             return False
         if not self._solved:
             self._solved = True
-            self.recorder.event("solved", seconds=stats["solved_s"], steps=stats["solved_steps"])
+            self._note("solved", seconds=stats["solved_s"], steps=stats["solved_steps"])
             print(
                 f"solved: mean return {number(stats['mean_return'])} over 100 episodes, {stats['solved_s']:.1f} s after"
                 f" the first segment, {stats['solved_steps']:,} environment steps",
@@ -255,7 +256,8 @@ class _Flow:
             requests = self._endpoint_requests()
             metrics = self._metrics.of(self._gateway_stats, self._learner_stats, requests, time.time())
             in_history = self._thinning.keeps(time.monotonic())
-            self.recorder.log(int(self._gateway_stats["steps"]), metrics, in_history=in_history)
+            with suppress(RecordUnwritable):
+                self.recorder.log(int(self._gateway_stats["steps"]), metrics, in_history=in_history)
         self._print_progress()
 
     def _note(self, kind: str, **details: Any) -> None:

@@ -21,7 +21,6 @@ from shoal.cost import PREDICTED
 from shoal.errors import RankLost, RecordUnwritable
 from shoal.runs import RunRecorder
 from shoal.runs.ray_mailbox import Message
-from shoal.runs.trouble import trouble
 from shoal.train.checks import Checked, check
 from shoal.train.ending import end_run
 from shoal.train.interrupts import interrupts
@@ -100,15 +99,13 @@ class _Flow:
                 break
             except RankLost as error:
                 lost_in_a_row = 1 if self._step > before else lost_in_a_row + 1
-                lost = {"step": self._step, "error": str(error)}
-                self.recorder.event("workers_lost", **lost)
-                print(trouble("workers_lost", lost), flush=True)
+                self._told.event("workers_lost", step=self._step, error=str(error))
                 if lost_in_a_row >= ATTEMPTS_WITHOUT_PROGRESS:
                     raise
         if not outcome.is_interrupted:  # told now, when the cores are free: it follows from the spec alone
             from shoal.train.prediction import predicted_cost
 
-            self.recorder.event(PREDICTED, **predicted_cost(self.spec))
+            self._told.event(PREDICTED, **predicted_cost(self.spec))
         end_run(self.spec, outcome, self.checked, self.recorder, registers=True)
         if outcome.is_interrupted:
             raise KeyboardInterrupt

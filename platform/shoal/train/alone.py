@@ -68,13 +68,13 @@ def train_here(
         run_id, problem = world.broadcast((recorder.id if recorder else "", problem))
         if problem:
             raise ShoalError(problem)
-        if recorder is not None and cost:
-            recorder.event(PREDICTED, **cost)
         folder = home() / "runs" / run_id
         stop = closing.enter_context(interrupts())
         journal: Journal = Recorded(recorder) if recorder else Silent()
         if recorder and say:
             journal = Told(journal, say)
+        if cost:
+            journal.event(PREDICTED, **cost)
         trainer = Trainer(
             spec,
             make_task(spec.task, spec.args),

@@ -62,7 +62,8 @@ class Recorded:
         self._recorder = recorder
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._recorder.log(step, values)
+        with suppress(RecordUnwritable):  # no room is left in memory: these are lost, and training goes on
+            self._recorder.log(step, values)
 
     def event(self, kind: str, /, **details: object) -> None:
         with suppress(RecordUnwritable):  # it is kept, and tried again: training goes on
