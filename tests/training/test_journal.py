@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 import shoal.runs
@@ -77,3 +79,25 @@ def test_a_run_that_was_taken_over_makes_no_more_checkpoints() -> None:
         trainer.run()
     saved = sorted(path.name for path in (recorder.folder / "checkpoints").glob("step-*"))
     assert saved == ["step-000000002", "step-000000004"]
+
+
+@pytest.mark.parametrize("saved", [4, 0])
+def test_the_record_has_no_steps_that_were_given_up(saved: int) -> None:
+    """From the newest checkpoint, or from the beginning where there is none."""
+    recorder = shoal.runs.create("train", "")
+    words = {"stop": {"steps": 9}, "checkpoint": {"every_steps": 4 if saved else 99, "asynchronous": False}}
+    args = {"notes": str(recorder.folder), "fault": "raise", "fault_step": 7}
+    for _ in range(2):
+        trainer = Trainer(
+            spec_of(**words), Toy(**args), World.alone("cpu"), recorder.folder, journal=Recorded(recorder)
+        )
+        recorder.log(20, {"train/loss": 0.0})  # of a later step than the new life comes to
+        with suppress(ValueError):
+            trainer.run()
+    recorder.finish("finished")
+    recorder.close()
+    run = shoal.runs.load(recorder.id)
+    losses = run.metrics()["train/loss"].dropna()
+    assert losses.index.tolist() == list(range(1, 10))
+    assert run.latest()["train/step"] == 9
+    assert dict(run.last_events())["training"]["step"] == saved

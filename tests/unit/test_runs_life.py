@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from shoal import runs
-from shoal.errors import Closed, RunError
+from shoal.errors import Closed, RecordUnwritable, RunError
 from shoal.runs import RunRecorder, Status, recorder, transition
 from waiting import wait_for
 
@@ -150,6 +151,48 @@ def test_resuming_goes_on_where_the_run_was(run: RunRecorder) -> None:
     [event] = seen.events().to_dict("records")
     assert (event["kind"], event["details"]["after"]) == ("resumed", "failed")
     assert len(list((run.folder / "tensorboard").iterdir())) == 2
+
+
+def test_steps_that_were_given_up_are_forgotten(run: RunRecorder) -> None:
+    with runs.create("cartpole", SPEC, "another") as another:
+        another.log(150, {"loss": 0.1})
+    for step, loss in ((50, 3.0), (99, math.inf), (100, math.nan), (101, 0.1), (150, 9.0)):
+        run.log(step, {"loss": loss})
+        run.flush()
+    run.log(150, {"late": 1.0})
+    run.log(160, {"loss": 0.2})
+    run.forget_after(100)
+    run.flush()
+    seen = runs.load("one")
+    assert seen.metrics()["loss"].to_dict() == pytest.approx({50: 3.0, 99: math.inf, 100: math.nan}, nan_ok=True)
+    assert seen.latest() == pytest.approx({"loss": math.nan}, nan_ok=True)
+    assert seen.best() == ("loss", 3.0)
+    assert runs.load("another").latest() == {"loss": 0.1}
+    run.log(90, {"loss": 2.5})  # said again, and so the newest
+    run.forget_after(99)
+    assert (runs.load("one").latest(), runs.load("one").best()) == ({"loss": 2.5}, ("loss", 2.5))
+    run.forget_after(-1)
+    assert (runs.load("one").latest(), len(runs.load("one").metrics())) == ({}, 0)
+
+
+def test_what_cannot_be_forgotten_for_now_is_forgotten_before_what_is_said_later(
+    run: RunRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(connection: object) -> None:
+        raise RecordUnwritable("the run record cannot be written: database or disk is full")
+
+    run.log(100, {"loss": 3.0})
+    run.log(101, {"loss": 0.1})
+    run.flush()
+    with monkeypatch.context() as while_full:
+        while_full.setattr(recorder, "transaction", full)
+        run.log(102, {"loss": 0.2})
+        with pytest.raises(RecordUnwritable):
+            run.forget_after(100)
+        run.log(101, {"loss": 2.0})
+    run.flush()
+    seen = runs.load("one")
+    assert (seen.metrics()["loss"].to_dict(), seen.best()) == ({100: 3.0, 101: 2.0}, ("loss", 2.0))
 
 
 def test_tensorboard_shows_each_step_once_as_it_was_last_logged(run: RunRecorder) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -27,6 +26,7 @@ import numpy as np
 
 from shoal.errors import Closed, ConfigError, RunError
 from shoal.home import home
+from shoal.runs import summaries
 from shoal.runs.database import BUSY_TIMEOUT_S, connect, transaction
 from shoal.runs.mirror import Logged, Mirror
 from shoal.runs.origin import command_line, git_revision
@@ -43,12 +43,6 @@ _log = logging.getLogger(__name__)
 
 _INSERT_METRIC = "INSERT OR REPLACE INTO metrics (run, step, name, time, value) VALUES (?, ?, ?, ?, ?)"
 _INSERT_VERSION = "INSERT OR REPLACE INTO versions (run, version, step, time, sha256) VALUES (?, ?, ?, ?, ?)"
-_UPSERT_SUMMARY = """
-INSERT INTO summaries (run, name, step, time, value, lowest, highest) VALUES (?, ?, ?, ?, ?, ?, ?)
-ON CONFLICT (run, name) DO UPDATE SET step = excluded.step, time = excluded.time, value = excluded.value,
-    lowest = min(ifnull(lowest, excluded.lowest), ifnull(excluded.lowest, lowest)),
-    highest = max(ifnull(highest, excluded.highest), ifnull(excluded.highest, highest))
-"""
 _END = "UPDATE runs SET status = ?, finished_at = ?, error = ? WHERE number = ?"
 _INSERT_EVENT = "INSERT INTO events (run, time, kind, details) VALUES (?, ?, ?, ?)"
 _INSERT_MODEL = "INSERT OR REPLACE INTO models (run, name, version, time, aliases) VALUES (?, ?, ?, ?, ?)"
@@ -153,7 +147,15 @@ class _Pending:
     shown: list[Logged] = field(default_factory=list)  # newest values, without a place in the history
     versions: list[tuple[int, int, int, float, str]] = field(default_factory=list)
     others: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
+    forgotten_after: int | None = None  # of what was written before
     num_rows: int = 0
+
+    def forget_after(self, step: int) -> None:
+        for entries in (self.logged, self.shown):
+            entries[:] = [entry for entry in entries if entry[0] <= step]
+        self.forgotten_after = step if self.forgotten_after is None else min(step, self.forgotten_after)
+        logged = sum(len(values) for _, _, values in [*self.logged, *self.shown])
+        self.num_rows = logged + len(self.versions) + len(self.others) + 1
 
     def extend(self, later: _Pending) -> None:
         self.logged += later.logged
@@ -205,6 +207,17 @@ class RunRecorder:
             self._require_open()
             (self._pending.logged if in_history else self._pending.shown).append(entry)
             self._pending.num_rows += len(values)
+
+    def forget_after(self, step: int) -> None:
+        """Take back the metrics of later steps, which were given up: the run goes on from `step`, or begins again.
+
+        The newest and best values are those of the history that is left. Raises RunError as `flush` does.
+        """
+        with self._writing:  # nothing is on its way to the database, which would come back if it failed
+            with self._buffering:
+                self._require_open()
+                self._pending.forget_after(int(step))
+            self.flush()
 
     def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         """Add a distribution to the TensorBoard files, which alone hold it: counts [bins] between edges [bins + 1]."""
@@ -340,8 +353,10 @@ class RunRecorder:
             )
             if beat.rowcount == 0:
                 raise RunError(f"run {self.id!r} was resumed by another process, which records it now")
+            if pending.forgotten_after is not None:  # first: what is pending was said since
+                summaries.forget_after(connection, run, pending.forgotten_after)
             connection.executemany(_INSERT_METRIC, metrics)
-            connection.executemany(_UPSERT_SUMMARY, _summaries(run, pending))
+            summaries.summarise(connection, run, [*pending.logged, *pending.shown])
             connection.executemany(_INSERT_VERSION, pending.versions)
             for statement, row in pending.others:
                 connection.execute(statement, row)
@@ -363,16 +378,3 @@ class RunRecorder:
             self._mirror.close()
         finally:
             self._connection.close()
-
-
-def _summaries(run: int, pending: _Pending) -> list[tuple[object, ...]]:
-    """For each metric of the batch: its newest value, and the extremes of the finite ones."""
-    newest: dict[str, tuple[int, float, float]] = {}
-    finite: dict[str, list[float]] = {}
-    for step, at, values in sorted([*pending.logged, *pending.shown], key=lambda entry: entry[1]):
-        for name, value in values.items():
-            newest[name] = (step, at, value)
-            if math.isfinite(value):
-                finite.setdefault(name, []).append(value)
-    extremes = {name: (min(values), max(values)) for name, values in finite.items()}
-    return [(run, name, *last, *extremes.get(name, (None, None))) for name, last in newest.items()]

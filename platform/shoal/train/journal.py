@@ -66,6 +66,12 @@ class Recorded:
             self._recorder.log(step, values)
 
     def event(self, kind: str, /, **details: object) -> None:
+        """A life that begins takes back what an earlier one has logged of the steps that it will do again."""
+        if kind == "training":
+            step = details["step"]
+            assert isinstance(step, int)
+            with suppress(RecordUnwritable):
+                self._recorder.forget_after(step)
         with suppress(RecordUnwritable):  # it is kept, and tried again: training goes on
             self._recorder.event(kind, **details)
 
