@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from shoal.checkpoint import Checkpointer, write_synced
 from shoal.checkpoint.staging import Staging
 from shoal.data import Data
 from shoal.errors import NotFinite, SpecMismatch
@@ -276,6 +277,38 @@ def test_under_convergence_the_best_network_is_kept(tmp_path: Path) -> None:
     assert outcome.reason == "convergence"
     assert outcome.kept < outcome.steps == max(accuracy)
     assert outcome.metrics["accuracy"] == accuracy[outcome.kept] == max(accuracy.values())
+
+
+class Killed(BaseException):
+    """What kill -9 is to a process."""
+
+
+def test_the_best_network_is_known_as_that_though_it_was_killed_while_it_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = iter(range(9))
+
+    def killed_at_the_second(path: Path, payload: bytes) -> None:
+        if next(notes) == 1:
+            raise Killed
+        write_synced(path, payload)
+
+    spec = spec_of(
+        stop={"steps": 8, "convergence": {"metric": "loss", "patience": 9}},
+        evaluate={"every_steps": 4},
+        checkpoint={"asynchronous": False},
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr("shoal.checkpoint.folder.write_synced", killed_at_the_second)
+        with pytest.raises(Killed):
+            train(tmp_path, spec)
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        assert [found.step for found in (checkpointer.latest(), checkpointer.best()) if found] == [8, 4]
+    assert train(tmp_path, spec).kept == 8
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        best = checkpointer.best()
+        assert best is not None
+        assert best.step == 8
 
 
 def test_a_loss_that_is_not_finite_stops_it_with_step_samples_and_checkpoint(tmp_path: Path) -> None:

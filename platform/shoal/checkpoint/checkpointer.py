@@ -184,9 +184,13 @@ class Checkpointer:
 
     def best(self) -> Found | None:
         """The checkpoint that was last saved as the best one; None if none was. Raises CheckpointError."""
-        self.wait()
-        step = self._ranks.broadcast(record.best_step(self.folder))
+        step = self.best_step()
         return None if step is None else self.find(step)
+
+    def best_step(self) -> int | None:
+        """The step of that checkpoint, which nobody has looked into. Raises CheckpointError as `wait` does."""
+        self.wait()
+        return self._ranks.broadcast(record.best_step(self.folder))
 
     def load(self, found: Found, state: dict[str, Any], may_lack: Collection[str] = ()) -> Extras:
         """Fill `state` in place; its tensors may be sharded in another way and over another number of ranks.

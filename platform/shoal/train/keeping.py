@@ -164,6 +164,11 @@ class Keeper:
             return None
         return str(found.path) if found is not None else None
 
+    def best_step(self) -> int | None:
+        """The step that is kept as the best one; None when there is none. Collective."""
+        self.wait()
+        return self._checkpointer.best_step()
+
     def load_best(self) -> Progress | None:
         """Put the network in place that was saved as the best one; None when there is none. Collective."""
         found = self._checkpointer.best()

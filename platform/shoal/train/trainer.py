@@ -273,10 +273,13 @@ class Trainer:
         return self._judge()
 
     def _judge(self) -> Stop | None:
-        """What the newest evaluation decides; a network that becomes the best one by it is saved as that."""
+        """What the newest evaluation decides; a network that becomes the best one by it is saved as that.
+
+        So is one that had become it when an earlier life was killed, before it was known as that on the disk.
+        """
         step, before = self._progress.step, self._policy.best_step
         stop = self._policy.after_evaluation(step, self._progress.metrics)
-        if self._policy.best_step == step != before:
+        if self._policy.best_step == step and (step != before or step != self._keeper.best_step()):
             self._save(best=True)
         return stop
 
