@@ -50,8 +50,10 @@ def test_a_file_a_recipe_and_a_module_are_found() -> None:
     assert source_file("train_task:Toy") is None
 
 
-def test_what_lies_beside_the_file_can_be_imported_and_its_classes_travel() -> None:
-    task = make_task("mine.py:Mine", {})
+@pytest.mark.parametrize("name", ["mine.py", "mine.v2.py", "my task-2.py"])
+def test_what_lies_beside_the_file_can_be_imported_and_its_classes_travel(name: str) -> None:
+    Path(name).write_text(FILE)
+    task = make_task(f"{name}:Mine", {})
     assert task.width == 5  # type: ignore[attr-defined]
     assert pickle.loads(pickle.dumps(task)).width == 5
 

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -177,7 +178,7 @@ def _load(word: str, place: str) -> ModuleType:
 
 def load_file(path: Path, word: str) -> ModuleType:
     """The module of a file, loaded once for each process. It is found again by name, so that its classes pickle."""
-    name = f"shoal_task_{path.stem}"
+    name = "shoal_task_" + re.sub(r"\W", "_", path.stem)
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__file__ == str(path):
         return loaded
