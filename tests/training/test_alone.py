@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from programs import RanksFailed, run_ranks
 from shoal.errors import RunError
 from shoal.parallel import World
 from shoal.runs import Run, Status
+from shoal.train import alone
 from shoal.train.__main__ import main
 from shoal.train.alone import train_here
 from shoal.train.spec import TrainSpec
@@ -142,6 +144,31 @@ def test_under_torchrun_ctrl_c_saves_once_and_a_killed_rank_is_started_again(
     assert len(samples) > STEPS  # the steps since the last checkpoint were done again
     undisturbed = run_ranks(losses_of_a_rank, 2, tmp_path / "undisturbed", TrainSpec().override([*WORDS, "workers=2"]))
     assert losses_of(resumed) == undisturbed[0]  # to the bit: the same number of ranks adds in the same order
+
+
+def test_ranks_that_are_started_again_go_on_with_no_run_of_another_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In containers host name and process id are the same again and again."""
+
+    def run_of(*words: str, restarts: int) -> str:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        return train_here(TrainSpec().override([*WORDS, *words]), registers=False).run_id
+
+    def fail(folder: Path) -> str:
+        folder.mkdir()
+        with pytest.raises(ValueError, match="a fault of the user's own"):
+            run_of(f"args.notes={folder}", "args.fault=raise", "args.fault_step=5", restarts=0)
+        return shoal.runs.load("latest").id
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    finished = run_of(restarts=0)
+    assert run_of(restarts=1) != finished
+    failed = fail(tmp_path / "one")
+    assert run_of(restarts=1) == failed
+    failed = fail(tmp_path / "other")
+    monkeypatch.setattr(alone, "_launched_at", lambda: time.time() + 3600.0)
+    assert run_of(restarts=1) != failed
 
 
 def losses_of_a_rank(world: World, folder: Path, spec: TrainSpec) -> dict[int, float]:

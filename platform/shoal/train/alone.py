@@ -10,12 +10,14 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+import psutil
+
 import shoal.runs
 from shoal.cost import PREDICTED
 from shoal.errors import ShoalError
 from shoal.home import home
 from shoal.parallel import World
-from shoal.runs import RunRecorder
+from shoal.runs import Run, RunRecorder, Status
 from shoal.train.assembly import set_threads
 from shoal.train.checks import check
 from shoal.train.ending import end_run
@@ -29,6 +31,7 @@ from shoal.train.told import Told
 from shoal.train.trainer import Trainer
 
 JOB = "train"
+_CLOCK_IS_SET_S = 60.0  # by no more than this while torchrun runs
 _NUM_LOOKED_AT = 50  # newest runs, when the one that torchrun has interrupted is looked for
 
 
@@ -98,15 +101,20 @@ def _record(spec: TrainSpec, job: str) -> Iterator[RunRecorder]:
         spec.to_yaml(), job, begun="training", resumed=spec.resume or _run_of_torchrun()
     ) as recorder:
         if TORCHRUN in os.environ:
-            recorder.event("launched", by=_launcher())
+            recorder.event("launched", by=_launcher(), at=_launched_at())
         yield recorder
     if recorder.folder.is_dir():
         shoal.runs.write_report(shoal.runs.load(recorder.id))
 
 
 def _launcher() -> str:
-    """Which torchrun this is."""
+    """Which torchrun this is, among those that began at the same time."""
     return f"torchrun {os.environ[TORCHRUN]}, process {os.getppid()} on {socket.gethostname()}"
+
+
+def _launched_at() -> float:
+    """When torchrun began: Unix time in seconds, by the clock as it is set now."""
+    return psutil.Process(os.getppid()).create_time()
 
 
 def _run_of_torchrun() -> str:
@@ -114,4 +122,10 @@ def _run_of_torchrun() -> str:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return ""
     runs = shoal.runs.list_runs(_NUM_LOOKED_AT)
-    return next((run.id for run in runs if run.last_events().get("launched", {}).get("by") == _launcher()), "")
+    return next((run.id for run in runs if run.status is not Status.FINISHED and _is_ours(run)), "")
+
+
+def _is_ours(run: Run) -> bool:
+    """In containers another torchrun may have had the same host name and process id."""
+    launched = run.last_events().get("launched", {})
+    return launched.get("by") == _launcher() and abs(launched.get("at", 0.0) - _launched_at()) < _CLOCK_IS_SET_S
