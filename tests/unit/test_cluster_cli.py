@@ -271,6 +271,26 @@ def test_who_follows_a_job_elsewhere_outlasts_a_silence_but_not_for_ever(
     assert PATIENCE_S <= clock.now - began_s < PATIENCE_S + 2.0
 
 
+def test_a_log_that_is_read_in_the_middle_of_a_character_is_followed_whole(
+    clock: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "ray/session_latest/logs/job-driver-one.log"
+    log.parent.mkdir(parents=True)
+    log.touch()
+    written = iter([b"gr\xc3", b"\xbc\xc3", b"\x9fe \xff\n", b"\xe2\x82"])
+
+    def ask(_client: object, _method: str, _path: str) -> dict[str, str]:
+        piece = next(written)
+        with log.open("ab") as file:
+            file.write(piece)
+        state = "SUCCEEDED" if piece == b"\xe2\x82" else "RUNNING"
+        return {"submission_id": "one", "status": state, "entrypoint": "python job.py"}
+
+    monkeypatch.setattr("shoal.cluster.jobs.ask", ask)
+    job = Job(ClusterHandle("127.0.0.1:1", "http://127.0.0.1:1", "token", {}, temp_dir=tmp_path), "one")
+    assert list(job.follow(1e9)) == ["gr", "ü", "ße �\n", "�"]
+
+
 @pytest.mark.parametrize("silence", SILENCE)
 def test_a_cluster_that_has_died_is_noticed_at_once(silence: ShoalError, clock: SimpleNamespace) -> None:
     with pytest.raises(type(silence)):

@@ -7,6 +7,7 @@ dies with its cluster: what must survive is kept by runs, checkpoints and the re
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import math
 import os
@@ -231,7 +232,7 @@ class Job:
 
             def look() -> tuple[JobStatus, str, int]:
                 now = _job_info(ask(client, "GET", self._path)).status
-                return now, *self._log_from(client, num_seen)
+                return now, *self._log_from(client, num_seen, is_whole=now.is_over)
 
             while True:
                 if (found := self._patiently(look)) is not None:
@@ -280,8 +281,9 @@ class Job:
             return None
         return self._cluster.temp_dir / "ray/session_latest/logs" / f"job-driver-{self.submission_id}.log"
 
-    def _log_from(self, client: httpx.Client, start: int) -> tuple[str, int]:
-        """What was written after `start`, and the next start (bytes of the file; characters of a remote log)."""
+    def _log_from(self, client: httpx.Client, start: int, is_whole: bool) -> tuple[str, int]:
+        """What was written after `start`, and the next start (bytes of the file; characters of a remote log). A
+        character of which the end may still come is left for then."""
         if self._log_path is None:
             text: str = ask(client, "GET", f"{self._path}/logs")["logs"]
             return text[start:], len(text)
@@ -290,7 +292,9 @@ class Job:
         with self._log_path.open("rb") as file:
             file.seek(start)
             new = file.read()
-        return new.decode(errors="replace"), start + len(new)
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        text, (left, _) = decoder.decode(new, final=is_whole), decoder.getstate()
+        return text, start + len(new) - len(left)
 
     def _failure(self, info: JobInfo) -> str:
         lines = self.logs().strip().splitlines()[-NUM_LAST_LINES:]
