@@ -294,6 +294,13 @@ def test_an_end_that_cannot_come() -> None:
     assert (error.field, error.value) == ("stop.convergence.metric", "loss")
 
 
+@pytest.mark.parametrize("task", ["Toy", "Unsendable"])
+def test_a_name_that_the_registry_refuses_is_refused_before_anything_else(task: str) -> None:
+    error = refused(spec_of(task, workers=2, parallel="ddp", name="N" * 129))
+    assert (error.field, error.value) == ("name", "n" * 129)
+    assert "128" in error.remedy
+
+
 def test_a_back_end_that_this_torch_has_not() -> None:
     error = refused(spec_of(parallel={"backend": "cpu:gloo,cuda:nobody", "data": 2}, workers=2), PlanError)
     assert (error.field, error.value) == ("parallel.backend", "cpu:gloo,cuda:nobody")

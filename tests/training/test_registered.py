@@ -117,6 +117,7 @@ def test_an_error_in_a_registered_source_shows_its_lines() -> None:
         ({"task": "lenet", "name": "fashion"}, "fashion"),
         ({"task": "package.module:Mine"}, "mine"),
         ({"task": "package.module"}, "module"),
+        ({"task": "lenet", "name": "Größe²"}, "gr--e"),
     ],
 )
 def test_the_name_of_a_model(spec: dict[str, Any], name: str) -> None:

@@ -2,7 +2,7 @@
 
 from shoal.registry.aliases import Aliases, Move
 from shoal.registry.manifest import Manifest, ModelFactory, Signature, TensorSignature
-from shoal.registry.registry import AliasWords, ModelVersion, Registry, split_ref
+from shoal.registry.registry import AliasWords, ModelVersion, Registry, require_name, split_ref
 
 __all__ = [
     "AliasWords",
@@ -14,5 +14,6 @@ __all__ = [
     "Registry",
     "Signature",
     "TensorSignature",
+    "require_name",
     "split_ref",
 ]

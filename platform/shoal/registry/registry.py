@@ -111,7 +111,7 @@ class Registry:
         Raises ConfigError for a name or alias that does not fit, WeightsError for a damaged snapshot, RegistryError
         when it cannot be written. What is interrupted leaves nothing to see.
         """
-        _require_name("name", name)
+        require_name("name", name)
         _require_aliases(tuple(aliases))
         if model.format == "module":
             snapshot.check()  # refuses damage now, and not when the model is served
@@ -212,7 +212,7 @@ class Registry:
         return sorted(path.name for path in self.root.iterdir() if _NAME.fullmatch(path.name) and _versions_in(path))
 
     def _folder(self, name: str) -> Path:
-        _require_name("name", name)
+        require_name("name", name)
         if _versions_in(self.root / name):
             return self.root / name
         near = difflib.get_close_matches(name, self._names(), n=3)
@@ -226,7 +226,7 @@ def split_ref(ref: str) -> tuple[str, str]:
     Raises ConfigError for what is not a reference.
     """
     name, separator, word = ref.partition("@")
-    _require_name("model", name)
+    require_name("model", name)
     if separator and not _NAME.fullmatch(word):
         raise ConfigError("model", ref, "is not a model reference", "write name@3, name@champion, or name")
     return name, "" if word == "latest" else word
@@ -240,13 +240,15 @@ def _meant(word: str, versions: Sequence[int], aliases: Aliases) -> int | None:
     return version if version in versions else None
 
 
-def _require_name(field: str, name: str) -> None:
+def require_name(field: str, name: str) -> None:
+    """Raises ConfigError for what can name no model, before there is one to register."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(field, name, "is not a name", "use a-z, 0-9, '.', '_' and '-', and begin with a-z or 0-9")
+        remedy = "use a-z, 0-9, '.', '_' and '-', 128 at most, and begin with a-z or 0-9"
+        raise ConfigError(field, name, "is not a name", remedy)
 
 
 def _require_alias(alias: str) -> None:
-    _require_name("alias", alias)
+    require_name("alias", alias)
     if alias.isdigit() or alias == "latest":
         raise ConfigError("alias", alias, "means a version already", "choose a word, such as champion or candidate")
 

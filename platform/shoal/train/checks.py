@@ -20,7 +20,7 @@ from shoal.data.fingerprint import fingerprint
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError
 from shoal.parallel.checks import check_plan
 from shoal.parallel.world import choose_device
-from shoal.registry import ModelFactory, Signature
+from shoal.registry import ModelFactory, Signature, require_name
 from shoal.runs import Status
 from shoal.train.fitting import first_line, is_out_of_memory
 from shoal.train.random_state import random_state, seed_everything, set_random_state
@@ -55,6 +55,7 @@ def check(spec: TrainSpec) -> Checked:
     samples = spec.parallel.samples(spec.batch_size, degrees)
     if spec.stop.is_empty:
         raise ConfigError("stop", None, "nothing says when to end", "give stop.epochs=3, say, or stop.steps=1000")
+    require_name("name", model_name(spec))
     _require_more_to_do(spec)
     _require_backend(spec)
     task = make_task(spec.task, spec.args)
@@ -93,7 +94,6 @@ def _try_out(spec: TrainSpec, task: Task, data: Data, samples: int) -> Checked:
     signature = signature_of(task, model, batch)
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
     known = {name: f"{type(data).__name__} {fingerprint(data)}" for name, data in parts.items() if data is not None}
-    model_name(spec)
     evaluated = tuple(measured) if data.validation is not None else ()
     return Checked(factory_of(spec), signature, known, num_parameters, steps_per_epoch, evaluated)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ def model_name(spec: TrainSpec) -> str:
     place, _, name = spec.task.partition(":")
     file = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
     chosen = spec.name or name or file
-    return "".join(c if c.isalnum() or c in "._-" else "-" for c in chosen.lower()).strip("._-") or "model"
+    return re.sub(r"[^a-z0-9._-]", "-", chosen.lower()).strip("._-") or "model"
 
 
 def factory_of(spec: TrainSpec) -> ModelFactory:
