@@ -39,7 +39,7 @@ class FakeFit:
     on_poll: Callable[[], None]
 
     def __init__(self, setting: Any) -> None:
-        self.setting, self.was_stopped, self.was_closed = setting, False, False
+        self.setting, self.was_stopped, self.was_closed, self.refusal = setting, False, False, ""
         said, self._end = self.script[len(self.made)]
         self._said = list(said)
         self.made.append(self)
@@ -51,6 +51,9 @@ class FakeFit:
 
     def stop(self) -> None:
         self.was_stopped = True
+
+    def refuse(self, why: str) -> None:
+        self.refusal, self._said = why, self._said[-2:]
 
     def outcome(self) -> Outcome:
         if isinstance(self._end, Exception):
@@ -229,7 +232,8 @@ def test_a_run_that_another_process_has_resumed_is_left_to_it(
     fit.script = [([[]] * 50, RankLost("never asked"))]
     with pytest.raises(RunError, match="was resumed by another process"):
         run(spec_of())
-    assert next(polls) == 2
+    assert next(polls) == 4  # until the workers had ended
+    assert "was resumed by another process" in fit.made[0].refusal
     assert fit.made[0].was_closed
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import NotFinite, RankLost
+from shoal.errors import NotFinite, RankLost, RunError
 from shoal.train.outcome import Outcome
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
@@ -140,6 +140,18 @@ def test_a_mailbox_that_does_not_answer_stops_nobody_and_loses_nothing(handle: H
     messages, _ = handle.mailbox.take(0)
     assert [content[0] for _, content in messages] == [*range(100), "stopped"]
     assert not posted.stop_asked.is_set()
+
+
+def test_who_is_refused_hears_it_before_a_checkpoint_and_is_to_end(handle: Handle) -> None:
+    from shoal.runs.ray_mailbox import Posted
+
+    posted = Posted(handle)
+    posted.flush()
+    handle.mailbox.refuse("run 'r' was resumed by another process")
+    assert posted.stop_asked.wait(30)
+    with pytest.raises(RunError, match="run 'r' was resumed by another process"):
+        posted.flush()
+    posted.close()
 
 
 def test_what_is_flushed_is_in_the_mailbox(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import shoal.runs
 from shoal.cluster.driver import expected_run_id, job_main
 from shoal.cost import PREDICTED
-from shoal.errors import RankLost, RecordUnwritable
+from shoal.errors import RankLost, RecordUnwritable, RunError
 from shoal.runs import RunRecorder
 from shoal.runs.ray_mailbox import Message
 from shoal.train.checks import Checked, check
@@ -117,7 +117,7 @@ class _Flow:
         setting = Setting(self.spec, self.recorder.id, self.recorder.folder, Path.cwd())
         with interrupts() as asked, closing(Fit(setting)) as fit:
             deadline = math.inf
-            while not self._listen(fit, POLL_S):
+            while not self._listen_or_refuse(fit):
                 if asked.is_set() and deadline == math.inf:
                     print("stopping: saving a checkpoint ...", flush=True)
                     fit.stop()
@@ -130,6 +130,16 @@ class _Flow:
                 if asked.is_set():
                     raise KeyboardInterrupt from None  # nobody wants another attempt
                 raise
+
+    def _listen_or_refuse(self, fit: Fit) -> bool:
+        try:
+            return self._listen(fit, POLL_S)
+        except RunError as error:  # another process has resumed the run: its checkpoints are not the workers' any more
+            fit.refuse(str(error))
+            deadline = time.monotonic() + STOP_S
+            while not fit.poll(POLL_S)[1] and time.monotonic() < deadline:
+                pass
+            raise
 
     def _listen(self, fit: Fit, timeout_s: float) -> bool:
         messages, is_over = fit.poll(timeout_s)

@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shoal.errors import ShoalError
+from shoal.errors import RunError, ShoalError
 
 CALL_TIMEOUT_S = 30.0
 DELIVERY_S = 0.2  # between two deliveries of rank 0; also how late it hears of a request to stop
@@ -33,15 +33,17 @@ class Mailbox:
         self._num_delivered = 0
         self._errors: list[ShoalError] = []
         self._stop = False
+        self._refusal = ""
         self._lock = threading.Lock()
 
-    def deliver(self, begin: int, messages: list[Message]) -> bool:
-        """From rank 0: its messages from number `begin` on, some of them perhaps again; answers whether to stop."""
+    def deliver(self, begin: int, messages: list[Message]) -> tuple[bool, str]:
+        """From rank 0: its messages from number `begin` on, some of them perhaps again; answers whether to stop, and
+        why nothing is to be saved any more, if so."""
         with self._lock:
             new = messages[self._num_delivered - begin :]
             self._messages += new
             self._num_delivered += len(new)
-            return self._stop
+            return self._stop, self._refusal
 
     def fail(self, error: ShoalError) -> None:
         """From any rank: why it ended."""
@@ -58,6 +60,11 @@ class Mailbox:
     def stop(self) -> None:
         """For the driver: ask the workers to save and end."""
         self._stop = True
+
+    def refuse(self, why: str) -> None:
+        """For the driver: ask the workers to end, and to save nothing: the run is another's."""
+        with self._lock:
+            self._stop, self._refusal = True, why
 
 
 def start_mailbox() -> ActorHandle:
@@ -84,6 +91,7 @@ class Posted:
         self._mailbox = mailbox
         self._pending: list[Message] = []
         self._num_delivered = 0
+        self._refusal = ""
         self._is_wanted = self._is_closing = False
         self._changed = threading.Condition()  # of all of these
         self.stop_asked = threading.Event()
@@ -102,13 +110,16 @@ class Posted:
     def flush(self) -> None:
         """Until the mailbox, which outlives this process, has what was said so far; not for ever.
 
-        What it has not got by then is delivered later: the last reports are in the checkpoint, too.
+        What it has not got by then is delivered later: the last reports are in the checkpoint, too. Raises RunError
+        when the driver has said that the run is another's.
         """
         with self._changed:
             end = self._num_delivered + len(self._pending)
             self._is_wanted = bool(self._pending)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._num_delivered >= end, FLUSH_S)
+            if self._refusal:
+                raise RunError(self._refusal)
 
     def close(self) -> None:
         """Deliver the rest. Idempotent."""
@@ -133,14 +144,16 @@ class Posted:
         with self._changed:
             messages = list(self._pending)
         try:
-            is_to_stop = ray.get(self._mailbox.deliver.remote(self._num_delivered, messages), timeout=CALL_TIMEOUT_S)
+            answer = ray.get(self._mailbox.deliver.remote(self._num_delivered, messages), timeout=CALL_TIMEOUT_S)
         except NO_ANSWER_YET:
             return  # they are still pending
         except RayError:  # the mailbox is dead: save, and end
-            is_to_stop = True
+            answer = (True, "")
+        is_to_stop, refusal = answer
         with self._changed:
             del self._pending[: len(messages)]
             self._num_delivered += len(messages)
+            self._refusal = refusal or self._refusal
             self._changed.notify_all()
         if is_to_stop:
             self.stop_asked.set()

@@ -136,6 +136,10 @@ class Fit:
         """Ask the workers to save and end; `poll` goes on until they have."""
         self._answer(self._mailbox.stop.remote())
 
+    def refuse(self, why: str) -> None:
+        """Ask the workers to end, and to save nothing; `poll` goes on until they have."""
+        self._answer(self._mailbox.refuse.remote(why))
+
     def outcome(self) -> Outcome:
         """How the attempt ended. Raises the workers' own error; RankLost when a worker, or the mailbox, just died."""
         is_cut_short = self._mailbox_death is not None and self._outcome is not None and self._outcome.is_interrupted
