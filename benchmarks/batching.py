@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.children import ROOT
 from benchmarks.result import commit, machine
 from shoal.serve.batcher import Batcher, TooLate
-from shoal.serve.simulate import ClassicServer, ForwardTime, ScheduleServer, SimulatedLoad, drive, poisson
+from shoal.serve.batching.simulate import ClassicServer, ForwardTime, ScheduleServer, SimulatedLoad, drive, poisson
 
 MEASURED = [(1, 0.0205), (32, 0.036)]
 FORWARD = ForwardTime(MEASURED)

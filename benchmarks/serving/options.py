@@ -25,8 +25,8 @@ from benchmarks.children import ROOT
 from benchmarks.result import Row, compare, number, options, write
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.registry.manifest import Format
+from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.options import ModelOptions
-from shoal.serve.predictor import LoadedModel, Predictor
 from shoal.weights import WeightSnapshot
 
 PAGE = ROOT / "docs" / "serving-models.md"

@@ -72,6 +72,29 @@ def test_only_shells_and_the_cluster_import_ray(path: Path) -> None:
     assert not {name for name in imports_of(path) if name.partition(".")[0] == "ray"}
 
 
+# Of a part of serve/, the other parts that it may import, and whether the files beside them.
+PARTS: dict[str, tuple[set[str], bool]] = {
+    "batching": (set(), False),
+    "model": (set(), True),
+    "protocol": (set(), True),
+    "controller": (set(), True),
+    "tables": ({"model"}, True),
+    "replica": ({"model", "protocol"}, True),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_parts_of_serving_know_no_more_of_each_other_than_they_must(part: str) -> None:
+    parts, beside = PARTS[part]
+    for path in (PACKAGE / "serve" / part).rglob("*.py"):
+        for name in imports_of(path):
+            if not name.startswith("shoal.serve."):
+                continue
+            other = name.split(".")[2]
+            is_allowed = other == part or other in parts or (beside and other not in PARTS)
+            assert is_allowed, f"{path.relative_to(PACKAGE)} may not import {name}"
+
+
 def test_jobs_and_serve_apps_are_imported_by_nobody() -> None:
     for path in FILES:
         assert not {name for name in imports_of(path) if name.partition(".")[0] in ("jobs", "serve_apps")}
@@ -92,7 +115,7 @@ def test_a_client_of_an_endpoint_loads_neither_torch_nor_ray() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("module", ["shoal.rl.learner", "shoal.serve.replica", "shoal.registry"])
+@pytest.mark.parametrize("module", ["shoal.rl.learner", "shoal.serve.replica.replica", "shoal.registry"])
 def test_the_loop_loads_nothing_of_training(module: str) -> None:
     """A run has a dozen processes: a second of imports in each of them is what a user waits for at its start."""
     heavy = ["torch.distributed.checkpoint", "sympy", "matplotlib", "shoal.train", "shoal.data"]

@@ -17,9 +17,9 @@ from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, served
 from shoal.open_inference.datatypes import DATATYPES
 from shoal.serve.call import Arrays
-from shoal.serve.changes import Change
-from shoal.serve.openapi import REFUSALS, document
-from shoal.serve.paths import ADMINISTRATORS, find
+from shoal.serve.controller.changes import Change
+from shoal.serve.protocol.openapi import REFUSALS, document
+from shoal.serve.protocol.paths import ADMINISTRATORS, find
 
 PAGE = (Path(__file__).parents[2] / "docs" / "inference-protocol.md").read_text()
 EXAMPLES = re.findall(r"^```sh\n(.*?)^```$(?:\n\n^```json\n(.*?)^```$)?", PAGE, re.DOTALL | re.MULTILINE)

@@ -20,15 +20,15 @@ from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import DATATYPES
-from shoal.serve import direct_http
-from shoal.serve.access import Access
 from shoal.serve.call import Arrays
-from shoal.serve.grpc_http1 import GrpcOverHttp1
-from shoal.serve.grpc_server import GrpcServer
-from shoal.serve.grpc_service import InferenceServicer
-from shoal.serve.limits import Limits
 from shoal.serve.options import ApiKey, ModelOptions
-from shoal.serve.rest import RestApp
+from shoal.serve.protocol import direct_http
+from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.grpc_http1 import GrpcOverHttp1
+from shoal.serve.protocol.grpc_server import GrpcServer
+from shoal.serve.protocol.grpc_service import InferenceServicer
+from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.rest import RestApp
 
 HOST = "127.0.0.1"
 TOKEN = "the-token"

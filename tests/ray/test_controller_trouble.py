@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.errors import ConnectionLost, InferenceError
-from shoal.serve.controller_setting import ControllerSetting
+from shoal.serve.controller.setting import ControllerSetting
 from shoal.serve.report import ReplicaReport
 
 

@@ -7,8 +7,8 @@ import ray
 
 from shoal.cluster.embedded import EmbeddedCluster
 from shoal.errors import ConnectionLost, InferenceError
-from shoal.serve.controller_setting import ControllerSetting
-from shoal.serve.controller_state import Deployment
+from shoal.serve.controller.setting import ControllerSetting
+from shoal.serve.controller.state import Deployment
 from shoal.serve.options import ModelOptions
 from shoal.serve.ray_controller import NAMESPACE, RayController
 from waiting import wait_for

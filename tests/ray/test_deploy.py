@@ -17,7 +17,7 @@ from shoal.cluster.embedded import EmbeddedCluster
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.serve.controller_setting import ControllerSetting, kept_endpoint
+from shoal.serve.controller.setting import ControllerSetting, kept_endpoint
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.sources import LiveModel, ServedModel, registered
 from shoal.weights import WeightSnapshot, WeightStore
@@ -264,7 +264,7 @@ def test_an_endpoint_is_closed_also_when_its_record_cannot_be_written(monkeypatc
 
 def test_a_change_that_cannot_be_recorded_now_ends_no_endpoint() -> None:
     from shoal.flows.serving import record_changes
-    from shoal.serve.controller_state import Event
+    from shoal.serve.controller.state import Event
 
     told: list[str] = []
 

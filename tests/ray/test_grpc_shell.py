@@ -14,10 +14,10 @@ import pytest
 
 from serving.fake_host import FakeHost, FakeModel
 from serving.grpc_asking import request, until
-from shoal.serve.access import Access
 from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.grpc_server import METHODS, NOT_SERVED, SERVICE
-from shoal.serve.grpc_service import InferenceServicer
+from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.grpc_server import METHODS, NOT_SERVED, SERVICE
+from shoal.serve.protocol.grpc_service import InferenceServicer
 
 TIMEOUT_S = 10.0
 MAX_BODY_BYTES = 100_000

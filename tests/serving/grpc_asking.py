@@ -14,9 +14,9 @@ import pytest
 
 from serving.fake_host import FakeHost
 from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.access import Access
-from shoal.serve.grpc_server import METHODS, SERVICE, GrpcServer
-from shoal.serve.grpc_service import InferenceServicer
+from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.grpc_server import METHODS, SERVICE, GrpcServer
+from shoal.serve.protocol.grpc_service import InferenceServicer
 
 TIMEOUT_S = 10.0
 Ask = Callable[..., Any]

@@ -9,7 +9,7 @@ from typing import Any
 from serving.faulty_models import ASKED, RAISE, SIGNATURE, moody
 from serving.replica_set import Asked, ReplicaSet, ask, tally, until
 from shoal.registry import ModelFactory
-from shoal.serve.replica import EndpointReplica
+from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.sources import LiveModel, ServedModel
 from shoal.weights import WeightSnapshot, WeightStore
 

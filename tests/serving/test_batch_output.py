@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from shoal.errors import RunError
-from shoal.serve.batch_output import has_rows, incoming_for, num_rows, publish, require_all_rows
+from shoal.serve.tables.batch_output import has_rows, incoming_for, num_rows, publish, require_all_rows
 
 
 def written(folder: Path, rows: int) -> Path:

@@ -18,8 +18,8 @@ from shoal.client import AsyncClient, Client
 from shoal.client.exchange import Conversation, Patience, Reply, Request
 from shoal.errors import Closed, ConfigError, ConnectionLost, InferenceError
 from shoal.open_inference.datatypes import NUMPY, bf16_bits
-from shoal.serve.administration import LOAD_TIMEOUT_S
-from shoal.serve.changes import Change
+from shoal.serve.controller.administration import LOAD_TIMEOUT_S
+from shoal.serve.controller.changes import Change
 
 ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 

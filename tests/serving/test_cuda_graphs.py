@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.serve.formats import cuda_graphs
-from shoal.serve.formats.cuda_graphs import GraphedModule
+from shoal.serve.model.formats import cuda_graphs
+from shoal.serve.model.formats.cuda_graphs import GraphedModule
 
 
 class Times(nn.Module):

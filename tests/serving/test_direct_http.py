@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 import uvicorn.config
 
-from shoal.serve import direct_http
+from shoal.serve.protocol import direct_http
 from waiting import wait_for
 
 LARGE = 3_000_000

@@ -20,8 +20,8 @@ from serving.replica_set import Asked, ReplicaSet, ask, until
 from shoal.errors import ShoalError
 from shoal.registry import Registry
 from shoal.serve.call import InferCall
-from shoal.serve.hosted import TIMERS_S
-from shoal.serve.replica import EndpointReplica
+from shoal.serve.replica.hosted import TIMERS_S
+from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.sources import registered
 
 

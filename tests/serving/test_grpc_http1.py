@@ -22,13 +22,13 @@ from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster.serve_environment import free_port
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
-from shoal.serve import direct_http
-from shoal.serve.access import Access
-from shoal.serve.grpc_http1 import GrpcOverHttp1
-from shoal.serve.grpc_server import METHODS, SERVICE
-from shoal.serve.grpc_service import InferenceServicer
-from shoal.serve.limits import Limits
-from shoal.serve.rest import RestApp
+from shoal.serve.protocol import direct_http
+from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.grpc_http1 import GrpcOverHttp1
+from shoal.serve.protocol.grpc_server import METHODS, SERVICE
+from shoal.serve.protocol.grpc_service import InferenceServicer
+from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.rest import RestApp
 
 TIMEOUT_S = 10.0
 LIMITS = Limits(max_body_bytes=1 << 20)

@@ -11,10 +11,10 @@ import pytest
 from serving.fake_host import FakeHost, FakeModel
 from serving.grpc_asking import TIMEOUT_S, raw, run, served, until
 from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.access import Access
 from shoal.serve.call import InferCall, Prediction
-from shoal.serve.grpc_server import METHODS, SERVICE, GrpcServer
-from shoal.serve.grpc_service import STREAM_WINDOW, InferenceServicer
+from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.grpc_server import METHODS, SERVICE, GrpcServer
+from shoal.serve.protocol.grpc_service import STREAM_WINDOW, InferenceServicer
 
 # -- ends before the answer -------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ import pytest
 from serving.fake_replica import FakeReplica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster import haproxy
-from shoal.serve.administration import LOAD_TIMEOUT_S
-from shoal.serve.changes import MAX_TIMEOUT_S
+from shoal.serve.controller.administration import LOAD_TIMEOUT_S
+from shoal.serve.controller.changes import MAX_TIMEOUT_S
 
 ANSWER_S = 10.0
 SERVER_S, LONGER_S = 0.2, 0.4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from serving.replica_set import Asked, ReplicaSet, ask, infer, register, until
-from shoal.serve.replica import EndpointReplica
+from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.sources import registered
 
 TOKEN, ADA = "t0ken", "key-of-ada"

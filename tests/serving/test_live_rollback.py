@@ -15,10 +15,10 @@ from serving.replica_set import ask, until
 from shoal.cli.serve_display import plain_lines, shares
 from shoal.client.status import EndpointStatus
 from shoal.errors import InferenceError
-from shoal.serve import live_control
 from shoal.serve.batcher import BatchReport
+from shoal.serve.controller.controller import live_control
 from shoal.serve.options import GuardOptions
-from shoal.serve.replica import START_POLL_S
+from shoal.serve.replica.replica import START_POLL_S
 from shoal.serve.report import MAX_LEFT
 from shoal.weights import WeightSnapshot
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from shoal.errors import ConfigError, WeightsError
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.serve.formats.module import ModuleTemplate
-from shoal.serve.formats.template import Setting
+from shoal.serve.model.formats.module import ModuleTemplate
+from shoal.serve.model.formats.template import Setting
+from shoal.serve.model.predictor import Predictor
 from shoal.serve.options import ModelOptions
-from shoal.serve.predictor import Predictor
 from shoal.weights import WeightSnapshot
 
 SIGNATURE = Signature(

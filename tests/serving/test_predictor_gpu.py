@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shoal.registry import ModelFactory, Signature, TensorSignature
+from shoal.serve.model.predictor import Predictor
 from shoal.serve.options import ModelOptions
-from shoal.serve.predictor import Predictor
 from shoal.weights import WeightSnapshot
 
 pytestmark = [
@@ -51,7 +51,7 @@ def test_versions_live_side_by_side_on_the_device(options: dict[str, object]) ->
 
 
 def test_graphs_are_captured_once_for_versions_that_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.serve.formats import cuda_graphs
+    from shoal.serve.model.formats import cuda_graphs
 
     sizes = []
     original = cuda_graphs.captured

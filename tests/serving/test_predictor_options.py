@@ -14,10 +14,10 @@ from torch._dynamo.utils import counters
 from shoal.errors import ConfigError, InferenceError
 from shoal.models.decoder import Decoder
 from shoal.registry import ModelFactory, Signature, TensorSignature
-from shoal.serve import device, kernels, precision
+from shoal.serve.model import device, kernels, precision
+from shoal.serve.model.predictor import LoadedModel, Predictor
+from shoal.serve.model.warm_up import measure
 from shoal.serve.options import ModelOptions
-from shoal.serve.predictor import LoadedModel, Predictor
-from shoal.serve.warm_up import measure
 from shoal.weights import WeightSnapshot
 
 GENERATOR = np.random.default_rng(0)

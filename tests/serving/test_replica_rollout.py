@@ -388,7 +388,7 @@ def test_a_replica_that_hangs_while_it_stages_is_not_healthy(monkeypatch: pytest
     async def body() -> None:
         async with ReplicaSet(registered("linear@1"), stage_timeout_s=2.0) as endpoint:
             [replica] = await endpoint.start()
-            monkeypatch.setattr("shoal.serve.host.HANGING_S", 0.05)
+            monkeypatch.setattr("shoal.serve.replica.host.HANGING_S", 0.05)
             replica.check_health()
             monkeypatch.setattr(RegisteredModel, "package", lambda source, version: release.wait(10))
             with pytest.raises(InferenceError, match="had not staged version 2 after"):

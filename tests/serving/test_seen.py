@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, ask, constant, infer, register, until
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.grpc_service import Invocation
-from shoal.serve.prometheus import CONTENT_TYPE
+from shoal.serve.protocol.grpc_service import Invocation
+from shoal.serve.protocol.prometheus import CONTENT_TYPE
 from shoal.serve.refusals import Refused
-from shoal.serve.replica import EndpointReplica
+from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.sources import LiveModel, ServedModel, registered
 from shoal.weights import WeightStore
 

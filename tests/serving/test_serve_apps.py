@@ -18,7 +18,7 @@ from shoal.errors import ConfigError, RegistryError
 from shoal.flows.serving_spec import check, from_file
 from shoal.models.lenet import MEAN, SPREAD, normalise, probabilities
 from shoal.registry import Registry
-from shoal.serve.predictor import ModelPackage, Predictor
+from shoal.serve.model.predictor import ModelPackage, Predictor
 from shoal.serve.sources import RegisteredModel
 
 APPS = Path(__file__).parents[2] / "serve_apps"

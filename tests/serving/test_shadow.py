@@ -20,12 +20,12 @@ from shoal.open_inference.datatypes import NUMPY, bf16_bits
 from shoal.registry import Registry
 from shoal.serve.batcher import Batcher
 from shoal.serve.call import Arrays, InferCall
-from shoal.serve.metrics import ModelStatistics
 from shoal.serve.options import GuardOptions, ModelOptions
-from shoal.serve.shadow import Answer, Shadow
+from shoal.serve.replica.metrics import ModelStatistics
+from shoal.serve.replica.shadow import Answer, Shadow
+from shoal.serve.replica.versions import Track
 from shoal.serve.snapshots import VersionSnapshot
 from shoal.serve.sources import registered
-from shoal.serve.versions import Track
 
 TOLERANCE = 0.01
 Forward = Callable[[Hashable, Sequence[Arrays]], list[Answer]]

@@ -13,9 +13,9 @@ import pytest
 import uvicorn
 
 from serving.fake_host import FakeHost
-from shoal.serve.access import Access
-from shoal.serve.limits import Limits
-from shoal.serve.rest import RestApp
+from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.rest import RestApp
 from waiting import wait_for
 
 ANSWER_S = 10.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.serve.warm_up import MEASURE_S, batch_sizes, measure
+from shoal.serve.model.warm_up import MEASURE_S, batch_sizes, measure
 
 
 def test_warm_up_sizes_are_powers_of_two_and_the_largest_batch() -> None:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from shoal.errors import ConfigError, InferenceError
-from shoal.serve.access import ADMINISTRATOR, ANYONE, Access, hashed
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.options import ApiKey
+from shoal.serve.protocol.access import ADMINISTRATOR, ANYONE, Access, hashed
 from shoal.serve.refusals import Refused
 
 TOKEN, KEY, OTHER = "the-token", "key-of-ada", "key-of-bob"

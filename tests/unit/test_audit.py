@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from shoal.errors import InferenceError
-from shoal.serve.audit import MAX_CHARS, AuditLog, origin
-from shoal.serve.controller_state import Event
+from shoal.serve.call import origin
+from shoal.serve.controller.audit import MAX_CHARS, AuditLog
+from shoal.serve.controller.state import Event
 from shoal.serve.refusals import LINE_EVERY_S, Refused
 from shoal.serve.report import ReplicaReport
 

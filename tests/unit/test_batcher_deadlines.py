@@ -11,7 +11,7 @@ import pytest
 from gated_forward import GatedForward, Request, answer, opened, run, until
 from shoal.errors import InferenceError
 from shoal.serve.batcher import Batcher, BatchReport, TooLate
-from shoal.serve.expiry import SWEPT_FROM, TICK_S, Expiry
+from shoal.serve.batching.expiry import SWEPT_FROM, TICK_S, Expiry
 
 SOON_S = 0.02
 

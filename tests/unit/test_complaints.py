@@ -8,7 +8,7 @@ ray::ServeReplica:s:replica.initialize_and_get_metadata() (pid=23567, ip=127.0.0
     raise RuntimeError(traceback.format_exc()) from None
 RuntimeError: Traceback (most recent call last):
 shoal.errors.ConfigError: what was tried first
-  File "/platform/shoal/serve/replica.py", line 79, in start
+  File "/platform/shoal/serve/replica/replica.py", line 79, in start
     raise ShoalError(trouble)
 shoal.errors.ShoalError: model 'm': ConfigError: preprocess = 'mine:nosuch': 'mine' has no 'nosuch'
 """

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from shoal.errors import RegistryError
-from shoal.serve.controller import EndpointController
-from shoal.serve.controller_state import Deployment, StateFile
-from shoal.serve.metrics import ModelStatistics
+from shoal.serve.controller.controller import EndpointController
+from shoal.serve.controller.rollout import Goal, Phase
+from shoal.serve.controller.state import Deployment, StateFile
+from shoal.serve.controller.status import StatusBook
 from shoal.serve.options import GuardOptions, ModelOptions
-from shoal.serve.rollout import Goal, Phase
-from shoal.serve.status import StatusBook
+from shoal.serve.replica.metrics import ModelStatistics
 from unit.controller_setting import LEASE_S, OPTIONS, Cluster, FakeReplica
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigError, InferenceError
-from shoal.serve.changes import parse_change
-from shoal.serve.rollout import Phase
+from shoal.serve.controller.changes import parse_change
+from shoal.serve.controller.rollout import Phase
 from unit.controller_setting import Cluster
 
 

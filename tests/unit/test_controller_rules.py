@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal.serve.rollout import Phase
+from shoal.serve.controller.rollout import Phase
 from unit.controller_setting import LEASE_S, VERSIONS, Cluster, FakeReplica
 
 

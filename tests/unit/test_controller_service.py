@@ -12,8 +12,8 @@ import pytest
 from shoal.errors import ConfigError, InferenceError, RegistryError
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.serve.controller_service import ControllerService
-from shoal.serve.controller_setting import controller_setting
+from shoal.serve.controller.service import ControllerService
+from shoal.serve.controller.setting import controller_setting
 from shoal.serve.deployment_options import deployment_options
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.options import ModelOptions
@@ -86,7 +86,7 @@ def test_what_replicas_refuse_and_administrators_ask_is_in_the_audit_log() -> No
 
 
 def test_it_ends_when_no_replica_has_asked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.serve.controller_service.TICK_S", 0.01)
+    monkeypatch.setattr("shoal.serve.controller.service.TICK_S", 0.01)
     ended: list[str] = []
 
     async def body(service: ControllerService) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.serve.controller_state import ControllerState, StateFile
+from shoal.serve.controller.state import ControllerState, StateFile
 from shoal.weights import WeightSnapshot
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.serve.forwards import ForwardTimes
+from shoal.serve.replica.forwards import ForwardTimes
 from shoal.serve.report import Forwards
 
 

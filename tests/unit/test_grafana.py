@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shoal.serve.metrics import ModelStatistics
-from shoal.serve.prometheus import METRICS, render
+from shoal.serve.protocol.prometheus import METRICS, render
+from shoal.serve.replica.metrics import ModelStatistics
 from shoal.serve.report import ModelReport, ReplicaReport
 from unit.test_prometheus import report, worked
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from shoal.serve.evidence import EvidenceBook
+from shoal.serve.controller.evidence import EvidenceBook
 from shoal.serve.guard import NUM_COMPARED, Evidence, Tried, judge, judge_live, latency_ratio
-from shoal.serve.metrics import ModelStatistics
 from shoal.serve.options import GuardOptions
+from shoal.serve.replica.metrics import ModelStatistics
 from shoal.serve.report import Forwards, ModelReport, ReplicaReport, total_forwards
 
 GUARD = GuardOptions(min_requests=100, max_disagreement=0.1, metric="reward", min_value=5.0)

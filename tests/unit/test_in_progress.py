@@ -10,8 +10,9 @@ import pytest
 from serving.asgi import client, refused
 from serving.fake_host import FakeHost, FakeModel
 from shoal.errors import InferenceError
-from shoal.serve.in_progress import Disconnected, Progress, RequestsInProgress
-from shoal.serve.limits import Limits
+from shoal.serve.call import Disconnected
+from shoal.serve.protocol.in_progress import Progress, RequestsInProgress
+from shoal.serve.protocol.limits import Limits
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 LIMITS = Limits(max_body_bytes=100)

@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.serve import live_control
-from shoal.serve.controller import EndpointController
-from shoal.serve.controller_state import Deployment, StateFile
+from shoal.serve.controller.controller import EndpointController, live_control
+from shoal.serve.controller.state import Deployment, StateFile
 from shoal.serve.options import ModelOptions
+from shoal.serve.plan import LivePlan
 from shoal.serve.report import MAX_LEFT, Left, LiveReport, ModelReport, ReplicaReport
-from shoal.serve.rollout import LivePlan
 from shoal.weights import WeightSnapshot
 
 OPTIONS = ModelOptions().model_dump(mode="json")

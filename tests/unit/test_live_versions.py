@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shoal.errors import InferenceError, WeightsError
 from shoal.serve.guard import NUM_COMPARED
+from shoal.serve.plan import LivePlan, Shares
 from shoal.serve.report import MAX_LEFT
-from shoal.serve.rollout import LivePlan, Shares
 from unit.live_subject import BROKEN, FINE, POISON, UNFIT, Subject, slower, weights
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.serve.metrics import MAX_VERSIONS, ROWS, SECONDS, Histogram, ModelStatistics
+from shoal.serve.controller.status import version_status
+from shoal.serve.replica.metrics import MAX_VERSIONS, ROWS, SECONDS, Histogram, ModelStatistics
 from shoal.serve.snapshots import merge, quantile, requests_and_errors, since
-from shoal.serve.status import version_status
 
 
 @dataclass

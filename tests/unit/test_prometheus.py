@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.serve.call import Caller
-from shoal.serve.metrics import MAX_VERSIONS, ModelStatistics
-from shoal.serve.prometheus import CONTENT_TYPE, METRICS, render, series
+from shoal.serve.protocol.prometheus import CONTENT_TYPE, METRICS, render, series
+from shoal.serve.replica.metrics import MAX_VERSIONS, ModelStatistics
 from shoal.serve.report import ModelReport, ReplicaReport
 from shoal.serve.snapshots import total
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.serve.report import Failure, ModelReport, ReplicaReport
-from shoal.serve.rollout import (
+from shoal.serve.controller.rollout import (
     Abandon,
     Goal,
     IllegalMove,
@@ -24,6 +23,7 @@ from shoal.serve.rollout import (
     stage,
     transition,
 )
+from shoal.serve.report import Failure, ModelReport, ReplicaReport
 
 STEADY = Rollout(Phase.STEADY, stable=1)
 LEGAL = {

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.serve.schedule import QueueFull, Schedule, TooLate
-from shoal.serve.waiting import Waiting
+from shoal.serve.batching.schedule import QueueFull, Schedule, TooLate
+from shoal.serve.batching.waiting import Waiting
 from unit.schedule_world import MAX_BATCH, MAX_QUEUE, QUEUES, Job, World, events, play
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.client import calls
 from shoal.errors import InferenceError
-from shoal.serve.terms import asked_sticky
+from shoal.serve.protocol.terms import asked_sticky
 
 
 @pytest.mark.parametrize("key", ["customer 17", "müller", "50%", "100 %25", "%zz", "ключ", "a+b", "日本" * 128])

@@ -208,9 +208,9 @@ def rollback(name: str, alias: str) -> None:
 def _read_signature(kind: Format, payload: bytes, file: str) -> Signature:
     """Imports the format's libraries, which take a second, when they are needed."""
     if kind == "onnx":
-        from shoal.serve.formats.onnx import signature_of
+        from shoal.serve.model.formats.onnx import signature_of
     else:
-        from shoal.serve.formats.exported import signature_of
+        from shoal.serve.model.formats.exported import signature_of
     return signature_of(payload, file)
 
 

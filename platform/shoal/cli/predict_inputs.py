@@ -19,7 +19,7 @@ import numpy as np
 from shoal.client.tensors import ArrayLike
 from shoal.errors import DataError
 from shoal.open_inference.datatypes import NUMPY
-from shoal.serve.table import TensorSpec, alike, choose_columns, csv_types, described, inputs_of, parse_columns
+from shoal.serve.tables.table import TensorSpec, alike, choose_columns, csv_types, described, inputs_of, parse_columns
 
 
 def from_words(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:

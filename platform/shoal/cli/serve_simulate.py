@@ -16,7 +16,7 @@ from rich.table import Table
 from shoal.client import Client, ModelStatus
 from shoal.client.find import find_endpoint, token_for
 from shoal.errors import ConfigError
-from shoal.serve.simulate import ForwardTime, SimulatedLoad, simulate
+from shoal.serve.batching.simulate import ForwardTime, SimulatedLoad, simulate
 
 TIMEOUT_S = 5.0
 DEFAULT_MAX_BATCH = 64  # that of ModelOptions

@@ -23,7 +23,7 @@ from shoal.errors import DataError
 from shoal.registry import Registry
 from shoal.serve.options import ModelOptions
 from shoal.serve.sources import RegisteredModel
-from shoal.serve.table import choose_columns, csv_types, parse_columns
+from shoal.serve.tables.table import choose_columns, csv_types, parse_columns
 
 JOB = "batch_predict"
 SUFFIXES = (".parquet", ".csv")

@@ -28,7 +28,7 @@ from functools import partial
 from typing import Generic
 
 from shoal.errors import Closed
-from shoal.serve.batch_queue import (
+from shoal.serve.batching.batch_queue import (
     AnswerT,
     Batched,
     BatcherCounts,
@@ -39,7 +39,7 @@ from shoal.serve.batch_queue import (
     RequestT,
     Slots,
 )
-from shoal.serve.schedule import Batch, QueueFull, TooLate
+from shoal.serve.batching.schedule import Batch, QueueFull, TooLate
 
 __all__ = ["BatchQueue", "BatchReport", "Batched", "Batcher", "BatcherCounts", "QueueFull", "TooLate"]
 

@@ -16,11 +16,13 @@ import numpy as np
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.options import ModelOptions
+from shoal.serve.refusals import MAX_CHARS
 
 if TYPE_CHECKING:
     from shoal.serve.tracing import RequestTrace
 
 Arrays = Mapping[str, np.ndarray]
+_FROM = " from "
 
 
 class InferCall(msgspec.Struct, frozen=True, gc=False):
@@ -152,3 +154,18 @@ class Caller:
     name: str
     administrator: bool = False
     models: frozenset[str] | None = field(default=None)  # None: all
+
+
+class Disconnected(Exception):
+    """The client has gone away: nobody is there to answer."""
+
+
+def origin(caller: str, address: str) -> str:
+    """Who asks and from where, in one word for all who pass it on: `administrator from 127.0.0.1`."""
+    return f"{caller}{_FROM}{address[:MAX_CHARS]}" if address else caller
+
+
+def caller_and_address(origin: str) -> tuple[str, str]:
+    """What `origin` was made of."""
+    caller, _, address = origin.partition(_FROM)
+    return caller, address

@@ -18,8 +18,8 @@ from pydantic import (
 )
 
 from shoal.config import Spec
-from shoal.serve.access import Access
 from shoal.serve.options import ApiKey, ModelOptions, usable_secret
+from shoal.serve.protocol.access import Access
 from shoal.serve.tracing import Destination
 
 # A replica is well used when one full batch is computed while the next one gathers.

@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from shoal.serve.forwards import WINDOW
 from shoal.serve.options import GuardOptions
-from shoal.serve.report import Forwards
-from shoal.serve.rollout import MAX_LOST_REPLICAS
+from shoal.serve.report import MAX_FORWARDS, Forwards
 
+MAX_LOST_REPLICAS = 2  # while a version is loaded, and again while it is a candidate: more are its doing
 MIN_FORWARDS = 5  # of one batch size, on either side, before their medians are compared
 NUM_COMPARED = 9  # batches that a live version and the one before it both compute, before one is called slow
 
@@ -56,7 +55,7 @@ def judge(guard: GuardOptions, evidence: Evidence) -> str:
             )
     # Its forwards count also where no request was answered: what is slow enough misses every deadline.
     num_forwards = sum(count for count, _ in evidence.candidate.values())
-    if evidence.requests >= guard.min_requests or num_forwards >= min(guard.min_requests, WINDOW):
+    if evidence.requests >= guard.min_requests or num_forwards >= min(guard.min_requests, MAX_FORWARDS):
         ratio = latency_ratio(evidence.stable, evidence.candidate)
         if ratio is not None and ratio > guard.max_latency_ratio:
             return f"it computes {ratio:.3g} times as long: above max_latency_ratio = {guard.max_latency_ratio:g}"

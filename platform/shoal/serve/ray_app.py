@@ -15,7 +15,7 @@ from ray import serve
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.home import access_token
-from shoal.serve.controller_setting import controller_setting
+from shoal.serve.controller.setting import controller_setting
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.ray_controller import RayController
 from shoal.serve.ray_serve import application

@@ -22,11 +22,11 @@ import ray.util.annotations
 
 from shoal.cluster.room import wait_for_free
 from shoal.errors import ClusterError, DataError, RunError
-from shoal.serve.batch_output import has_rows, incoming_for, publish, require_all_rows
 from shoal.serve.complaints import own_words
 from shoal.serve.options import ModelOptions
 from shoal.serve.sources import RegisteredModel
-from shoal.serve.table_predictor import TablePredictor
+from shoal.serve.tables.batch_output import has_rows, incoming_for, publish, require_all_rows
+from shoal.serve.tables.table_predictor import TablePredictor
 
 BLOCK_ROWS = 4096  # that travel to a worker together
 FILES_CPUS = 0.5  # what reading, and what writing, reserves

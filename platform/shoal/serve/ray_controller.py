@@ -15,12 +15,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from shoal.errors import ConnectionLost, ShoalError
-from shoal.serve.administration import LOAD_TIMEOUT_S
-from shoal.serve.controller_service import ControllerService
-from shoal.serve.controller_setting import ControllerSetting
-from shoal.serve.controller_state import StateFile
+from shoal.serve.controller.administration import LOAD_TIMEOUT_S
+from shoal.serve.controller.service import ControllerService
+from shoal.serve.controller.setting import ControllerSetting
+from shoal.serve.controller.state import StateFile
+from shoal.serve.plan import EndpointPlan
 from shoal.serve.report import ReplicaReport
-from shoal.serve.rollout import EndpointPlan
 from shoal.weights import WeightSnapshot
 
 NAMESPACE = "shoal"

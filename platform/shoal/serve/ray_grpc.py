@@ -19,8 +19,18 @@ from ray.serve._private import constants
 from ray.serve.config import gRPCOptions
 
 from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.grpc_server import METHODS, SERVICE, Context, Handlers, Method, answer, answers, refusals, time_left_s
-from shoal.serve.grpc_service import InferenceServicer
+from shoal.serve.protocol.grpc_server import (
+    METHODS,
+    SERVICE,
+    Context,
+    Handlers,
+    Method,
+    answer,
+    answers,
+    refusals,
+    time_left_s,
+)
+from shoal.serve.protocol.grpc_service import InferenceServicer
 from shoal.serve.ray_listen import listen_on_loopback
 
 _direct: list[Handlers] = []  # of this process's replica, when they answer directly

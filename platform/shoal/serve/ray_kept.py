@@ -13,7 +13,7 @@ from ray._private import state
 from ray.util import list_named_actors
 
 from shoal.errors import ClusterError
-from shoal.serve.controller_setting import kept_endpoint
+from shoal.serve.controller.setting import kept_endpoint
 from shoal.serve.ray_controller import NAMESPACE
 
 REMEDY = (

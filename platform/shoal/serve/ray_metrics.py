@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ray.util.metrics import Counter, Gauge
 
-from shoal.serve.prometheus import METRICS, series
+from shoal.serve.protocol.prometheus import METRICS, series
 from shoal.serve.report import ReplicaReport
 
 

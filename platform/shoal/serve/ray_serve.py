@@ -22,14 +22,14 @@ from ray.serve.handle import DeploymentHandle
 from shoal.cluster.serve_environment import free_port
 from shoal.errors import ClusterError, ConnectionLost
 from shoal.loading import loading
-from shoal.serve import direct_http
 from shoal.serve.complaints import own_words
-from shoal.serve.controller_setting import controller_setting
-from shoal.serve.controller_state import Event
+from shoal.serve.controller.setting import controller_setting
+from shoal.serve.controller.state import Event
 from shoal.serve.deployment_options import deployment_options
 from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.grpc_http1 import GrpcOverHttp1
-from shoal.serve.limits import Limits
+from shoal.serve.protocol import direct_http
+from shoal.serve.protocol.grpc_http1 import GrpcOverHttp1
+from shoal.serve.protocol.limits import Limits
 from shoal.serve.ray_controller import RayController
 from shoal.serve.ray_grpc import GrpcMethods, answer_directly, grpc_options, limit_messages
 from shoal.serve.ray_kept import this_driver
@@ -48,7 +48,9 @@ class ReplicaWorker(GrpcMethods):
         self, spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController
     ) -> None:
         with loading():
-            from shoal.serve.replica import EndpointReplica  # where it runs: who deploys would load torch for nothing
+            from shoal.serve.replica.replica import (
+                EndpointReplica,
+            )  # where it runs: who deploys would load torch for nothing
 
         listen_on_loopback()
         if spec.grpc_port is not None:

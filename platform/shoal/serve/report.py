@@ -14,6 +14,7 @@ from shoal.serve.snapshots import ModelSnapshot
 # Forwards of one version, by the size of their batch: class c has 2**c rows or more, and fewer than twice as many.
 # (how many, their median in seconds)
 Forwards = Mapping[int, tuple[int, float]]
+MAX_FORWARDS = 64  # of one version and size: the newest, of which the median is
 MAX_LEFT = 16  # versions that are remembered, the newest: a run publishes none twice, and its store has only the last
 
 

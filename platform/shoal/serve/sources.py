@@ -17,7 +17,7 @@ from shoal.serve.options import ModelOptions
 from shoal.weights import WeightSource
 
 if TYPE_CHECKING:
-    from shoal.serve.predictor import ModelPackage
+    from shoal.serve.model.predictor import ModelPackage
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RegisteredModel:
 
     def package(self, version: int) -> ModelPackage:
         """Raises RegistryError, WeightsError."""
-        from shoal.serve.predictor import ModelPackage
+        from shoal.serve.model.predictor import ModelPackage
 
         found = Registry(Path(self.registry)).get(f"{self.name}@{version}")
         return ModelPackage(found.manifest.model, found.manifest.signature, found.snapshot())

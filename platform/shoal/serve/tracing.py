@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from shoal.errors import ConfigError, InferenceError
-from shoal.serve.in_progress import Disconnected
+from shoal.serve.call import Disconnected
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

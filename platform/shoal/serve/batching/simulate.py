@@ -1,0 +1,265 @@
+"""What latency a model would show under a load: the batcher's own schedule, run against a simulated clock.
+
+Owns the simulated clock and the servers that it drives. Called by `shoal serve simulate`, by the plots of the page on
+batching, and by tests; starts no thread, loads no model and waits for nothing. The forward is a table, l(rows), as
+measured; arrivals are Poisson. The time that parsing and answering take is not in it.
+
+Three servers meet the same arrivals: ours (`schedule`, the code that serves), the classic one that waits for a full
+batch or a timeout, and with a timeout of zero the oracle: whenever it is free it takes what there is, first come first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+
+from shoal.errors import ConfigError
+from shoal.serve.batching.schedule import Batch, Schedule
+from shoal.serve.batching.waiting import Waiting
+
+Measured = Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class SimulatedLoad:
+    """What was seen at one rate. Latencies are of answered requests; nan when there were none.
+
+    goodput_per_s: requests answered within the deadline, a second (all that were answered, without a deadline)
+    refused:       requests turned away at the door or dropped from the queue; answered + refused = requests
+    utilisation:   share of the slots' time in which forwards ran
+    """
+
+    requests_per_s: float
+    requests: int
+    answered: int
+    refused: int
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    goodput_per_s: float
+    utilisation: float
+    mean_batch_rows: float
+
+
+class ForwardTime:
+    """l(rows) through measured points: straight between them, flat below the first, its last slope above the last.
+
+    It never falls with the rows: of points that contradict each other, the cheaper is right (see `latency`).
+    Raises ConfigError for no points, or points that are not above zero.
+    """
+
+    def __init__(self, measured: Measured) -> None:
+        points = dict(sorted(measured))
+        if not points:
+            raise ConfigError("measured", measured, "holds no (rows, seconds)", "measure at least one batch size")
+        for rows, seconds in points.items():
+            if rows < 1 or not 0 < seconds < math.inf:
+                raise ConfigError("measured", (rows, seconds), "rows and seconds must be above zero")
+        never_falling = list(accumulate(reversed(points.values()), min))[::-1]
+        self._rows, self._seconds = list(points), never_falling
+
+    def seconds(self, rows: int) -> float:
+        """How long a forward over so many rows takes."""
+        if len(self._rows) == 1 or rows <= self._rows[0]:
+            return self._seconds[0]
+        right = min(bisect_left(self._rows, rows), len(self._rows) - 1)
+        left = right - 1
+        slope = (self._seconds[right] - self._seconds[left]) / (self._rows[right] - self._rows[left])
+        return self._seconds[left] + slope * (rows - self._rows[left])
+
+    def capacity_per_s(self, max_batch_rows: int, slots: int = 1) -> float:
+        """Rows a second when every forward has the best size."""
+        return slots * max(rows / self.seconds(rows) for rows in range(1, max_batch_rows + 1))
+
+
+class Server(Protocol):
+    """What the simulated clock drives. Requests are numbered; each is of one row."""
+
+    def arrive(self, number: int, now_s: float, deadline_s: float | None) -> bool:
+        """Take a request in; False refuses it."""
+        ...
+
+    def start(self, now_s: float) -> list[int]:
+        """The batch that a free slot starts now; empty for none."""
+        ...
+
+    def finish(self, batch: list[int], now_s: float, seconds: float) -> None: ...
+
+    def due_s(self) -> float:
+        """When `start` would give more, if nothing arrives; infinity for never."""
+        ...
+
+
+class ScheduleServer:
+    """Ours: the schedule that the batcher runs, with one queue."""
+
+    def __init__(
+        self,
+        max_batch_rows: int,
+        *,
+        max_queue_rows: int = 1 << 20,
+        slots: int = 1,
+        warm: Measured = (),
+        admission: bool = True,
+    ) -> None:
+        """`warm` teaches the latency model, as a warm-up does; without `admission` it is told of no deadline."""
+        self._schedule: Schedule[_Numbered] = Schedule(slots)
+        self._queue = self._schedule.add_queue(
+            "simulated", max_batch_rows=max_batch_rows, max_queue_rows=max_queue_rows
+        )
+        self._admission = admission
+        self._in_hand: dict[int, Batch[_Numbered]] = {}
+        for rows, seconds in warm:
+            self._queue.latency.observe(rows, seconds, 0.0)
+
+    def arrive(self, number: int, now_s: float, deadline_s: float | None) -> bool:
+        request = _Numbered(number, now_s, deadline_s if self._admission else None)
+        refusal, _ = self._schedule.admit(self._queue, request, now_s)
+        return refusal is None
+
+    def start(self, now_s: float) -> list[int]:
+        batch, _ = self._schedule.take(now_s)
+        if batch is None:
+            return []
+        numbers = [request.sequence for request in batch.requests]
+        self._in_hand[numbers[0]] = batch
+        return numbers
+
+    def finish(self, batch: list[int], now_s: float, seconds: float) -> None:
+        self._schedule.finished(self._in_hand.pop(batch[0]), now_s, [(len(batch), seconds)])
+
+    def due_s(self) -> float:
+        return math.inf
+
+
+class ClassicServer:
+    """The classic batcher: a free slot waits until a batch is full or its oldest request has waited `timeout_s`."""
+
+    def __init__(self, max_batch_rows: int, timeout_s: float) -> None:
+        self._max_batch_rows, self._timeout_s = max_batch_rows, timeout_s
+        self._queue: deque[tuple[int, float]] = deque()
+
+    def arrive(self, number: int, now_s: float, deadline_s: float | None) -> bool:
+        self._queue.append((number, now_s))
+        return True
+
+    def start(self, now_s: float) -> list[int]:
+        if len(self._queue) < self._max_batch_rows and now_s < self.due_s():
+            return []
+        return [self._queue.popleft()[0] for _ in range(min(len(self._queue), self._max_batch_rows))]
+
+    def finish(self, batch: list[int], now_s: float, seconds: float) -> None:
+        pass
+
+    def due_s(self) -> float:
+        return self._queue[0][1] + self._timeout_s if self._queue else math.inf
+
+
+class _Numbered(Waiting):
+    __slots__ = ("sequence",)
+
+    def __init__(self, number: int, now_s: float, deadline_s: float | None) -> None:
+        super().__init__(1, now_s, deadline_s)
+        self.sequence = number
+
+
+def simulate(
+    measured: Measured,
+    requests_per_s: float,
+    *,
+    max_batch_rows: int,
+    max_queue_rows: int = 1024,
+    deadline_s: float | None = None,
+    slots: int = 1,
+    num_requests: int = 20_000,
+    seed: int = 0,
+) -> SimulatedLoad:
+    """What the batcher would show at this rate, for a model whose forwards were measured as (rows, seconds).
+
+    deadline_s: after its arrival, for every request. Raises ConfigError for values that make no sense.
+    """
+    forward = ForwardTime(measured)
+    server = ScheduleServer(
+        max_batch_rows, max_queue_rows=max(max_queue_rows, max_batch_rows), slots=slots, warm=measured
+    )
+    arrivals = poisson(requests_per_s, num_requests, seed)
+    return drive(server, forward, arrivals, deadline_s=deadline_s, slots=slots)
+
+
+def poisson(requests_per_s: float, num_requests: int, seed: int = 0) -> list[float]:
+    """Times of arrival in seconds."""
+    if not requests_per_s > 0:
+        raise ConfigError("requests_per_s", requests_per_s, "must be above zero")
+    if num_requests < 1:
+        raise ConfigError("num_requests", num_requests, "must be at least 1")
+    gaps = np.random.default_rng(seed).exponential(1 / requests_per_s, num_requests)
+    times: list[float] = np.cumsum(gaps).tolist()
+    return times
+
+
+def drive(
+    server: Server,
+    forward: ForwardTime,
+    arrivals: Sequence[float],
+    *,
+    deadline_s: float | None = None,
+    slots: int = 1,
+    spread: float = 0.0,
+    seed: int = 0,
+) -> SimulatedLoad:
+    """Let a server meet these arrivals, until all is answered. `spread` is the sigma of a log-normal factor on l."""
+    noise = np.random.default_rng(seed)
+    ends: list[float] = [math.nan] * len(arrivals)
+    running: list[tuple[float, int, list[int], float]] = []  # end, tie breaker, batch, seconds
+    now_s, next_arrival, batches, busy_s = 0.0, 0, 0, 0.0
+    while True:
+        while len(running) < slots and (batch := server.start(now_s)):
+            batches += 1
+            seconds = forward.seconds(len(batch)) * (math.exp(noise.normal(0, spread)) if spread else 1.0)
+            busy_s += seconds
+            heapq.heappush(running, (now_s + seconds, batches, batch, seconds))
+        arrival_s = arrivals[next_arrival] if next_arrival < len(arrivals) else math.inf
+        end_s = running[0][0] if running else math.inf
+        due_s = server.due_s() if len(running) < slots else math.inf
+        now_s = min(arrival_s, end_s, due_s)
+        if now_s == math.inf:
+            break
+        if end_s == now_s:
+            _, _, batch, seconds = heapq.heappop(running)
+            server.finish(batch, now_s, seconds)
+            for number in batch:
+                ends[number] = now_s
+        elif arrival_s == now_s:
+            server.arrive(next_arrival, now_s, None if deadline_s is None else now_s + deadline_s)
+            next_arrival += 1
+    return _summary(np.asarray(arrivals), np.asarray(ends), batches, busy_s, deadline_s, slots)
+
+
+def _summary(
+    arrivals: np.ndarray, ends: np.ndarray, batches: int, busy_s: float, deadline_s: float | None, slots: int
+) -> SimulatedLoad:
+    answered = ~np.isnan(ends)
+    latencies = (ends - arrivals)[answered]
+    in_time = len(latencies) if deadline_s is None else int((latencies <= deadline_s + 1e-9).sum())
+    p50, p90, p99 = np.percentile(latencies, [50, 90, 99]) if len(latencies) else (math.nan,) * 3
+    span_s = max(float(arrivals[-1]), float(ends[answered].max()) if len(latencies) else 0.0)
+    return SimulatedLoad(
+        requests_per_s=len(arrivals) / float(arrivals[-1]),
+        requests=len(arrivals),
+        answered=len(latencies),
+        refused=len(arrivals) - len(latencies),
+        p50_s=float(p50),
+        p90_s=float(p90),
+        p99_s=float(p99),
+        goodput_per_s=in_time / span_s,
+        utilisation=busy_s / (span_s * slots),
+        mean_batch_rows=len(latencies) / batches if batches else math.nan,
+    )

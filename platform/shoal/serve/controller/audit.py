@@ -1,0 +1,104 @@
+"""The audit log: a line of JSON for every change of an endpoint that was asked for, and for every one that was made.
+
+Calls that were refused for who called are in it too, many to a line (see `refusals`).
+
+    {"time": "2026-11-20T16:40:00.123+00:00", "endpoint": "digits", "entry": "asked", "action": "canary",
+     "by": "administrator", "from": "127.0.0.1", "change": {"model": "lenet", ...}, "result": "refused", "status": 409,
+     "error": "..."}
+    {"time": ..., "endpoint": "digits", "entry": "changed", "action": "rollback", "by": "guard", "model": "lenet", ...}
+    {"time": ..., "endpoint": "digits", "entry": "refused", "by": "unknown", "status": 401, "count": 12, ...}
+
+Written by the endpoint's controller to $SHOAL_HOME/audit.jsonl, which only its owner may read; several controllers may
+append to one file. A line that cannot be written is logged, and stops nothing. Holds no key, and of long values only
+the beginning. Reads nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import InferenceError
+from shoal.serve.call import caller_and_address
+from shoal.serve.controller.state import Event
+from shoal.serve.refusals import MAX_CHARS, RefusalBook
+from shoal.serve.report import ReplicaReport
+
+FILE = "audit.jsonl"
+REPORTS = frozenset({"metric"})  # what is asked of a controller and changes nothing by itself
+UNKNOWN = "unknown"  # who shows no key, or none that is known
+logger = logging.getLogger(__name__)
+
+
+class AuditLog:
+    """Of one endpoint; `path` None writes nothing."""
+
+    def __init__(self, path: Path | None, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._endpoint, self._clock = path, endpoint, clock
+        self._refusals = RefusalBook()
+
+    @contextmanager
+    def asked(self, action: str, change: Mapping[str, Any], by: str) -> Iterator[None]:
+        """Around a change that was asked for by `by` (see `origin`): written when it is known how it ended."""
+        result: dict[str, Any] = {"result": "done"}
+        try:
+            yield
+        except InferenceError as error:
+            result = {"result": "refused", "status": error.status, "error": str(error)}
+            raise
+        except BaseException as error:
+            result = {"result": "failed", "error": f"{type(error).__name__}: {error}"}
+            raise
+        finally:
+            if action not in REPORTS:
+                self._write({"entry": "asked", "action": action, **_who(by), "change": dict(change), **result})
+
+    def changed(self, event: Event) -> None:
+        """A change was made, by whoever or whatever."""
+        details = {name: value for name, value in event.details().items() if name != "by"}
+        self._write({"entry": "changed", "action": event.kind, **_who(event.by), **details})
+
+    def refused(self, reports: Sequence[ReplicaReport]) -> None:
+        """What was refused since it was told last. `reports`: the newest of every replica."""
+        counted = [(report.replica, report.refused) for report in reports]
+        for each in self._refusals.due(counted, self._clock()):
+            details = {"by": each.by or UNKNOWN, "status": each.status, "count": each.count}
+            last = {"from": each.origin, "model": each.model}
+            self._write({"entry": "refused", **details, **{name: value for name, value in last.items() if value}})
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        if self._path is None:
+            return
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"time": now, "endpoint": self._endpoint, **_short(entry)}) + "\n"
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(descriptor, line.encode())
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            logger.error("no audit line: %s; it would have been: %s", error, line.strip())
+
+
+def _who(by: str) -> dict[str, str]:
+    name, address = caller_and_address(by)
+    return {"by": name or "controller", **({"from": address} if address else {})}
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name)[:MAX_CHARS]: _short(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_short(each) for each in value]
+    if isinstance(value, (int, float, bool)) or value is None:
+        return value
+    text = str(value)
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)"

@@ -1,0 +1,390 @@
+"""The one place that acts on an endpoint's versions: it holds the desired state, and every replica follows it.
+
+Called by the replicas (`follow`, `report`, `leave`), by the `administration`, and by its own clock (`tick`). It never
+sees a request of a client, and the replicas go on serving when it is away. What it decides is on disk before anybody
+hears of it; one that is started again goes on from there.
+
+| capacity          | what blocks                           | who unblocks                  | close()         |
+|-------------------|---------------------------------------|-------------------------------|-----------------|
+| MAX_EVENTS events | `follow`, up to its timeout           | a new plan                    | wakes everybody |
+| (the oldest go)   | `wait_until`, up to its timeout       | reports, ticks, changes       |                 |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from shoal.errors import InferenceError
+from shoal.serve.controller.alias_move import follow_alias, move_alias
+from shoal.serve.controller.evidence import EvidenceBook
+from shoal.serve.controller.live_control import LiveControl
+from shoal.serve.controller.rollout import (
+    Abandon,
+    Goal,
+    Phase,
+    Proceed,
+    Rollout,
+    abandoned,
+    cannot_stage,
+    decide,
+    dropped,
+    flipped,
+    opened,
+    planned,
+    settled,
+    stage,
+)
+from shoal.serve.controller.state import MAX_EVENTS, ControllerState, Deployment, Event, ModelState, StateFile
+from shoal.serve.guard import judge
+from shoal.serve.options import ModelOptions
+from shoal.serve.plan import EndpointPlan
+from shoal.serve.report import ReplicaReport
+from shoal.serve.sources import Catalogue, RegistryCatalogue
+
+LEASE_S = 6.0  # a replica that was not heard of for this long is no longer waited for
+STAGE_TIMEOUT_S = 600.0
+MAX_POLL_S = 2.0  # of one `follow`; well below the lease
+
+
+class EndpointController:
+    """Of one endpoint. All methods belong on one event loop; only `follow` and `wait_until` wait.
+
+    deployments:   the models that the endpoint was deployed with; what the state file says goes before
+    deployment_id: of the call of `deploy`: another one starts anew
+    catalogue:     the registry in a folder
+    audit:         told of every change
+    """
+
+    def __init__(
+        self,
+        name: str,
+        deployments: Sequence[Deployment],
+        *,
+        deployment_id: str = "",
+        state_file: StateFile | None = None,
+        catalogue: Callable[[str], Catalogue] = RegistryCatalogue,
+        lease_s: float = LEASE_S,
+        stage_timeout_s: float = STAGE_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+        audit: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self.name = name
+        self._audit = audit
+        self._file = state_file or StateFile(None)
+        self.catalogue, self._clock = catalogue, clock
+        self._lease_s, self._stage_timeout_s = lease_s, stage_timeout_s
+        self.reports: dict[str, ReplicaReport] = {}
+        self._heard_s: dict[str, float] = {}
+        self._entered_s: dict[str, float] = {}  # when a model entered its phase, as far as this life knows
+        self._books: dict[str, EvidenceBook] = {}
+        self.trouble: dict[str, str] = {}  # what the registry said last, by model
+        self._plan = EndpointPlan()
+        self._plan_changed, self._touched = asyncio.Event(), asyncio.Event()
+        self._closed = False
+        saved = self._file.load(deployment_id)
+        self.state = saved or ControllerState(deployment=deployment_id, started_at=time.time())
+        for replica in self.state.replicas:  # each has its lease to be heard of again
+            self._join(replica)
+        self.live = LiveControl(lambda: self.state.models, self.reports, self._file, self.record, self._commit)
+        if saved is None:
+            for deployment in deployments:
+                self.state.models[deployment.name] = ModelState(deployment)
+        for model in self.state.models:
+            self._enter(model, self.state.models[model].rollout)
+        self._commit()
+        self.tick()
+
+    @property
+    def plan(self) -> EndpointPlan:
+        """The desired state as the replicas hear of it."""
+        return self._plan
+
+    # -- replicas ---------------------------------------------------------------------------------------------------
+
+    async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
+        """The desired state, once it is another than `known_generation`; None after `timeout_s`."""
+        self._hear(replica)
+        self._outrun(known_generation)
+        if self._plan.generation == known_generation and not self._closed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(timeout_s, MAX_POLL_S)):
+                    await self._plan_changed.wait()
+        return self._plan if self._plan.generation != known_generation else None
+
+    def report(self, report: ReplicaReport) -> list[ReplicaReport]:
+        """What a replica has and has counted: its rollouts go on at once. The newest reports of the others."""
+        self._hear(report.replica)
+        self.reports[report.replica] = report
+        self._outrun(report.generation)
+        for book in self._books.values():
+            book.heard(report)
+        self.live.heard(report)
+        self._advance_all()
+        self._touch()
+        return [other for replica, other in self.reports.items() if replica != report.replica]
+
+    def leave(self, replica: str) -> None:
+        """A replica is being stopped: it is not waited for. Idempotent."""
+        report = self.reports.get(replica)
+        if report is not None:
+            if report.pid and not report.ready:  # Serve has given it up before it could answer anything
+                self._count_loss()
+            self._remove(replica)
+
+    def _remove(self, replica: str) -> None:
+        del self.reports[replica], self._heard_s[replica]
+        self.state.replicas.remove(replica)
+        self._commit()
+        self._advance_all()
+
+    def _count_loss(self) -> None:
+        """A replica has died, perhaps of a version that not every one of them has had before."""
+        for model in self.state.models.values():
+            if model.rollout.phase in (Phase.STAGING, Phase.CANARY):
+                model.rollout = replace(model.rollout, lost_replicas=model.rollout.lost_replicas + 1)
+
+    def _outrun(self, generation: int) -> None:
+        """The state file was lost, and a replica knows later plans than ours: ours are to be later again."""
+        if generation > self.state.generation:
+            self.state.generation = generation
+            for model in self.state.models.values():
+                if model.rollout.phase is Phase.FLIPPING:
+                    model.rollout = replace(model.rollout, generation=generation + 1)
+            self._commit()
+
+    def _hear(self, replica: str) -> None:
+        if replica not in self.reports:
+            self._join(replica)
+            if replica not in self.state.replicas:
+                self.state.replicas.append(replica)
+                self._commit()
+        self._heard_s[replica] = self._clock()
+
+    def _join(self, replica: str) -> None:
+        self.reports[replica] = ReplicaReport(replica)
+        self._heard_s[replica] = self._clock()
+
+    # -- the clock --------------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Notice what nobody reports: replicas that fell silent, aliases that moved, time that ran out."""
+        now_s = self._clock()
+        self._file.catch_up()
+        for replica in [each for each, heard_s in self._heard_s.items() if now_s - heard_s > self._lease_s]:
+            self._count_loss()
+            self.record("replica_lost", reason=f"{replica} was not heard of for {self._lease_s:g} s")
+            self._remove(replica)
+            self.live.lost_replica()
+        for name in list(self.state.models):
+            follow_alias(self, name)
+            self._forget_what_never_was(name)
+        self.live.tick()
+        self._advance_all()
+
+    def close(self, forget: bool = False) -> None:
+        """Wake everybody; `forget` when the endpoint itself is gone. Idempotent."""
+        self._closed = True
+        if forget:
+            self._file.remove()
+        self._plan_changed.set()
+        self._touch()
+
+    def _forget_what_never_was(self, name: str) -> None:
+        """A model that was to be added, and that no replica could load, harms no others: whoever asked for it removes
+        it, but may have been asked by way of a controller that died meanwhile."""
+        model = self.state.models[name]
+        if model.is_added and model.rollout.phase is Phase.VACANT and model.rollout.refused:
+            self.remove(name, model.rollout.by, f"it could not be loaded: {model.rollout.reason}")
+
+    def _advance_all(self) -> None:
+        for name in list(self.state.models):
+            self._advance(name)
+
+    def _advance(self, name: str) -> None:
+        """Do what is to be done next for a model: the only place where a rollout goes forward by itself."""
+        model = self.state.models[name]
+        rollout, reports = model.rollout, list(self.reports.values())
+        if rollout.phase is Phase.CANARY:
+            book = self._books[name]
+            evidence = book.evidence(reports, model.metrics, rollout.lost_replicas)
+            guard = ModelOptions.parse(model.deployment.options).guard
+            if reason := cannot_stage(name, rollout, reports) or judge(guard, evidence):
+                self.drop(name, "rollback", "guard", reason)
+        elif rollout.phase in (Phase.STAGING, Phase.FLIPPING):
+            waited_s = self._clock() - self._entered_s[name]
+            match decide(name, rollout, reports, waited_s, self._stage_timeout_s):
+                case Abandon(reason):
+                    self.abandon(name, rollout.by, reason)
+                case Proceed() if rollout.phase is Phase.FLIPPING:
+                    model.before = None
+                    self._set(name, settled(rollout, time.time()))
+                case Proceed() if rollout.goal is Goal.CANARY:
+                    self._open(name)
+                case Proceed():
+                    self.flip(name)
+
+    # -- acts -------------------------------------------------------------------------------------------------------
+
+    def add(self, deployment: Deployment) -> None:
+        """Serve another model; what it means is begun by the caller, or at the next tick."""
+        rollout = Rollout(attempt=self.state.num_attempts)
+        model = self.state.models[deployment.name] = ModelState(deployment, rollout, is_added=True)
+        self._enter(deployment.name, model.rollout)
+        self._commit()
+
+    def redeploy(self, deployment: Deployment, *, is_on_trial: bool = False) -> None:
+        """Serve a model that is there by another word for its version; on trial, unless what is begun next is abandoned
+        before it answers."""
+        model = self.state.models[deployment.name]
+        model.before = model.deployment if is_on_trial else None
+        model.deployment = deployment
+        self.trouble.pop(deployment.name, None)  # it was about what was followed before
+        self._commit()
+
+    def remove(self, name: str, by: str, reason: str) -> None:
+        """Serve a model no longer: the replicas answer what they have of it, and forget it."""
+        rollout = self.state.models.pop(name).rollout
+        self.state.num_attempts = max(self.state.num_attempts, rollout.attempt)
+        self._books.pop(name, None)
+        self.trouble.pop(name, None)
+        self._file.forget_weights(name)
+        self.record("delete", name, None, rollout.stable or None, by, reason)
+        self._commit()
+
+    def begin(
+        self, name: str, version: int, goal: Goal, *, kind: str, by: str, why: str,
+        percent: float = 0.0, shadow_percent: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Stage a version of a model whose rollout is open."""
+        rollout = stage(
+            self.state.models[name].rollout,
+            version,
+            goal,
+            kind=kind,
+            by=by,
+            why=why,
+            now_s=time.time(),
+            percent=percent,
+            shadow_percent=shadow_percent,
+        )
+        self._set(name, rollout)
+        self._advance(name)
+
+    def adjust(self, name: str, rollout: Rollout) -> None:
+        """Other shares, or another purpose, in the same phase."""
+        assert rollout.phase is self.state.models[name].rollout.phase, rollout
+        self._set(name, rollout)
+
+    def has_candidate(self, name: str) -> bool:
+        """Whether every replica has staged the candidate, also those that came after it was opened."""
+        candidate = self.state.models[name].rollout.candidate
+        models = [report.models.get(name) for report in self.reports.values()]
+        return all(model is not None and candidate in model.staged for model in models)
+
+    def is_followed(self) -> bool:
+        """Whether every replica has heard of the last change."""
+        return all(report.generation >= self._plan.generation for report in self.reports.values())
+
+    async def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether the condition came true in time, before the controller was closed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not condition() and not self._closed:
+                    await self._touched.wait()
+        return condition()
+
+    def _open(self, name: str) -> None:
+        model = self.state.models[name]
+        rollout = opened(model.rollout, time.time())
+        model.metrics = {}
+        self.record(rollout.kind, name, rollout.candidate, rollout.stable, rollout.by, rollout.why)
+        self._set(name, rollout)
+
+    def flip(self, name: str) -> None:
+        """Let the candidate answer everywhere, and the alias mean it: both or neither."""
+        model = self.state.models[name]
+        rollout = model.rollout
+        if problem := move_alias(model.deployment, rollout, self.catalogue):
+            if rollout.phase is Phase.STAGING:
+                self.abandon(name, rollout.by, problem)
+                return
+            raise InferenceError(503, problem)
+        self.record(rollout.kind, name, rollout.candidate, rollout.stable or None, rollout.by, rollout.why)
+        self._set(name, flipped(rollout, self.state.generation + 1, time.time()))
+        self._advance(name)
+
+    def abandon(self, name: str, by: str, reason: str) -> None:
+        """No replica takes the version that is being staged; what is followed is what was followed before."""
+        model = self.state.models[name]
+        rollout = model.rollout
+        if model.before is not None:
+            model.deployment, model.before = model.before, None
+        self.record("abandon", name, rollout.candidate, rollout.stable or None, by, reason)
+        self._refuse(model, abandoned(rollout, reason, time.time()))
+
+    def drop(self, name: str, kind: str, by: str, reason: str) -> None:
+        """The open candidate goes, and the stable version answers all again."""
+        model = self.state.models[name]
+        rollout = model.rollout
+        self.record(kind, name, rollout.stable, rollout.candidate, by, reason)
+        self._refuse(model, dropped(rollout, reason, time.time()))
+
+    def _refuse(self, model: ModelState, rollout: Rollout) -> None:
+        """Whatever else is staged meanwhile, what the alias means is not tried again by itself."""
+        if rollout.refused == model.meant:
+            model.refused = rollout.refused
+        self._set(model.deployment.name, rollout)
+
+    def _set(self, name: str, rollout: Rollout) -> None:
+        model = self.state.models[name]
+        has_moved = rollout.phase is not model.rollout.phase
+        model.rollout = rollout
+        if has_moved:
+            self._enter(name, rollout)
+        self._commit()
+
+    def _enter(self, name: str, rollout: Rollout) -> None:
+        self._entered_s[name] = self._clock()
+        self._books.pop(name, None)
+        if rollout.phase is Phase.CANARY:
+            book = self._books[name] = EvidenceBook(name, rollout.stable, rollout.candidate)
+            for report in self.reports.values():
+                book.heard(report)
+
+    def record(
+        self, kind: str, model: str = "", version: int | None = None, previous: int | None = None,
+        by: str = "", reason: str = "",
+    ) -> None:  # fmt: skip
+        """Put a change into the list of events and into the audit log."""
+        state = self.state
+        event = Event(state.num_events, time.time(), kind, model, version, previous, by, reason)
+        state.num_events += 1
+        state.events = [*state.events[-(MAX_EVENTS - 1) :], event]
+        self._audit(event)
+
+    def _commit(self) -> None:
+        """Write the state down, then let the replicas know."""
+        models = tuple(
+            planned(name, asked.registry, asked.options, model.rollout, self.live.plan(name, model.live))
+            for name, model in self.state.models.items()
+            if (asked := model.deployment)
+        )
+        # A flip to the version that answers already (an alias comes back to it) is a plan of its own too.
+        announced = max((model.rollout.generation for model in self.state.models.values()), default=0)
+        is_new = models != self._plan.models or self._plan.generation != max(announced, self.state.generation)
+        if is_new:
+            self.state.generation += 1
+            self._plan = EndpointPlan(self.state.generation, models)
+        self._file.save(self.state)
+        if is_new:
+            self._plan_changed.set()
+            self._plan_changed = asyncio.Event()
+        self._touch()
+
+    def _touch(self) -> None:
+        self._touched.set()
+        self._touched = asyncio.Event()

@@ -1,0 +1,259 @@
+"""How a model of an endpoint gets from one version to another: the states, the moves between them, the next step.
+
+    VACANT ─stage─► STAGING ─flip─► FLIPPING ─settle─► STEADY ─stage─► STAGING ─open─► CANARY ─flip─► FLIPPING ─► ...
+                       └──abandon──► STEADY (or VACANT)                                  └──drop──► STEADY
+
+A version is *staged* on every replica before it answers a single request, and it answers everywhere or nowhere: all or
+none. Pure values and functions: the controller alone acts on them. An illegal move raises; a request for one is the
+caller's to refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from shoal.serve.guard import MAX_LOST_REPLICAS
+from shoal.serve.plan import FOLLOWING, LivePlan, ModelPlan
+from shoal.serve.report import ReplicaReport
+
+
+class Phase(StrEnum):
+    """Where the rollout of a model stands."""
+
+    VACANT = "vacant"  # nothing answers yet
+    STEADY = "steady"  # one version answers
+    STAGING = "staging"  # another is being loaded beside it, and answers nobody
+    CANARY = "canary"  # every replica has both: the candidate answers its share
+    FLIPPING = "flipping"  # the replicas have been told that the candidate is the stable version now
+
+
+class Move(StrEnum):
+    """What may happen to a rollout."""
+
+    STAGE = "stage"
+    OPEN = "open"
+    FLIP = "flip"
+    SETTLE = "settle"
+    ABANDON = "abandon"
+    DROP = "drop"
+
+
+class Goal(StrEnum):
+    """What becomes of a version that every replica has staged."""
+
+    FLIP = "flip"
+    CANARY = "canary"
+
+
+class IllegalMove(Exception):
+    """A bug: the controller tried what the state does not allow."""
+
+
+_MOVES: dict[tuple[Phase, Move], Phase] = {
+    (Phase.VACANT, Move.STAGE): Phase.STAGING,
+    (Phase.STEADY, Move.STAGE): Phase.STAGING,
+    (Phase.STAGING, Move.OPEN): Phase.CANARY,
+    (Phase.STAGING, Move.FLIP): Phase.FLIPPING,
+    (Phase.STAGING, Move.ABANDON): Phase.STEADY,
+    (Phase.CANARY, Move.FLIP): Phase.FLIPPING,
+    (Phase.CANARY, Move.DROP): Phase.STEADY,
+    (Phase.FLIPPING, Move.SETTLE): Phase.STEADY,
+}
+
+
+def transition(phase: Phase, move: Move, has_stable: bool = True) -> Phase:
+    """The phase after `move`. Raises IllegalMove."""
+    try:
+        after = _MOVES[phase, move]
+    except KeyError:
+        raise IllegalMove(f"{move} in the phase {phase}") from None
+    return Phase.VACANT if after is Phase.STEADY and not has_stable else after
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One model's. Changed by the functions below only.
+
+    stable:         the version that answers; 0 while VACANT
+    candidate:      the version beside it while STAGING, CANARY or FLIPPING; else 0
+    percent:        of the requests that name no version, the candidate's part while CANARY
+    shadow_percent: of the stable version's requests, those that the candidate computes too, for comparison
+    previous:       what was stable before
+    attempt:        counts the stagings, so that what failed once may be tried again
+    generation:     of the document that told the replicas to flip
+    since_s:        time.time() of the last move
+    kind, by, why:  what was asked for, by whom, and their words
+    refused, reason: the last candidate that did not become stable, and why
+    lost_replicas:  that died since the candidate was begun with, but for those of a canary: since it was opened
+    """
+
+    phase: Phase = Phase.VACANT
+    stable: int = 0
+    candidate: int = 0
+    goal: Goal = Goal.FLIP
+    percent: float = 0.0
+    shadow_percent: float = 0.0
+    previous: int = 0
+    attempt: int = 0
+    generation: int = 0
+    since_s: float = 0.0
+    kind: str = ""
+    by: str = ""
+    why: str = ""
+    refused: int = 0
+    reason: str = ""
+    lost_replicas: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something else may begin."""
+        return self.phase in (Phase.VACANT, Phase.STEADY)
+
+
+def stage(
+    rollout: Rollout,
+    version: int,
+    goal: Goal,
+    *,
+    kind: str,
+    by: str,
+    why: str,
+    now_s: float,
+    percent: float = 0.0,
+    shadow_percent: float = 0.0,
+) -> Rollout:
+    """Begin: let every replica load `version` beside what answers."""
+    return replace(
+        _moved(rollout, Move.STAGE, now_s),
+        candidate=version,
+        goal=goal,
+        percent=percent,
+        shadow_percent=shadow_percent,
+        attempt=rollout.attempt + 1,
+        kind=kind,
+        by=by,
+        why=why,
+        refused=0,
+        reason="",
+        lost_replicas=0,
+    )
+
+
+def opened(rollout: Rollout, now_s: float) -> Rollout:
+    """Every replica has the candidate: it gets its share."""
+    return replace(_moved(rollout, Move.OPEN, now_s), lost_replicas=0)
+
+
+def flipped(rollout: Rollout, generation: int, now_s: float) -> Rollout:
+    """Every replica has the candidate: from document `generation` on it is the stable version."""
+    return replace(_moved(rollout, Move.FLIP, now_s), generation=generation, percent=0.0, shadow_percent=0.0)
+
+
+def settled(rollout: Rollout, now_s: float) -> Rollout:
+    """Every replica has flipped: what was stable before is gone."""
+    moved = replace(rollout, phase=transition(rollout.phase, Move.SETTLE), since_s=now_s)
+    return replace(moved, stable=rollout.candidate, candidate=0, previous=rollout.stable)
+
+
+def abandoned(rollout: Rollout, reason: str, now_s: float) -> Rollout:
+    """A replica cannot stage the candidate, or it is no longer wanted: no replica takes it."""
+    return _without_candidate(_moved(rollout, Move.ABANDON, now_s), reason)
+
+
+def dropped(rollout: Rollout, reason: str, now_s: float) -> Rollout:
+    """The candidate is rolled back."""
+    return _without_candidate(_moved(rollout, Move.DROP, now_s), reason)
+
+
+def _moved(rollout: Rollout, move: Move, now_s: float) -> Rollout:
+    return replace(rollout, phase=transition(rollout.phase, move, bool(rollout.stable)), since_s=now_s)
+
+
+def _without_candidate(rollout: Rollout, reason: str) -> Rollout:
+    return replace(
+        rollout, candidate=0, percent=0.0, shadow_percent=0.0, refused=rollout.candidate, reason=reason
+    )  # fmt: skip
+
+
+# -- what the replicas are told ---------------------------------------------------------------------------------------
+
+
+def planned(
+    name: str, registry: str, options: dict[str, Any], rollout: Rollout, live: LivePlan = FOLLOWING
+) -> ModelPlan:
+    """The plan that brings a replica to where the rollout stands, and a live model to what is wanted of it."""
+    staged = tuple(version for version in (rollout.stable, rollout.candidate) if version)
+    plan = ModelPlan(name, registry, options, rollout.stable, staged=staged, attempt=rollout.attempt, live=live)
+    if rollout.phase is Phase.FLIPPING:
+        return replace(plan, stable=rollout.candidate)
+    if rollout.phase is Phase.CANARY:
+        return replace(
+            plan,
+            candidate=rollout.candidate,
+            percent=rollout.percent,
+            shadow_percent=rollout.shadow_percent,
+        )
+    if rollout.phase is Phase.VACANT:
+        return replace(plan, reason=rollout.reason)
+    return plan
+
+
+# -- what is to be done next ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Proceed:
+    """Every replica is where the rollout wants it: flip, open or settle."""
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """It will not come to be, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """For `replicas`, by name."""
+
+    replicas: tuple[str, ...] = ()
+
+
+def decide(
+    model: str, rollout: Rollout, replicas: Sequence[ReplicaReport], waited_s: float, stage_timeout_s: float
+) -> Proceed | Abandon | Wait:
+    """The next step of a rollout that is STAGING or FLIPPING, with what the living replicas reported last.
+
+    waited_s: how long it has been in this phase
+    """
+    if rollout.phase is Phase.STAGING and rollout.lost_replicas > MAX_LOST_REPLICAS:
+        return Abandon(f"{rollout.lost_replicas} replicas died while version {rollout.candidate} was loaded")
+    if not replicas:
+        return Wait()
+    if rollout.phase is Phase.FLIPPING:
+        late = [report.replica for report in replicas if report.generation < rollout.generation]
+        return Wait(tuple(late)) if late else Proceed()
+    assert rollout.phase is Phase.STAGING, rollout.phase
+    if reason := cannot_stage(model, rollout, replicas):
+        return Abandon(reason)
+    late = [
+        report.replica
+        for report in replicas
+        if model not in report.models or rollout.candidate not in report.models[model].staged
+    ]
+    if late and waited_s > stage_timeout_s:
+        return Abandon(f"replica {late[0]} had not staged version {rollout.candidate} after {stage_timeout_s:g} s")
+    return Wait(tuple(late)) if late else Proceed()
+
+
+def cannot_stage(model: str, rollout: Rollout, replicas: Sequence[ReplicaReport]) -> str:
+    """Why a replica will not have the candidate; "" when all have it or may still get it."""
+    for report in replicas:
+        failure = report.models[model].failure if model in report.models else None
+        if failure is not None and (failure.version, failure.attempt) == (rollout.candidate, rollout.attempt):
+            return f"replica {report.replica} cannot stage version {rollout.candidate}: {failure.reason}"
+    return ""

@@ -1,0 +1,238 @@
+"""What a controller must not forget: which models, how far each rollout is, who the replicas are, what happened.
+
+Written by the controller before anybody hears of a change, so that one that is started again goes on from there. What
+the disk refuses to take is kept in memory and tried again with the controller's clock: no endpoint stops for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.errors import WeightsError
+from shoal.serve.controller.rollout import Rollout
+from shoal.serve.plan import Shares
+from shoal.serve.report import Left
+from shoal.weights import WeightSnapshot
+
+MAX_EVENTS = 500
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model as it was asked for.
+
+    registry: folder with its versions; "" for a model that follows the weights of a run
+    version:  a number or an alias; an alias is followed
+    options:  a ModelOptions, as a plain mapping
+    """
+
+    name: str
+    registry: str = ""
+    version: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def alias(self) -> str:
+        """The alias that is followed; "" for none."""
+        return "" if self.version.isdigit() else self.version
+
+    @property
+    def is_live(self) -> bool:
+        return not self.registry
+
+
+@dataclass(frozen=True)
+class Event:
+    """One change: what, when (seconds since the epoch), from which version to which, by whom and why."""
+
+    number: int
+    time: float
+    kind: str
+    model: str = ""
+    version: int | None = None
+    previous: int | None = None
+    by: str = ""
+    reason: str = ""
+
+    def details(self) -> dict[str, object]:
+        """For a run record, which has a kind and a time of its own."""
+        found = {name: getattr(self, name) for name in ("model", "version", "previous", "by", "reason")}
+        return {name: value for name, value in found.items() if value not in (None, "")}
+
+
+@dataclass
+class LiveState:
+    """What is wanted of a model that follows the weights of a run.
+
+    era, pinned, left, kept, newest: as in `LivePlan`
+    last:        the version that was left last, and why
+    unrecorded:  how many were left since the last entry in the events, which was made at `recorded_at`
+    lost_replicas: that died since the newest got its share
+    """
+
+    era: int = 0
+    pinned: int = 0
+    left: list[int] = field(default_factory=list)
+    kept: int = 0
+    last: Left | None = None
+    unrecorded: int = 0
+    recorded_at: float = 0.0
+    newest: Shares | None = None
+    lost_replicas: int = 0
+
+
+@dataclass
+class ModelState:
+    """One model.
+
+    deployment: what was asked for
+    rollout:    how far it is
+    metrics:    the user's, of the candidate
+    live:       of a model that follows the weights of a run
+    meant:      what the alias meant when it was last looked at; 0: nobody has looked
+    refused:    what the alias means, when that was abandoned or rolled back since it has moved; else 0
+    is_added:   to an endpoint that was there; not one of those that it was deployed with
+    before:     what was asked for before, while a deployment may still fail
+    """
+
+    deployment: Deployment
+    rollout: Rollout = field(default_factory=Rollout)
+    metrics: dict[str, float] = field(default_factory=dict)
+    live: LiveState = field(default_factory=LiveState)
+    meant: int = 0
+    refused: int = 0
+    is_added: bool = False
+    before: Deployment | None = None
+
+
+@dataclass
+class ControllerState:
+    """All of it.
+
+    deployment:   the call of `deploy` that this goes back to
+    num_attempts: to stage a model that was removed, the most: one that comes back under its name begins after these
+    """
+
+    deployment: str = ""
+    generation: int = 0
+    started_at: float = 0.0
+    models: dict[str, ModelState] = field(default_factory=dict)
+    replicas: list[str] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    num_events: int = 0
+    num_attempts: int = 0
+
+
+class StateFile:
+    """The state of one endpoint on disk, and one version of the weights of each live model in a folder beside it.
+
+    `path` None writes nothing (a test that wants none).
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._weights: dict[str, WeightSnapshot] = {}
+        self._unwritten: dict[Path, bytes] = {}  # what the disk has refused
+
+    def load(self, deployment: str) -> ControllerState | None:
+        """What was saved for this deployment; None when there is nothing, or what there is cannot be read.
+
+        The weights of another one are forgotten.
+        """
+        state = self._read()
+        if state is not None and state.deployment == deployment:
+            return state
+        self._forget_weights()
+        return None
+
+    def _read(self) -> ControllerState | None:
+        if self._path is None:
+            return None
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=ControllerState)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            logger.error("%s cannot be read, the endpoint starts from what it was deployed with: %s", self._path, error)
+            return None
+
+    def save(self, state: ControllerState) -> None:
+        """Replace the file in one step; what the disk refuses is logged, and waits for `catch_up`."""
+        if self._path is not None:
+            self._write(self._path, msgspec.json.encode(state))
+
+    def catch_up(self) -> None:
+        """Write what the disk has refused."""
+        for path, content in list(self._unwritten.items()):
+            self._write(path, content)
+
+    def keep_weights(self, model: str, snapshot: WeightSnapshot) -> None:
+        """In place of the version that was kept of this model."""
+        self._weights[model] = snapshot
+        if self._path is not None:
+            self._write(_weights_folder(self._path) / model, msgspec.msgpack.encode(snapshot))
+
+    def weights(self, model: str, version: int) -> WeightSnapshot | None:
+        """None when they are not kept, or cannot be read."""
+        if model not in self._weights and self._path is not None:
+            with suppress(OSError, msgspec.DecodeError, WeightsError):
+                found = msgspec.msgpack.decode((_weights_folder(self._path) / model).read_bytes(), type=WeightSnapshot)
+                found.tensors()
+                self._weights[model] = found
+        kept = self._weights.get(model)
+        return kept if kept is not None and kept.version == version else None
+
+    def forget_weights(self, model: str) -> None:
+        """Of a model that is served no longer. Idempotent."""
+        self._weights.pop(model, None)
+        if self._path is not None:
+            self._remove(_weights_folder(self._path) / model)
+
+    def _forget_weights(self) -> None:
+        self._weights = {}
+        if self._path is not None:
+            shutil.rmtree(_weights_folder(self._path), ignore_errors=True)
+
+    def remove(self) -> None:
+        """The endpoint is gone, and what is saved from now on is not kept: a last report may still come. Idempotent."""
+        self._forget_weights()
+        if self._path is not None:
+            self._remove(self._path)
+            self._path = None
+        self._unwritten = {}
+
+    def _write(self, path: Path, content: bytes) -> None:
+        try:
+            _replace(path, content)
+        except OSError as error:
+            if path not in self._unwritten:
+                logger.error("%s cannot be written, the endpoint goes on and tries it again: %s", path, error)
+            self._unwritten[path] = content
+        else:
+            self._unwritten.pop(path, None)
+
+    def _remove(self, path: Path) -> None:
+        self._unwritten.pop(path, None)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.error("%s cannot be removed, and is of no use any more: %s", path, error)
+
+
+def _weights_folder(state: Path) -> Path:
+    return state.with_suffix(".weights")
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    incoming = path.with_name(f".incoming-{path.name}")
+    incoming.write_bytes(content)
+    incoming.replace(path)

@@ -1,0 +1,265 @@
+"""What an endpoint says of itself: the controller's state and the replicas' reports, as one document.
+
+Called by the controller's shell for `GET /shoal/v1/status`. Pure but for the memory of earlier counts, from which rates
+are made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from shoal.client.status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
+from shoal.serve.controller.controller import EndpointController
+from shoal.serve.controller.rollout import Phase, Rollout
+from shoal.serve.controller.state import Event, LiveState, ModelState
+from shoal.serve.options import ModelOptions
+from shoal.serve.plan import Shares
+from shoal.serve.report import ModelReport, ReplicaReport
+from shoal.serve.snapshots import HistogramSnapshot, ModelSnapshot, merge, quantile, requests_and_errors, since
+
+WINDOW_S = 10.0
+SAMPLE_S = 1.0
+NUM_EVENTS = 50
+LONG_FORWARD_S = 2.0  # beyond which it is said while it goes on
+STATES = {Phase.VACANT: "UNAVAILABLE", Phase.STAGING: "LOADING"}
+
+Counts = Mapping[str, Mapping[str, ModelSnapshot]]  # by replica and model
+
+
+class StatusBook:
+    """Describes one endpoint, which speaks gRPC at `grpc`. `sample()` is called once a second or so."""
+
+    def __init__(
+        self, controller: EndpointController, grpc: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._controller, self._grpc, self._clock = controller, grpc, clock
+        self._samples: deque[tuple[float, Counts]] = deque(maxlen=int(WINDOW_S / SAMPLE_S))
+        self._sampled_s = -SAMPLE_S
+
+    def sample(self) -> None:
+        """Remember what has been counted until now."""
+        now_s = self._clock()
+        if now_s - self._sampled_s >= SAMPLE_S:
+            self._sampled_s = now_s
+            heard = [report for report in self._controller.reports.values() if report.pid]
+            self._samples.append((now_s, {report.replica: _counts(report) for report in heard}))
+
+    def endpoint(self) -> dict[str, Any]:
+        """The whole document: an `EndpointStatus`."""
+        controller = self._controller
+        state, reports = controller.state, controller.reports.values()
+        models = [self._model(name, model) for name, model in state.models.items()]
+        replicas = [
+            ReplicaStatus(
+                report.replica,
+                report.pid,
+                report.generation,
+                report.ready,
+                "; ".join(filter(None, [*_missing(state.models, report), _slow(report)])),
+            )
+            for report in reports
+        ]
+        status = EndpointStatus(
+            endpoint=controller.name,
+            time=time.time(),
+            started_at=state.started_at,
+            window_s=WINDOW_S,
+            generation=state.generation,
+            grpc=self._grpc,
+            ready=bool(replicas) and all(replica.ready for replica in replicas),
+            replicas=replicas,
+            models=models,
+            events=[describe_event(event) for event in state.events[-NUM_EVENTS:]],
+        )
+        return _builtins(status)
+
+    def model(self, name: str) -> dict[str, Any]:
+        """One model's part of it; of one that was deleted, what is left: its name."""
+        model = self._controller.state.models.get(name)
+        if model is None:
+            return _builtins(ModelStatus(name, state="UNAVAILABLE", reason="deleted"))
+        return _builtins(self._model(name, model))
+
+    def _model(self, name: str, model: ModelState) -> ModelStatus:
+        controller = self._controller
+        reports = [report.models[name] for report in controller.reports.values() if name in report.models]
+        rollout, deployment = model.rollout, model.deployment
+        options = ModelOptions.parse(deployment.options)
+        counts = _merged(report.counts for report in reports)
+        answering = max((report.version for report in reports), default=0)
+        phase: str = rollout.phase
+        state = STATES.get(rollout.phase, "READY") if not rollout.stable else "READY"
+        if deployment.is_live:
+            phase, state = "live", "READY" if answering else "UNAVAILABLE"
+        before_s, before = self._before(name)
+        return ModelStatus(
+            name=name,
+            state=state,
+            reason=controller.trouble.get(name, "") or _reason(rollout) or _left(model.live),
+            phase=phase,
+            source=f"{name}@{deployment.version}" if deployment.version else ("a run" if deployment.is_live else name),
+            pinned=model.live.pinned,
+            newest_percent=model.live.newest.percent if model.live.newest else None,
+            stable=rollout.stable,
+            candidate=rollout.candidate or max(controller.live.candidates(name), default=0),
+            versions=[
+                version_status(version, *_place(version, model, reports), counts, before, before_s)
+                for version in sorted({version for report in reports for version in _had(report)})
+                if deployment.is_live or version in (rollout.stable, rollout.candidate)  # others are on their way out
+            ],
+            queued_rows=sum(report.queued_rows for report in reports),
+            max_queued_rows=options.max_queue_size * len(reports),
+            batch_rows=_batch_rows(counts, before),
+            max_batch_rows=options.max_batch_size,
+            deadline_s=options.deadline_s,
+            refused=sum(counts["refused"].get(status, 0) for status in ("429", "504")) if counts else 0,
+            latency=_latency(reports),
+        )
+
+    def _before(self, name: str) -> tuple[float, ModelSnapshot | None]:
+        """What the replicas of now had counted when the window began, and how many seconds ago that was. Of one that
+        was heard of later, what it had counted then: it may have served long before this life of the controller."""
+        if not self._samples:
+            return 0.0, None
+        before = []
+        for report in self._controller.reports.values():
+            first = next((counts[report.replica] for _, counts in self._samples if report.replica in counts), None)
+            before.append((_counts(report) if first is None else first).get(name))
+        return self._clock() - self._samples[0][0], _merged(before)
+
+
+def _counts(report: ReplicaReport) -> dict[str, ModelSnapshot]:
+    return {name: model.counts for name, model in report.models.items() if model.counts is not None}
+
+
+def _merged(snapshots: Iterable[ModelSnapshot | None]) -> ModelSnapshot | None:
+    found = [each for each in snapshots if each is not None]
+    return merge(found) if found else None
+
+
+def describe_event(event: Event) -> RolloutEvent:
+    return RolloutEvent(event.time, event.kind, event.model, event.version, event.reason, event.by)
+
+
+def _missing(models: Mapping[str, ModelState], report: ReplicaReport) -> Iterator[str]:
+    """What a replica should have and could not stage. What nobody wants any more is the model's `reason`."""
+    for name, model in models.items():
+        failure = report.models[name].failure if name in report.models else None
+        if failure is not None and model.deployment.is_live:
+            yield f"{name}: {failure.reason}"
+        elif failure is not None and failure.version in (model.rollout.stable, model.rollout.candidate):
+            yield f"{name}@{failure.version}: {failure.reason}"
+
+
+def _slow(report: ReplicaReport) -> str:
+    """Whatever waits for this replica waits for its forward, and the replica is replaced after `hang_s`."""
+    return f"a forward has taken {report.computing_s:.0f} s" if report.computing_s >= LONG_FORWARD_S else ""
+
+
+def _reason(rollout: Rollout) -> str:
+    if rollout.refused:
+        return f"version {rollout.refused} is not served: {rollout.reason}"
+    return rollout.reason
+
+
+def _had(report: ModelReport) -> tuple[int, ...]:
+    """The versions that could answer in a replica, now or in a moment."""
+    return report.staged if report.live is None else report.live.held
+
+
+def _left(live: LiveState) -> str:
+    if live.last is None or live.last.version not in live.left:
+        return ""
+    instead = f" version {live.last.instead} answered instead:" if live.last.instead else ""
+    return f"version {live.last.version} was left,{instead} {live.last.reason}"
+
+
+def _place(version: int, model: ModelState, reports: Sequence[ModelReport]) -> tuple[str, float]:
+    """The track and the share of a version."""
+    rollout = model.rollout
+    if not rollout.stable:
+        return _live_place(version, model.live, reports)
+    is_open = rollout.phase is Phase.CANARY
+    if version == rollout.stable:
+        return "stable", 1.0 - (rollout.percent / 100.0 if is_open else 0.0)
+    if is_open and version == rollout.candidate:
+        return _beside(rollout), rollout.percent / 100.0
+    return "", 0.0
+
+
+def _live_place(version: int, live: LiveState, reports: Sequence[ModelReport]) -> tuple[str, float]:
+    """A live model's version answers in some replicas, and not yet in others."""
+    answering = [report for report in reports if report.version]
+    newest, given, track = live.newest or Shares(), 0.0, ""
+    for report in answering:
+        candidate = report.live.candidate if report.live is not None and live.newest is not None else 0
+        part = newest.percent / 100.0 if candidate else 0.0
+        if version == report.version:
+            given, track = given + 1.0 - part, "stable"
+        elif version == candidate:
+            given, track = given + part, track or _beside(newest)
+    return track, given / len(answering) if answering else 0.0
+
+
+def _beside(candidate: Rollout | Shares) -> str:
+    return "shadow" if Shares(candidate.percent, candidate.shadow_percent).is_shadow else "candidate"
+
+
+def version_status(
+    version: int,
+    track: str,
+    share: float,
+    counts: ModelSnapshot | None,
+    before: ModelSnapshot | None,
+    before_s: float,
+) -> VersionStatus:
+    """What is told of a version: `counts` now, and those of `before_s` seconds ago."""
+    now = counts["versions"].get(str(version)) if counts else None
+    if now is None:
+        return VersionStatus(version, track, share)
+    earlier = before["versions"].get(str(version)) if before else None
+    recent = since(earlier["request_s"], now["request_s"]) if earlier else now["request_s"]
+    # Less than before where a replica has gone, and what it had counted.
+    num_recent = max(0, sum(now["statuses"].values()) - (sum(earlier["statuses"].values()) if earlier else 0))
+    requests, errors = requests_and_errors(now)
+    return VersionStatus(
+        version,
+        track,
+        share,
+        requests=requests,
+        errors=errors,
+        requests_per_s=num_recent / before_s if before_s > 0.0 else 0.0,
+        p50_s=quantile(recent, 0.5),
+        p99_s=quantile(recent, 0.99),
+        compared=now["compared"],
+        disagreed=now["disagreed"],
+    )
+
+
+def _batch_rows(now: ModelSnapshot | None, before: ModelSnapshot | None) -> float | None:
+    if now is None:
+        return None
+    histogram: HistogramSnapshot = (
+        now["batch_rows"] if before is None else since(before["batch_rows"], now["batch_rows"])
+    )
+    batches = sum(histogram["counts"])
+    return histogram["sum"] / batches if batches else None
+
+
+def _latency(reports: Sequence[ModelReport]) -> list[tuple[int, float]]:
+    """The slowest replica's, at each number of rows: what can be relied on."""
+    slowest: dict[int, float] = {}
+    for report in reports:
+        for rows, seconds in report.latency:
+            slowest[rows] = max(slowest.get(rows, 0.0), seconds)
+    return sorted(slowest.items())
+
+
+def _builtins(status: msgspec.Struct) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(status)
+    return found

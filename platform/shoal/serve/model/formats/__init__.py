@@ -1,0 +1,47 @@
+"""What kinds of models there are, and how each becomes something that runs: one module per format.
+
+Called by the predictor, and by `shoal models` for what a file says of itself. A template is made once per model and
+device; each version that it loads is a forward of its own. Formats that bring libraries of their own are imported when
+the first model of theirs is opened.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.errors import ConfigError
+from shoal.registry.manifest import Format, ModelFactory
+from shoal.serve.model.formats.module import ModuleTemplate
+from shoal.serve.model.formats.template import Arrays, Forward, Setting, Template
+
+__all__ = ["Arrays", "Forward", "Setting", "Template", "has_cuda", "open_template"]
+
+
+def open_template(factory: ModelFactory, setting: Setting) -> Template:
+    """The template of a model. Raises ConfigError when it cannot be built, or when its format lacks an option."""
+    options, kind = setting.options, factory.format
+    if kind == "module":
+        return ModuleTemplate(factory, setting)
+    if options.cuda_graphs:
+        raise ConfigError("cuda_graphs", True, f"is not for models of format {kind}", "register the module itself")
+    if kind == "torch_export":
+        from shoal.serve.model.formats.exported import ExportedTemplate
+
+        if options.precision == "int8":
+            raise ConfigError("precision", "int8", "is not for models of format torch_export", "export it quantised")
+        return ExportedTemplate(setting)
+    from shoal.serve.model.formats.onnx import OnnxTemplate
+
+    if options.compile or options.precision != "fp32":
+        field, value = ("compile", True) if options.compile else ("precision", options.precision)
+        raise ConfigError(field, value, "is not for models of format onnx", "onnxruntime runs the file as it is")
+    return OnnxTemplate(setting)
+
+
+def has_cuda(kind: Format) -> bool:
+    """Whether models of this format can run on a CUDA device here."""
+    if kind == "onnx":
+        from shoal.serve.model.formats.onnx import has_cuda as onnx_has_cuda
+
+        return torch.cuda.is_available() and onnx_has_cuda()
+    return torch.cuda.is_available()

@@ -1,0 +1,119 @@
+"""A program of torch.export (.pt2): the weights and the operations in one file, without the Python that made them.
+
+Called by the predictor and by `shoal models add`, which asks for the signature. Loading one imports much of torch, so
+torch.export is imported when the first is loaded. A version is a file of its own, and is compiled for itself.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import Any
+
+import torch
+
+from shoal.errors import ConfigError, WeightsError
+from shoal.registry.manifest import Signature, TensorSignature
+from shoal.serve.model.formats.template import Forward, Setting
+from shoal.serve.model.formats.torch_forward import torch_forward
+from shoal.serve.model.kernels import choose_kernels
+from shoal.weights import WeightSnapshot
+
+_DATATYPES = {
+    **{torch.bool: "BOOL", torch.uint8: "UINT8", torch.uint16: "UINT16", torch.uint32: "UINT32"},
+    **{torch.uint64: "UINT64", torch.int8: "INT8", torch.int16: "INT16", torch.int32: "INT32", torch.int64: "INT64"},
+    **{torch.float16: "FP16", torch.bfloat16: "BF16", torch.float32: "FP32", torch.float64: "FP64"},
+}
+
+
+class ExportedTemplate:
+    """Programs with one signature; each version brings its own."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+
+    def load(self, snapshot: WeightSnapshot) -> Forward:
+        program = _program(snapshot.payload, f"version {snapshot.version}")
+        if self._setting.device != "cpu":
+            from torch.export.passes import move_to_device_pass
+
+            program = move_to_device_pass(program, self._setting.device)
+        module = _flat(program.module(check_guards=False))
+        if self._setting.options.compile:
+            return torch_forward(torch.compile(module), self._setting)
+        if self._setting.device == "cpu":
+            choose_kernels(module)
+        return torch_forward(module, self._setting)
+
+
+def _flat(module: Any) -> Any:
+    """The program without what checks and nests its inputs: they are flat, and were checked against the signature."""
+    from torch.fx.graph import CodeGen
+
+    module._forward_pre_hooks.clear()
+    module._forward_pre_hooks_with_kwargs.clear()
+    module.graph.set_codegen(CodeGen())
+    module.recompile()
+    return module
+
+
+def signature_of(payload: bytes, file: str) -> Signature:
+    """What the program takes and gives. Raises ConfigError.
+
+    Inputs have the names of its forward's arguments, outputs the keys of the dict that it gives, or `output_0`, ...
+    """
+    program = _program(payload, file)
+    nodes = {node.name: node for node in program.graph.nodes}
+    names = program.graph_signature.user_inputs
+    outputs = program.graph_signature.user_outputs
+    output_names = _output_names(program.call_spec.out_spec, len(outputs))
+    return Signature(
+        inputs=[_tensor(file, name, nodes[name]) for name in names if isinstance(name, str)],
+        outputs=[
+            _tensor(file, output_name, nodes[name])
+            for output_name, name in zip(output_names, outputs, strict=True)
+            if isinstance(name, str)
+        ],
+    )
+
+
+def _output_names(spec: Any, count: int) -> list[str]:
+    """Of outputs that `spec`, a TreeSpec, nests: the keys of a flat dict when all of them are names."""
+    numbers = list(range(count))
+    given = spec.unflatten(numbers)
+    is_flat = isinstance(given, dict) and list(given.values()) == numbers
+    if is_flat and all(isinstance(key, str) and key.isidentifier() for key in given):
+        return list(given)
+    return [f"output_{index}" for index in range(count)] if count > 1 else ["output"]
+
+
+def _program(payload: bytes, what: str) -> Any:
+    import torch.export
+
+    logged: list[BaseException] = []
+
+    def keep_errors(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        logged.extend([error] if error else [])
+        return error is None
+
+    logger = logging.getLogger("torch.export")
+    logger.addFilter(keep_errors)  # the first error is logged as a traceback, and not raised
+    try:
+        return torch.export.load(io.BytesIO(payload))
+    except Exception as error:  # it has no errors of its own: zip, pickle, JSON and schema speak here
+        reason = str(logged[0] if logged else error).partition(". ")[0]  # advice follows
+        raise WeightsError(f"{what} is not a program of torch.export that this torch can load: {reason}") from error
+    finally:
+        logger.removeFilter(keep_errors)
+
+
+def _tensor(file: str, name: str, node: Any) -> TensorSignature:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        raise ConfigError("file", file, f"{name!r} is not a tensor", "export a model that takes and gives tensors")
+    shape = [size if isinstance(size, int) else -1 for size in value.shape]
+    if not shape or shape[0] != -1:
+        remedy = "export with dynamic_shapes, in which dimension 0 of every input is the same torch.export.Dim('batch')"
+        raise ConfigError("file", file, f"the first dimension of {name!r}, the batch, is fixed: {shape}", remedy)
+    return TensorSignature(name=name, datatype=_DATATYPES[value.dtype], shape=shape)

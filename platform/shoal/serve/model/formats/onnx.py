@@ -1,0 +1,103 @@
+"""An ONNX file, run by onnxruntime, which comes with `pip install 'shoal[onnx]'` and is imported when one is loaded.
+
+Called by the predictor and by `shoal models add`, which asks for the signature. Its precision is that of the file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shoal.errors import ConfigError, InferenceError, WeightsError
+from shoal.registry.manifest import Signature, TensorSignature
+from shoal.serve.model.formats.template import Arrays, Forward, Setting
+from shoal.weights import WeightSnapshot
+
+_DATATYPES = {
+    **{"bool": "BOOL", "uint8": "UINT8", "uint16": "UINT16", "uint32": "UINT32", "uint64": "UINT64", "int8": "INT8"},
+    **{"int16": "INT16", "int32": "INT32", "int64": "INT64", "float16": "FP16", "float": "FP32", "double": "FP64"},
+    "string": "BYTES",
+}
+_PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
+
+
+class OnnxTemplate:
+    """Files with one signature; each version brings its own."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+
+    def load(self, snapshot: WeightSnapshot) -> Forward:
+        session = _session(
+            snapshot.payload, f"version {snapshot.version}", self._setting.device, self._setting.torch_threads
+        )
+        taken = [each.name for each in session.get_inputs()]
+        texts = [each.name for each in session.get_inputs() if each.type == "tensor(string)"]
+        given = [each.name for each in session.get_outputs()]
+
+        def forward(inputs: Arrays) -> Arrays:
+            fed = dict(zip(taken, inputs.values(), strict=False))
+            for name in texts:
+                fed[name] = _decoded(name, fed[name])
+            return dict(zip(given, session.run(None, fed), strict=True))
+
+        return forward
+
+
+def _decoded(name: str, texts: np.ndarray) -> np.ndarray:
+    """As onnxruntime wants them: it would take bytes for what Python prints of them."""
+    try:
+        decoded = [each.decode() for each in texts.ravel().tolist()]
+    except UnicodeDecodeError as error:
+        raise InferenceError(422, f"input {name!r}: expected text in UTF-8: {error}") from None
+    return np.array(decoded, object).reshape(texts.shape)
+
+
+def has_cuda() -> bool:
+    """Whether this onnxruntime runs on CUDA."""
+    return "CUDAExecutionProvider" in _runtime().get_available_providers()
+
+
+def signature_of(payload: bytes, file: str) -> Signature:
+    """What the file's graph takes and gives, by the graph's names. Raises ConfigError."""
+    session = _session(payload, file, "cpu", 1)
+    return Signature(
+        inputs=[_tensor(file, each) for each in session.get_inputs()],
+        outputs=[_tensor(file, each) for each in session.get_outputs()],
+    )
+
+
+def _runtime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ConfigError("format", "onnx", f"needs onnxruntime ({error})", "pip install 'shoal[onnx]'") from error
+    return onnxruntime
+
+
+def _session(payload: bytes, what: str, device: str, threads: int) -> Any:
+    runtime = _runtime()
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # idle threads leave the cores to others
+    options.log_severity_level = 3
+    try:
+        return runtime.InferenceSession(payload, options, providers=_PROVIDERS[device])
+    except Exception as error:  # its errors have no base of their own
+        is_apart = "external" in str(error).lower()
+        remedy = (
+            "save it as one file, with its weights" if is_apart else "write it with torch.onnx.export, or onnx.save"
+        )
+        raise WeightsError(f"{what} is not an ONNX model that this onnxruntime can load ({error}): {remedy}") from error
+
+
+def _tensor(file: str, found: Any) -> TensorSignature:
+    datatype = _DATATYPES.get(found.type.removeprefix("tensor(").removesuffix(")"))
+    if datatype is None:
+        raise ConfigError("file", file, f"{found.name!r} is a {found.type}, which cannot be served")
+    shape = [size if isinstance(size, int) and size > 0 else -1 for size in found.shape]
+    if not shape or shape[0] != -1:
+        remedy = "export it with a dynamic first dimension"
+        raise ConfigError("file", file, f"the first dimension of {found.name!r}, the batch, is fixed: {shape}", remedy)
+    return TensorSignature(name=found.name, datatype=datatype, shape=shape)

@@ -1,0 +1,127 @@
+"""Arrays in, a call of torch, arrays out: what the formats that run in torch have in common.
+
+Called by `module` and `exported`. Knows the datatypes, the device and the precision; never a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import InferenceError
+from shoal.registry.manifest import TensorSignature
+from shoal.serve.model.formats.template import Arrays, Forward, Setting
+
+# Floating-point outputs that the precision of a forward may have changed, and what the signature promises.
+_FLOATS = {"FP16": torch.float16, "BF16": torch.bfloat16, "FP32": torch.float32, "FP64": torch.float64}
+
+
+def torch_forward(call: Callable[..., Any], setting: Setting, *, by_name: bool = False) -> Forward:
+    """`call`, which takes tensors (by name, or in order) and gives tensors, as a forward of arrays."""
+    device = torch.device(setting.device)
+    bf16_inputs, outputs = setting.bf16_inputs, setting.outputs
+    as_they_are = device.type == "cpu" and not bf16_inputs
+    inference_mode = torch.inference_mode
+    writes = False  # whether the model was seen to write to its inputs, which are the callers' (a shadow asks again)
+
+    def tensors_of(inputs: Arrays) -> list[Any]:
+        # Not in inference mode, in which a tensor does not count how often it is written to.
+        tensors = [_tensor(array, writes) for array in inputs.values()]
+        if as_they_are:
+            return tensors
+        pairs = zip(inputs, tensors, strict=True)
+        tensors = [each.view(torch.bfloat16) if name in bf16_inputs else each for name, each in pairs]
+        return [each.to(device) if isinstance(each, Tensor) else each for each in tensors]
+
+    def run(names: Iterable[str], tensors: list[Any]) -> dict[str, Any]:
+        nonlocal writes
+        result = call(**dict(zip(names, tensors, strict=True))) if by_name else call(*tensors)
+        if not writes:
+            for each in tensors:
+                writes = writes or (isinstance(each, Tensor) and each._version > 0)
+        return _all(result) if outputs is None else _promised(result, outputs)
+
+    def forward(inputs: Arrays) -> Arrays:
+        tensors = tensors_of(inputs)
+        with inference_mode():
+            found = run(inputs, tensors)
+        for name in found:
+            found[name] = _array(found[name])
+        return found
+
+    def forward_bf16(inputs: Arrays) -> Arrays:
+        # Weights are bfloat16 already, where they should be: there is nothing to cache.
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+            return forward(inputs)
+
+    return forward_bf16 if setting.options.precision == "bf16" else forward
+
+
+def _tensor(array: np.ndarray, copies: bool) -> Any:
+    """The array as a tensor, in the same memory unless it may not be written to, or runs backwards, as no tensor does.
+
+    BYTES, which torch has not, stay.
+    """
+    if copies or not array.flags.writeable or min(array.strides, default=0) < 0:
+        array = array.copy()
+    return array if array.dtype == object else torch.from_numpy(array)
+
+
+def _promised(result: Any, specs: Sequence[TensorSignature]) -> dict[str, Any]:
+    """The signature's outputs of what a model gave: a dict by name, a tensor or a tuple in the signature's order."""
+    if isinstance(result, Tensor) and len(specs) == 1:
+        return {specs[0].name: _ours(result, specs[0])}
+    if not isinstance(result, Mapping):
+        values = (result,) if isinstance(result, Tensor | np.ndarray) else result
+        result = {spec.name: value for spec, value in zip(specs, values, strict=False)}
+    promised = {}
+    for spec in specs:
+        if spec.name not in result:
+            raise InferenceError(500, f"output {spec.name!r} is missing: the model gave {', '.join(map(repr, result))}")
+        promised[spec.name] = _ours(result[spec.name], spec)
+    return promised
+
+
+def _all(result: Any) -> dict[str, Any]:
+    """All that a model gave, by the names that a registered network's outputs have when it does not name them."""
+    if isinstance(result, tuple | list):
+        result = {f"output_{index}": value for index, value in enumerate(result)}
+    elif not isinstance(result, Mapping):
+        result = {"output": result}
+    return {name: _ours(value, None) for name, value in result.items()}
+
+
+def _ours(value: Any, spec: TensorSignature | None) -> Any:
+    """The value as a tensor object of our own, so that the model's may be let go; bfloat16 as what is wanted of it."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.dtype == torch.bfloat16:
+        value = value.to(_FLOATS.get(spec.datatype, torch.float32) if spec else torch.float32)
+    return value.detach()
+
+
+def _array(value: Any) -> np.ndarray:
+    """In memory that nobody else has: a model may keep what it gave, and write the next batch's output to it."""
+    if not isinstance(value, Tensor):
+        return np.array(value)
+    if value.is_cuda:
+        value = value.cpu()
+    if value.dtype == torch.bfloat16:
+        value = value.view(torch.uint16)
+    if _num_owners(value) > _SOLE_OWNER:
+        value = value.clone()
+    array: np.ndarray = value.numpy()
+    return array
+
+
+def _num_owners(tensor: Tensor) -> int:
+    """Of its memory: tensors, on either side of the border between Python and C++."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_FRESH = torch.empty(1)
+_SOLE_OWNER = _num_owners(_FRESH)

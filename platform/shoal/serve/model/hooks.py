@@ -1,0 +1,56 @@
+"""The user's own code before and after a forward: `module:function` of a dict of arrays, that gives another.
+
+Called by a loaded model, once per batch, in the forward's thread. Whose fault an error is:
+
+| hook        | raises               | the request gets                                                        |
+|-------------|----------------------|-------------------------------------------------------------------------|
+| preprocess  | ValueError           | 422: its input is not what the model takes (ConfigError is a ValueError) |
+| either      | InferenceError       | that                                                                    |
+| either      | anything else        | 500, naming the hook and the error                                      |
+| either      | gives no dict of arrays | 500, naming what it gave                                             |
+
+The batcher splits a batch that failed, so that the error reaches only the request whose input it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from shoal.errors import InferenceError
+from shoal.registry.manifest import find_callable
+from shoal.serve.model.formats import Arrays
+
+Hook = Callable[[Arrays], Arrays]
+
+
+def find_hook(field: Literal["preprocess", "postprocess"], reference: str) -> Hook | None:
+    """The function that `reference` names; None when it names none. Raises ConfigError."""
+    if not reference:
+        return None
+    function = find_callable(field, reference)
+    blames_input = field == "preprocess"
+
+    def hook(arrays: Arrays) -> Arrays:
+        try:
+            given = function(dict(arrays))
+        except InferenceError:
+            raise
+        except Exception as error:
+            status = 422 if blames_input and isinstance(error, ValueError) else 500
+            what = str(error) if status == 422 else f"{type(error).__name__}: {error}"
+            raise InferenceError(status, f"{field} {reference}: {what}") from error
+        return _required(given, f"{field} {reference}")
+
+    return hook
+
+
+def _required(given: Any, who: str) -> Arrays:
+    if not isinstance(given, Mapping):
+        raise InferenceError(500, f"{who}: expected a dict of arrays, it gave {type(given).__name__}")
+    for name, value in given.items():
+        if not isinstance(value, np.ndarray):
+            raise InferenceError(500, f"{who}: expected an array for {name!r}, it gave {type(value).__name__}")
+    return given

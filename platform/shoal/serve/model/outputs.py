@@ -1,0 +1,109 @@
+"""What a model's outputs must be: every one of the signature, of its datatype and shape, a row for each row of input.
+
+Called by a loaded model for each batch. Numpy only. What does not fit is an InferenceError (500) that names the output,
+what was expected and what came: an endpoint never answers with something that its metadata does not announce.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shoal.errors import InferenceError
+from shoal.open_inference.datatypes import NUMPY
+from shoal.registry.manifest import Signature, TensorSignature
+from shoal.serve.model.formats import Arrays
+
+_BF16_EXPONENT = 0x7F80  # all ones: infinite or NaN
+
+
+class NotFiniteOutput(InferenceError):
+    """An output holds NaN or an infinity."""
+
+    def __init__(self, output: str, num_bad: int, size: int) -> None:
+        self.output, self.num_bad, self.size = output, num_bad, size
+        super().__init__(500, f"output {output!r} is not finite: {num_bad} of its {size} values are NaN or infinite")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.output, self.num_bad, self.size))
+
+
+class OutputCheck:
+    """Of one signature. finite: whether an output that is NaN or infinite is an error."""
+
+    def __init__(self, signature: Signature, *, finite: bool) -> None:
+        self._specs = [
+            (spec, spec.name, NUMPY[spec.datatype], tuple(spec.shape[1:]), _finiteness(spec, finite))
+            for spec in signature.outputs
+        ]
+
+    def checked(self, found: Arrays, num_rows: int) -> dict[str, np.ndarray]:
+        """The signature's outputs, in its order. Raises InferenceError (500)."""
+        outputs = {}
+        for spec, name, dtype, sizes, is_finite in self._specs:
+            array = found.get(name)
+            if array is None:
+                given = ", ".join(map(repr, found)) or "none"
+                raise InferenceError(500, f"output {name!r} is missing: the model gave {given}")
+            if array.shape != (num_rows, *sizes) or array.dtype != dtype or dtype.kind == "O":
+                array = _fitting(array, spec, num_rows)
+            if is_finite is not None and (num_finite := np.count_nonzero(is_finite(array))) != array.size:
+                raise NotFiniteOutput(name, array.size - int(num_finite), array.size)
+            outputs[name] = array
+        return outputs
+
+    def empty(self) -> dict[str, np.ndarray]:
+        """The answer to no rows."""
+        return {
+            name: np.empty((0, *[max(size, 0) for size in sizes]), dtype) for _, name, dtype, sizes, _ in self._specs
+        }
+
+
+def _fitting(array: np.ndarray, spec: TensorSignature, num_rows: int) -> np.ndarray:
+    """The array, whose open dimensions may have any size, and strings as bytes. Raises InferenceError (500)."""
+    if spec.datatype == "BYTES":
+        array = _as_bytes(array, spec.name)
+    expected = [num_rows, *spec.shape[1:]]
+    fits = len(array.shape) == len(expected) and array.dtype == NUMPY[spec.datatype] and array.shape[0] == num_rows
+    if not fits or any(want not in (-1, have) for have, want in zip(array.shape, expected, strict=True)):
+        got = _described(array, spec)
+        raise InferenceError(500, f"output {spec.name!r}: expected {spec.datatype} {expected}, got {got}")
+    return array
+
+
+def _finiteness(spec: TensorSignature, finite: bool) -> Any:
+    """Of what each element is told finite or not; None for what always is."""
+    if not finite or spec.datatype not in ("BF16", "FP16", "FP32", "FP64"):
+        return None
+    return _is_finite_bf16 if spec.datatype == "BF16" else np.isfinite
+
+
+def _is_finite_bf16(bits: np.ndarray) -> np.ndarray:
+    finite: np.ndarray = (bits & _BF16_EXPONENT) != _BF16_EXPONENT
+    return finite
+
+
+def _as_bytes(array: np.ndarray, name: str) -> np.ndarray:
+    """Strings as an array of bytes objects."""
+    if array.dtype.kind == "U":
+        array = np.char.encode(array, "utf-8")
+    if array.dtype.kind == "S":
+        return array.astype(object)
+    if array.dtype.kind != "O":
+        return array
+    encoded = [each.encode() if isinstance(each, str) else each for each in array.ravel().tolist()]
+    wrong = next((each for each in encoded if not isinstance(each, bytes)), None)
+    if wrong is not None:
+        raise InferenceError(500, f"output {name!r}: expected BYTES, got an element of type {type(wrong).__name__}")
+    made = np.empty(len(encoded), object)
+    made[:] = encoded
+    return made.reshape(array.shape)
+
+
+def _described(array: np.ndarray, spec: TensorSignature) -> str:
+    """As the signature would say it. The bits of BF16 cannot be told from UINT16."""
+    for datatype, dtype in NUMPY.items():
+        if array.dtype == dtype and (datatype != "BF16" or spec.datatype == "BF16"):
+            return f"{datatype} {[*array.shape]}"
+    return f"{array.dtype} {[*array.shape]}"

@@ -1,0 +1,187 @@
+"""Any registered model as a function of batches: load a version, ask it, get exactly what its signature promises.
+
+Owns what one model costs and promises: the template that versions are loaded into, and all that surrounds a forward.
+Called by those who bring versions (`load`), by the batcher's threads (`predict_batch`) and by batch prediction; never
+reads a source or a socket. A loaded version never changes and shares nothing that a later one overwrites, so a batch is
+computed by one version or not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shoal.errors import InferenceError, WeightsError
+from shoal.registry.manifest import ModelFactory, Signature
+from shoal.serve.call import Arrays
+from shoal.serve.model.device import devices, fastest, timed
+from shoal.serve.model.formats import Forward, Setting, Template, has_cuda, open_template
+from shoal.serve.model.hooks import Hook, find_hook
+from shoal.serve.model.outputs import NotFiniteOutput, OutputCheck
+from shoal.serve.model.ragged import Joiner
+from shoal.serve.model.warm_up import batch_sizes, example, is_guessed, measure
+from shoal.serve.options import ModelOptions
+from shoal.weights import WeightSnapshot
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelPackage:
+    """All that a replica needs of a model: how to build it, how to call it, and its weights if there are any yet."""
+
+    factory: ModelFactory
+    signature: Signature
+    snapshot: WeightSnapshot | None = None
+
+
+class Predictor:
+    """The template of one model, for any number of versions and threads.
+
+    `measured` says how long forwards of the first version took when it was warm, as (rows, seconds); empty before, and
+    when nobody knows what a typical request is like.
+
+    after: that of the version before, where the model is built in another way now: when that one answered an example,
+           however improbable, so must this one
+
+    Raises ConfigError when the model cannot be built, or not with these options.
+    """
+
+    def __init__(
+        self,
+        factory: ModelFactory,
+        signature: Signature,
+        options: ModelOptions,
+        torch_threads: int = 1,
+        after: Predictor | None = None,
+    ) -> None:
+        self.signature, self.options, self.torch_threads = signature, options, torch_threads
+        self._joiner = Joiner(signature, options.pad_value if options.ragged == "pad" else None)
+        self._check = OutputCheck(signature, finite=options.finite)
+        self._preprocess = find_hook("preprocess", options.preprocess)
+        self._postprocess = find_hook("postprocess", options.postprocess)
+        self._templates = {
+            device: open_template(factory, Setting(signature, options, device, torch_threads))
+            for device in devices(options, has_cuda(factory.format))
+        }
+        self._first = threading.Lock()  # held while the first version chooses a device
+        self._is_warm = False
+        self._has_example = options.warm_up
+        self._must_answer = not is_guessed(signature, options.preprocess) or (after is not None and after._is_warm)
+        self.measured: list[tuple[int, float]] = []
+
+    def enter_thread(self) -> None:
+        """Fix the number of torch threads; they are counted per calling thread, so call this in the forward's."""
+        torch.set_num_threads(self.torch_threads)
+
+    def bucket(self, inputs: Arrays) -> Hashable:
+        """What requests must have in common to share a batch: their shapes, where those differ and are not padded."""
+        return self._joiner.bucket(inputs)
+
+    def load(self, snapshot: WeightSnapshot) -> LoadedModel:
+        """A version that has answered an example; the first one at every power of two of the batch.
+
+        Raises WeightsError when it does not fit the model, or when its answer does not fit the signature; and then
+        nothing has changed. Sets the calling thread's number of torch threads, for which a compiled graph is made.
+        """
+        self.enter_thread()
+        with self._first:
+            if len(self._templates) > 1:
+                self._templates = self._fastest(snapshot)
+        (template,) = self._templates.values()
+        model = self._loaded(template, snapshot)
+        self._warm_up(model)
+        return model
+
+    def _loaded(self, template: Template, snapshot: WeightSnapshot) -> LoadedModel:
+        forward = template.load(snapshot)
+        return LoadedModel(snapshot.version, forward, self._joiner, self._check, self._preprocess, self._postprocess)
+
+    def _warm_up(self, model: LoadedModel) -> None:
+        """Ask for one row of every version, and for every size of the first: later ones find kernels and graphs."""
+        if not self._has_example:
+            return
+        sizes = [1] if self._is_warm else batch_sizes(self.options.max_batch_size)
+        is_typical = not is_guessed(self.signature, self.options.preprocess)
+        try:
+            examples = {size: [example(self.signature, size)] for size in sizes}
+            for size in sizes:
+                model.predict_batch(examples[size])
+            if is_typical and not self._is_warm:
+                self.measured = measure(lambda size: model.predict_batch(examples[size]), sizes)
+        except Exception as error:  # whatever a model raises for an example is why it cannot serve
+            if not self._is_warm and not self._must_answer:
+                self._has_example = False
+                logger.warning("not warmed up, since it does not take an example made up of its signature: %s", error)
+                return
+            what = error if isinstance(error, NotFiniteOutput) else f"{type(error).__name__}: {error}"
+            remedy = "`warm_up: false` serves it all the same"
+            raise WeightsError(f"version {model.version} cannot answer an example: {what}. {remedy}") from error
+        self._is_warm = True
+
+    def _fastest(self, snapshot: WeightSnapshot) -> dict[str, Template]:
+        """The template of the device that is faster for these weights."""
+        sizes = sorted({1, self.options.max_batch_size})
+        inputs = {size: [example(self.signature, size)] for size in sizes}
+        times = {}
+        for device, template in self._templates.items():
+            model = self._loaded(template, snapshot)
+            try:
+                times[device] = timed(lambda size, model=model: model.predict_batch(inputs[size]), sizes)  # type: ignore[misc]
+            except Exception as error:  # noqa: BLE001 - whatever it raises: it cannot be measured here
+                logger.warning("%s cannot be measured, for want of an example that the model takes: %s", device, error)
+        chosen, why = fastest(times) if len(times) == len(self._templates) else ("cuda", "not measured: cuda")
+        logger.info("device: %s", why)
+        return {chosen: self._templates[chosen]}
+
+
+class LoadedModel:
+    """One version of a model, ready to answer. Immutable; any number of threads may ask it."""
+
+    def __init__(
+        self,
+        version: int,
+        forward: Forward,
+        joiner: Joiner,
+        check: OutputCheck,
+        preprocess: Hook | None,
+        postprocess: Hook | None,
+    ) -> None:
+        self.version = version
+        self._forward, self._joiner, self._check = forward, joiner, check
+        self._preprocess, self._postprocess = preprocess, postprocess
+        self._first_input, self._input_names = joiner.names[0], joiner.names
+
+    def predict_batch(self, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
+        """The answers to several requests of one bucket, computed as one batch along the first dimension.
+
+        Raises InferenceError (500) naming the output that does not fit the signature, what a hook says (422, 500), or
+        what the model raised.
+        """
+        if len(requests) == 1:
+            request = requests[0]
+            inputs = {name: request[name] for name in self._input_names}
+            if self._preprocess is not None:  # which may write to them, and another version or a shadow reads them too
+                inputs = {name: array.copy() for name, array in inputs.items()}
+            return [self._predict(inputs, len(inputs[self._first_input]))]
+        joined = self._joiner.join(requests)
+        outputs = self._predict(joined.inputs, joined.bounds[-1])
+        return self._joiner.split(outputs, joined, requests)
+
+    def _predict(self, inputs: Arrays, num_rows: int) -> dict[str, np.ndarray]:
+        if num_rows == 0:
+            return self._check.empty()
+        try:
+            if self._preprocess is not None:
+                inputs = self._preprocess(inputs)
+            outputs = self._forward(inputs)
+            if self._postprocess is not None:
+                outputs = self._postprocess(outputs)
+        except SystemExit as error:  # it would end the thread that computes, and whoever awaits it
+            raise InferenceError(500, f"the model raised {error!r}") from error
+        return self._check.checked(outputs, num_rows)

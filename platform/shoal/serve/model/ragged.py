@@ -1,0 +1,152 @@
+"""Requests of several lengths: which may share a batch, how they are joined, and how the answers are taken apart.
+
+Called by the predictor. Pure functions of arrays and of a signature, in which -1 is a dimension of variable size.
+
+bucket  only requests of equal shapes share a batch
+pad     shorter ones are filled at the end, and an output's variable dimension is cut back to its request's own length.
+        It follows the input dimension of variable size at the same place, or else the only one there is; an output
+        whose dimension has another size than that input's was not made from it, and stays as it is. Where there are
+        several such inputs, requests in which they differ share a batch with those of equal shapes only. All share one
+        of which a row, padded, cannot have more than `SHARED_ROW` elements; larger ones share it with those of about
+        their size, so that padding at most doubles each dimension: a long and a wide one would fill the memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from shoal.errors import ConfigError
+from shoal.open_inference.datatypes import NUMPY, bf16_bits
+from shoal.registry.manifest import Signature, TensorSignature
+from shoal.serve.model.formats import Arrays
+
+SHARED_ROW = 1 << 17  # elements of one input
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Several requests as one batch. `bounds`: where each begins, and the last ends."""
+
+    inputs: dict[str, np.ndarray]
+    bounds: list[int]
+
+
+class Joiner:
+    """Joins requests for one model, and takes their answers apart.
+
+    pad_value: None: only equal shapes will come. Raises ConfigError for a value that an input's datatype cannot hold.
+    """
+
+    def __init__(self, signature: Signature, pad_value: float | None) -> None:
+        self.names = [spec.name for spec in signature.inputs]
+        self._variable = {spec.name: _variable_dimensions(spec) for spec in signature.inputs}
+        self._ragged = [name for name, dimensions in self._variable.items() if dimensions]
+        self._padding: dict[str, Any] = {}
+        self._shared: list[tuple[str, int, int]] = []  # input, its dimension, the largest size that any may share
+        self._followed: list[tuple[str, int, str, int]] = []  # output, its dimension, input, its dimension
+        self._alike: list[tuple[int, list[str]]] = []  # a dimension that an output follows, and whose inputs' it may be
+        if pad_value is not None and self._ragged:
+            self._padding = {spec.name: _padding(spec, pad_value) for spec in signature.inputs}
+            self._followed = _followed(signature, self._variable)
+            self._alike = _alike(signature, self._variable)
+            self._shared = [shared for spec in signature.inputs for shared in _shared(spec)]
+
+    def bucket(self, inputs: Arrays) -> Hashable:
+        """What requests must have in common to share a batch."""
+        if not self._ragged:
+            return None
+        if not self._padding:
+            return tuple([inputs[name].shape[1:] for name in self._ragged])
+        for dimension, names in self._alike:
+            if len({inputs[name].shape[dimension] for name in names}) > 1:
+                return tuple([inputs[name].shape[1:] for name in self._ragged])
+        for name, dimension, most in self._shared:
+            if inputs[name].shape[dimension] > most:
+                return tuple([inputs[name].shape[dimension].bit_length() for name, dimension, _ in self._shared])
+        return None
+
+    def join(self, requests: Sequence[Arrays]) -> Joined:
+        """One after the other along the first dimension."""
+        joined = {}
+        for name in self.names:
+            arrays = [request[name] for request in requests]
+            if self._padding and len({array.shape[1:] for array in arrays}) > 1:
+                joined[name] = _padded(arrays, self._padding[name])
+            else:
+                joined[name] = np.concatenate(arrays)
+        first = self.names[0]
+        return Joined(joined, [0, *accumulate([len(request[first]) for request in requests])])
+
+    def split(self, outputs: Arrays, joined: Joined, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
+        """The outputs of each request."""
+        answers = [{name: rows[start:end] for name, rows in outputs.items()} for start, end in pairwise(joined.bounds)]
+        for output, dimension, name, follows in self._followed:
+            padded = joined.inputs[name].shape[follows]
+            if outputs[output].shape[dimension] != padded:
+                continue
+            for answer, request in zip(answers, requests, strict=True):
+                length = request[name].shape[follows]
+                if length != padded:
+                    answer[output] = answer[output][(*[slice(None)] * dimension, slice(length))]
+        return answers
+
+
+def _variable_dimensions(spec: TensorSignature) -> list[int]:
+    return [index for index, size in enumerate(spec.shape) if index and size == -1]
+
+
+def _shared(spec: TensorSignature) -> list[tuple[str, int, int]]:
+    """The variable dimensions of an input, with the size at which all of them together make a row of `SHARED_ROW`."""
+    variable = _variable_dimensions(spec)
+    fixed = math.prod([size for size in spec.shape[1:] if size != -1])
+    return [(spec.name, dimension, int((SHARED_ROW / max(fixed, 1)) ** (1 / len(variable)))) for dimension in variable]
+
+
+def _followed(signature: Signature, variable: dict[str, list[int]]) -> list[tuple[str, int, str, int]]:
+    places = [(name, dimension) for name, dimensions in variable.items() for dimension in dimensions]
+    found = []
+    for spec in signature.outputs:
+        for dimension in _variable_dimensions(spec):
+            same = [(name, place) for name, place in places if place == dimension]
+            if same or len(places) == 1:
+                found.append((spec.name, dimension, *(same or places)[0]))
+    return found
+
+
+def _alike(signature: Signature, variable: dict[str, list[int]]) -> list[tuple[int, list[str]]]:
+    followed = {dimension for spec in signature.outputs for dimension in _variable_dimensions(spec)}
+    found = [(each, [name for name, dimensions in variable.items() if each in dimensions]) for each in sorted(followed)]
+    return [(dimension, names) for dimension, names in found if len(names) > 1]
+
+
+def _padded(arrays: Sequence[np.ndarray], value: Any) -> np.ndarray:
+    sizes = [max(lengths) for lengths in zip(*[array.shape[1:] for array in arrays], strict=True)]
+    padded = np.full((sum(map(len, arrays)), *sizes), value, arrays[0].dtype)
+    start = 0
+    for array in arrays:
+        end = start + len(array)
+        padded[(slice(start, end), *map(slice, array.shape[1:]))] = array
+        start = end
+    return padded
+
+
+def _padding(spec: TensorSignature, value: float) -> Any:
+    """The value as an element of the input."""
+    if spec.datatype == "BYTES":
+        return b""
+    if spec.datatype == "BF16":
+        return bf16_bits(np.array([value], np.float32))[0]
+    dtype = NUMPY[spec.datatype]
+    if dtype.kind in "iub" and not (math.isfinite(value) and _holds(dtype, value)):
+        raise ConfigError("pad_value", value, f"input {spec.name!r} is {spec.datatype}, which cannot hold it")
+    return np.array(value).astype(dtype)[()]
+
+
+def _holds(dtype: np.dtype[Any], value: float) -> bool:
+    return 0 <= value <= 1 if dtype.kind == "b" else bool(np.iinfo(dtype.name).min <= value <= np.iinfo(dtype.name).max)

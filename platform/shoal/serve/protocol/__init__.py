@@ -1,0 +1,1 @@
+"""What clients speak: REST and gRPC, limits, keys, metrics. Asks a `ModelHost`, and knows no replica."""

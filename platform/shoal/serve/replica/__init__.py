@@ -1,0 +1,1 @@
+"""A process that answers: its models, which versions of them are loaded, and who answers a call."""

@@ -1,0 +1,132 @@
+"""What a replica of an endpoint is: its models, the batcher before them, the controller's plan, the protocols on top.
+
+Made and closed by the Ray shell, or by a test, on the event loop that serves. Plain Python: knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from shoal.errors import ShoalError
+from shoal.serve.batcher import Batcher
+from shoal.serve.call import Arrays, Caller
+from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.prometheus import render
+from shoal.serve.protocol.rest import RestApp
+from shoal.serve.replica.follower import PlanFollower
+from shoal.serve.replica.host import ControllerClient, ReplicaHost
+from shoal.serve.replica.hosted import Answer
+from shoal.serve.report import ReplicaReport
+from shoal.serve.sources import LiveModel
+from shoal.serve.tracing import Tracer
+
+if TYPE_CHECKING:
+    from shoal.serve.protocol.grpc_service import InferenceServicer
+
+# A thread that computes in Python (a forward's own code, weights being staged) makes the event loop wait this long for
+# its turn. The default of 5 ms is an eternity here; below 1 ms nothing more is gained.
+SWITCH_INTERVAL_S = 0.001
+START_TIMEOUT_S = 600.0
+FIRST_WEIGHTS_S = 1.0  # a live model whose run has published serves at once; one whose run has not says 503
+START_POLL_S = 0.02
+
+
+class EndpointReplica:
+    """`app` is the ASGI application, `host` what it serves. Await `start()` before anybody is let in.
+
+    replica:    a name that no other replica has had
+    live:       the models that follow the weights of a run, by name
+    controller: where the plan comes from, and reports go to
+    """
+
+    def __init__(
+        self, replica: str, spec: EndpointSpec, live: Mapping[str, LiveModel], controller: ControllerClient
+    ) -> None:
+        """Must run on the event loop that will serve."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._spec = spec
+        self._access = Access(
+            spec.token.get_secret_value() if spec.token is not None else None,
+            spec.keys,
+            replicas=lambda: 1 + len(self._follower.peers),
+        )
+        self._limits = Limits(max_body_bytes=spec.max_body_bytes)
+        self._batcher: Batcher[Arrays, Answer] = Batcher(
+            on_thread_start=lambda: torch.set_num_threads(spec.torch_threads)
+        )
+        self._tracer = Tracer(spec.trace, spec.name, replica) if spec.trace else None
+        self.host = ReplicaHost(replica, spec, live, self._batcher, controller, self._tracer)
+        self.app = RestApp(self.host, self._access, limits=self._limits, metrics=self._scrape, tracer=self._tracer)
+        self._follower = PlanFollower(replica, controller, self.host.apply, self.report)
+        self.host.changed = self._follower.changed
+
+    async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Stage all that the controller's plan wants to answer. Raises ShoalError if that cannot be, or not in time."""
+        loop = asyncio.get_running_loop()
+        ends_s, first_weights_s = loop.time() + timeout_s, loop.time() + FIRST_WEIGHTS_S
+        while not (self.host.is_staged and (self.host.ready or loop.time() > first_weights_s)):
+            if trouble := self.host.trouble():
+                raise ShoalError(trouble)
+            self.check_health()
+            if loop.time() > ends_s:
+                raise ShoalError(f"the models were not staged after {timeout_s:g} s")
+            await asyncio.sleep(START_POLL_S)
+
+    def servicer(self) -> InferenceServicer:
+        """The same models over gRPC."""
+        from shoal.serve.protocol.grpc_service import InferenceServicer
+
+        return InferenceServicer(self.host, self._access, self._tracer)
+
+    def check_health(self) -> None:
+        """Raises ShoalError when this replica must be replaced: a thread has died, a forward hangs, a model leaks."""
+        if not (self._batcher.alive and self._follower.alive):
+            raise ShoalError("a thread of this replica has died")
+        self.host.check_health()
+        if (computing_s := self._batcher.computing_s) > self._spec.hang_s:
+            raise ShoalError(f"a forward has taken {computing_s:.1f} s, and hang_s is {self._spec.hang_s:g}")
+        most_gib = self._spec.max_memory_gib
+        if most_gib is not None and (gib := psutil.Process().memory_info().rss / 2**30) > most_gib:
+            raise ShoalError(f"the process has grown to {gib:.2f} GiB, and max_memory_gib is {most_gib:g}")
+
+    def stats(self) -> dict[str, Any]:
+        """The application's and the batcher's counters, and who counts; `version` is that of the first model."""
+        statuses = self.app.statuses()
+        models = self.host.models()
+        return {
+            "pid": os.getpid(),
+            "version": models[0].version if models else 0,
+            "requests": sum(statuses.values()),
+            "statuses": {str(status): count for status, count in sorted(statuses.items())},
+            "rejected_version": max((each.rejected for each in self.host.followers.values()), default=0),
+            "models": {
+                each.name: {"version": each.version, "batcher": asdict(each.batcher_counts())} for each in models
+            },
+        }
+
+    async def close(self) -> None:
+        """Stop following, fail what is queued. Idempotent."""
+        await self._follower.close()
+        self.host.close()
+        self._batcher.close(timeout_s=2.0)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
+
+    def report(self) -> ReplicaReport:
+        """What the controller, the replica's scrapes and its exporter are told."""
+        statuses = {str(status): count for status, count in sorted(self.app.statuses().items())}
+        access = self._access
+        return replace(self.host.report(), callers=access.counts(), refused=access.refused(), statuses=statuses)
+
+    def _scrape(self, caller: Caller) -> bytes:
+        return render([self.report(), *self._follower.peers], caller)

@@ -1,0 +1,126 @@
+"""Shadow traffic: a share of the stable version's calls is computed by the candidate too, and the answers compared.
+
+Owned by a hosted model. The client has its answer before anything of this begins; what is shadowed waits in a queue of
+its own, with the smallest share of the slots, and is dropped when that is full. One forward of the candidate may be in
+hand when a client's call arrives: that is all the delay there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import numpy as np
+
+from shoal.errors import Closed, InferenceError
+from shoal.open_inference.datatypes import bf16_values
+from shoal.serve.batcher import Batcher, BatchReport
+from shoal.serve.call import Arrays, InferCall, size_bytes
+from shoal.serve.model.predictor import LoadedModel
+from shoal.serve.options import ModelOptions
+from shoal.serve.replica.metrics import ModelStatistics
+from shoal.serve.replica.versions import Draws, Track
+
+WEIGHT = 1e-6  # of the slots, beside a model's 1
+MAX_WAITING = 256  # calls; whatever their rows
+NOT_COMPUTED = (429, 503, 504)  # statuses of what was turned away before a forward: they say nothing of the version
+
+Answer = tuple[dict[str, np.ndarray], int]
+
+
+class Shadow:
+    """Of one model. `percent` of the calls are considered; 0 when there is nothing to compare with.
+
+    datatypes: of the outputs, by name
+    on_batch:  told of every forward, in its thread
+    """
+
+    def __init__(
+        self,
+        model: str,
+        batcher: Batcher[Arrays, Answer],
+        forward: Callable[[Hashable, Sequence[Arrays]], list[Answer]],
+        options: ModelOptions,
+        counts: ModelStatistics,
+        datatypes: Mapping[str, str],
+        on_batch: Callable[[BatchReport], None],
+    ) -> None:
+        self.percent = 0.0
+        self._candidate: Track | None = None
+        self._tolerance, self._counts, self._datatypes = options.guard.tolerance, counts, datatypes
+        self._draws = Draws()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._queue = batcher.add_queue(
+            f"{model}/shadow",
+            forward,
+            max_batch_rows=options.max_batch_size,
+            max_queue_rows=options.max_queue_size,
+            max_queue_bytes=options.max_queue_bytes,
+            weight=WEIGHT,
+            on_batch=on_batch,
+        )
+
+    def set(self, candidate: Track | None, percent: float) -> None:
+        """Whom to compare with, and how often."""
+        self._candidate, self.percent = candidate, percent if candidate is not None else 0.0
+
+    def consider(self, call: InferCall, outputs: Arrays, bucket: Hashable) -> None:
+        """A call of the stable version was answered with `outputs`."""
+        candidate = self._candidate
+        if candidate is None or not self._draws.draw(self.percent) or len(self._tasks) >= MAX_WAITING:
+            return
+        task = asyncio.get_running_loop().create_task(self._compare(call, outputs, (candidate, bucket)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Drop what waits. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        self._queue.close()
+
+    async def _compare(self, call: InferCall, expected: Arrays, group: tuple[Track, Hashable]) -> None:
+        loaded = group[0].loaded
+        assert loaded is not None
+        try:
+            batched = await self._queue.submit(
+                call.inputs, call.num_rows, group=group, size_bytes=size_bytes(call.inputs)
+            )
+        except Closed:
+            return
+        except InferenceError as error:
+            self._count_failure(group[0], loaded, error.status)
+            return
+        except Exception:  # noqa: BLE001 - whatever the candidate raised: its client would have had no answer
+            self._count_failure(group[0], loaded, 500)
+            return
+        outputs, version = batched.answer
+        if group[0] is self._candidate and version == loaded.version:
+            self._counts.shadow(version, not agree(expected, outputs, self._datatypes, self._tolerance))
+
+    def _count_failure(self, candidate: Track, loaded: LoadedModel, status: int) -> None:
+        """The stable version has answered: what refuses the same input (4xx) gives another answer, it does not fail."""
+        if candidate is not self._candidate or candidate.loaded is not loaded or status in NOT_COMPUTED:
+            return  # another one is compared by now, with answers of another one
+        if status < 500:
+            self._counts.shadow(loaded.version, disagreed=True)
+        else:
+            self._counts.shadow_failed(loaded.version)
+
+
+def agree(expected: Arrays, outputs: Arrays, datatypes: Mapping[str, str], tolerance: float) -> bool:
+    """Whether all outputs are equal: numbers to within `tolerance`, relative or absolute, all else exactly."""
+    if expected.keys() != outputs.keys():
+        return False
+    for name, array in expected.items():
+        other = outputs[name]
+        if array.shape != other.shape or array.dtype != other.dtype:
+            return False
+        if datatypes[name] == "BF16":
+            array, other = bf16_values(array), bf16_values(other)
+        if array.dtype.kind == "f":
+            if not np.allclose(array, other, rtol=tolerance, atol=tolerance, equal_nan=True):
+                return False
+        elif not np.array_equal(array, other):
+            return False
+    return True

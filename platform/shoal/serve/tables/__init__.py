@@ -1,0 +1,1 @@
+"""Tables through a model: columns in, columns out."""

@@ -1,0 +1,164 @@
+"""A model as a function of tables: some columns in, its outputs and its version as further columns out.
+
+Called by batch prediction, in as many processes as that has; uses the endpoint's own Predictor, so that a row gets the
+outputs that the endpoint would give it. Rows whose lists differ in length share a batch where the model's options say
+so (`ragged`). Knows no file and no Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from shoal.errors import ConfigError, DataError, InferenceError
+from shoal.serve.model.predictor import ModelPackage, Predictor
+from shoal.serve.options import ModelOptions
+from shoal.serve.tables.table import alike, choose_columns, column_of, column_type, inputs_of
+
+Part = tuple[int, dict[str, np.ndarray] | None]  # so many rows, and their outputs; None for one that failed
+VERSION_COLUMN = "model_version"
+ERROR_COLUMN = "error"
+SKIPPING = "--skip-errors goes on without outputs for such rows"
+
+
+@dataclass
+class _Request:
+    """Consecutive rows as one request: their outputs, and an error or None for each row, once it is answered."""
+
+    inputs: dict[str, np.ndarray]
+    num_rows: int
+    parts: list[Part] = field(default_factory=list)
+    errors: list[str | None] = field(default_factory=list)
+
+
+class TablePredictor:
+    """Answers tables with one version of a model.
+
+    said:        the columns of each input, where they do not follow from the names
+    keep:        the columns that go from input to output; None for all
+    skip_errors: a row that makes no input, or that the model fails on, has no outputs and a word in the column `error`;
+                 else it ends everything
+
+    Raises ConfigError, WeightsError when the model cannot be built or loaded.
+    """
+
+    def __init__(
+        self,
+        package: ModelPackage,
+        options: ModelOptions,
+        *,
+        said: Mapping[str, Sequence[str]] | None = None,
+        keep: Sequence[str] | None = None,
+        skip_errors: bool = False,
+        torch_threads: int = 1,
+    ) -> None:
+        assert package.snapshot is not None, "a registered version has weights"
+        self.signature = package.signature
+        self._said, self._keep, self._skip_errors = said or {}, keep, skip_errors
+        self._max_rows = options.max_batch_size
+        predictor = Predictor(package.factory, package.signature, options, torch_threads)
+        self._model, self._bucket = predictor.load(package.snapshot), predictor.bucket
+        predictor.enter_thread()
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """The kept columns, the outputs and the version, a row for each row. Raises DataError, InferenceError."""
+        chosen = choose_columns(self.signature.inputs, table.column_names, self._said)
+        requests = self._requests(table, chosen)
+        for together in self._batches(requests):
+            self._answer(together)
+        parts = [part for request in requests for part in request.parts]
+        errors = [error for request in requests for error in request.errors]
+        kept = table if self._keep is None else table.select(list(self._keep))
+        named = [*(spec.name for spec in self.signature.outputs), VERSION_COLUMN]
+        if self._skip_errors:
+            named.append(ERROR_COLUMN)
+        if twice := sorted(set(named) & set(kept.column_names)):
+            remedy = "choose the columns to keep with --keep"
+            raise ConfigError("keep", twice[0], "is a column of the input and of the output", remedy)
+        for name, column in self._columns(parts).items():
+            kept = kept.append_column(name, column)
+        kept = kept.append_column(VERSION_COLUMN, pa.array(np.full(len(table), self._model.version, np.int64)))
+        return kept.append_column(ERROR_COLUMN, pa.array(errors, pa.string())) if self._skip_errors else kept
+
+    def _requests(self, table: pa.Table, chosen: Mapping[str, Sequence[str]]) -> list[_Request]:
+        """The table in requests of rows alike, in its order; where some rows make no input, each half by itself."""
+        found: list[_Request] = []
+        for rows in alike(table, self.signature.inputs, chosen):
+            try:
+                inputs = inputs_of(rows, self.signature.inputs, chosen)
+            except DataError as error:
+                if not self._skip_errors:
+                    remedy = "; ".join(filter(None, (error.remedy, SKIPPING)))
+                    raise DataError(error.field, error.value, error.problem, remedy) from None
+                half = len(rows) // 2
+                if half:
+                    found += self._requests(rows.slice(0, half), chosen) + self._requests(rows.slice(half), chosen)
+                else:
+                    found.append(_Request({}, 1, [(1, None)], [str(error)]))
+                continue
+            for start in range(0, len(rows), self._max_rows):
+                stop = min(start + self._max_rows, len(rows))
+                found.append(_Request({name: values[start:stop] for name, values in inputs.items()}, stop - start))
+        return found
+
+    def _batches(self, requests: Sequence[_Request]) -> Iterator[list[_Request]]:
+        """Requests that may share a batch, each of at most as many rows as the model takes."""
+        open_batches: dict[Hashable, list[_Request]] = {}
+        for request in requests:
+            if request.errors:
+                continue
+            bucket = self._bucket(request.inputs)
+            batch = open_batches.setdefault(bucket, [])
+            if batch and sum(each.num_rows for each in batch) + request.num_rows > self._max_rows:
+                yield open_batches.pop(bucket)
+                open_batches[bucket] = batch = []
+            batch.append(request)
+        yield from open_batches.values()
+
+    def _answer(self, requests: Sequence[_Request]) -> None:
+        """Put the outputs into these requests; of rows that fail together, each half is tried alone."""
+        try:
+            answers = self._model.predict_batch([request.inputs for request in requests])
+        except Exception as raised:
+            error = raised
+            if not isinstance(error, InferenceError):  # the model's own, which may mean nothing where it is read
+                error = InferenceError(500, f"the model raised {type(raised).__name__}: {raised}")
+            if not self._skip_errors:
+                raise InferenceError(error.status, f"{error.message}. {SKIPPING}") from raised
+            self._answer_halves(requests, str(error))
+            return
+        for request, outputs in zip(requests, answers, strict=True):
+            request.parts.append((request.num_rows, outputs))
+            request.errors += [None] * request.num_rows
+
+    def _answer_halves(self, requests: Sequence[_Request], error: str) -> None:
+        if len(requests) > 1:
+            half = len(requests) // 2
+            self._answer(requests[:half])
+            self._answer(requests[half:])
+            return
+        (request,) = requests
+        half = request.num_rows // 2
+        if not half:
+            request.parts.append((1, None))
+            request.errors.append(error)
+            return
+        for first, last in ((0, half), (half, request.num_rows)):
+            part = _Request({name: rows[first:last] for name, rows in request.inputs.items()}, last - first)
+            self._answer([part])
+            request.parts += part.parts
+            request.errors += part.errors
+
+    def _columns(self, parts: Sequence[Part]) -> dict[str, pa.ChunkedArray]:
+        columns = {}
+        for spec in self.signature.outputs:
+            kind = column_type(spec)
+            chunks = [
+                pa.nulls(count, kind) if outputs is None else column_of(spec, outputs[spec.name])
+                for count, outputs in parts
+            ]
+            columns[spec.name] = pa.chunked_array(chunks, kind)
+        return columns
