@@ -265,7 +265,7 @@ def test_a_version_that_cannot_be_reserved_is_published_later(tmp_path: Path, mo
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shoal.checkpoint.write_synced", full)
+        patch.setattr("shoal.durable.replace_synced", full)
         for version in range(2, 80):
             bench.put(segment(16, version=min(version, bench.store.version)))
             assert bench.learner.step()

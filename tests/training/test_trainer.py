@@ -14,9 +14,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from shoal.checkpoint import Checkpointer, write_synced
+from shoal.checkpoint import Checkpointer
 from shoal.checkpoint.staging import Staging
 from shoal.data import Data
+from shoal.durable import replace_synced
 from shoal.errors import NotFinite, SpecMismatch
 from shoal.parallel import World
 from shoal.train.keeping import first_not_finite
@@ -291,7 +292,7 @@ def test_the_best_network_is_known_as_that_though_it_was_killed_while_it_was_sav
     def killed_at_the_second(path: Path, payload: bytes) -> None:
         if next(notes) == 1:
             raise Killed
-        write_synced(path, payload)
+        replace_synced(path, payload)
 
     spec = spec_of(
         stop={"steps": 8, "convergence": {"metric": "loss", "patience": 9}},
@@ -299,7 +300,7 @@ def test_the_best_network_is_known_as_that_though_it_was_killed_while_it_was_sav
         checkpoint={"asynchronous": False},
     )
     with monkeypatch.context() as patched:
-        patched.setattr("shoal.checkpoint.folder.write_synced", killed_at_the_second)
+        patched.setattr("shoal.durable.replace_synced", killed_at_the_second)
         with pytest.raises(Killed):
             train(tmp_path, spec)
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:

@@ -17,6 +17,7 @@ from typing import Never
 import numpy as np
 import pytest
 
+from shoal.durable import write_synced
 from shoal.errors import ConfigError, RegistryError, WeightsError
 from shoal.registry import (
     Manifest,
@@ -27,7 +28,6 @@ from shoal.registry import (
     TensorSignature,
 )
 from shoal.registry import registry as module
-from shoal.registry.files import write_synced
 from shoal.weights import WeightSnapshot
 
 MODEL = ModelFactory(factory="collections:Counter", kwargs={"a": 2})

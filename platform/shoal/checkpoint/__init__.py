@@ -8,12 +8,11 @@ checkpoints take a second of every process that loads them.
 from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint.files import Loaded, load_latest, save
-from shoal.checkpoint.folder import write_synced
 
 if TYPE_CHECKING:
     from shoal.checkpoint.checkpointer import Checkpointer, Extras, Found
 
-__all__ = ["Checkpointer", "Extras", "Found", "Loaded", "load_latest", "save", "write_synced"]
+__all__ = ["Checkpointer", "Extras", "Found", "Loaded", "load_latest", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from shoal.durable import sync_folder
+
 BLOCK_BYTES = 4 << 20
 
 
@@ -53,15 +55,6 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileSum:
     return FileSum(size_bytes, digest.hexdigest())
 
 
-def write_synced(path: Path, payload: bytes) -> None:
-    """Replace a small file, whole or not at all."""
-    draft = path.with_name(f".{path.name}.draft")
-    draft.parent.mkdir(parents=True, exist_ok=True)
-    write_file(draft, [payload])
-    draft.replace(path)
-    sync_folder(path.parent)
-
-
 def damage(path: Path, expected: FileSum) -> str:
     """What is wrong with a file; empty if nothing is."""
     digest, size_bytes = hashlib.sha256(), 0
@@ -98,12 +91,3 @@ def tidy(folder: Path, newest: Path, keep: int, pinned: Path | None = None) -> N
     old = [path for path in earlier[keep - 1 :] if path != pinned]
     for path in [*later, *old, *folder.glob(".draft-*")]:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the disk confirm the names in a folder."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

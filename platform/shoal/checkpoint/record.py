@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shoal import durable
 from shoal.checkpoint import folder
 from shoal.checkpoint.folder import FileSum
 from shoal.errors import CheckpointError
@@ -94,7 +95,7 @@ def _finish(job: Job, index: Mapping[str, Any], shards: Sequence[Written]) -> No
     folder.publish(job.draft, job.target)
     place = job.target.parent
     if job.best:
-        folder.write_synced(place / BEST, json.dumps({"step": job.step, "sha256": signed["sha256"]}).encode())
+        durable.replace_synced(place / BEST, json.dumps({"step": job.step, "sha256": signed["sha256"]}).encode())
     best = best_step(place)
     folder.tidy(place, job.target, job.keep, None if best is None else folder.path_of(place, best))
 

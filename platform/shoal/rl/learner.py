@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from shoal import checkpoint
+from shoal import checkpoint, durable
 from shoal.algorithms.impala import Batch, NonFiniteLoss, batch_of, is_finite, update
 from shoal.errors import CheckpointError, Closed, SpecMismatch
 from shoal.models.actor_critic import ActorCritic
@@ -244,7 +244,7 @@ class Learner:
         """Raises OSError, having published nothing, when the version cannot be reserved."""
         if self.version + 1 > self._num_reserved:
             num_reserved = self.version + 1 + VERSIONS_RESERVED
-            checkpoint.write_synced(self._reserved, str(num_reserved).encode())
+            durable.replace_synced(self._reserved, str(num_reserved).encode())
             self._num_reserved = num_reserved
         self.version += 1
         self._published_updates, self._published_at = self.updates, time.monotonic()

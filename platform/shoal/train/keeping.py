@@ -15,7 +15,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint import Checkpointer, Extras, Found, write_synced
+from shoal.checkpoint import Checkpointer, Extras, Found
+from shoal.durable import replace_synced
 from shoal.errors import CheckpointError, NotFinite
 from shoal.parallel import World, gradients
 from shoal.train.assembly import AVERAGE, BEGUN, Assembly
@@ -216,4 +217,4 @@ def first_not_finite(parameters: Iterable[tuple[str, nn.Parameter]]) -> str | No
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Write a whole network as safetensors, whole or not at all. Raises OSError."""
     plain = {name: weight.detach().contiguous().clone() for name, weight in weights.items()}  # tied ones lie twice
-    write_synced(path, safetensors.torch.save(plain))
+    replace_synced(path, safetensors.torch.save(plain))

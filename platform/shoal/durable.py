@@ -1,0 +1,35 @@
+"""Files that are still there after a power cut, whole or not at all.
+
+Called by the registry and by checkpoints. Standard library only. All raise OSError.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_synced(path: Path, payload: bytes) -> None:
+    """Write the file, and return when it is on the disk. Half of it may be seen meanwhile."""
+    with path.open("wb") as file:
+        file.write(payload)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_synced(path: Path, payload: bytes) -> None:
+    """Replace the file in one step: a reader sees the old or the new one, also after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft")
+    write_synced(draft, payload)
+    draft.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's list of names durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
