@@ -16,7 +16,7 @@ from shoal.cli.serve_display import plain_lines, shares
 from shoal.client.status import EndpointStatus
 from shoal.errors import InferenceError
 from shoal.serve.batcher import BatchReport
-from shoal.serve.controller.controller import live_control
+from shoal.serve.controller import live_control
 from shoal.serve.options import GuardOptions
 from shoal.serve.replica.replica import START_POLL_S
 from shoal.serve.report import MAX_LEFT

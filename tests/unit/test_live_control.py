@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.serve.controller.controller import EndpointController, live_control
+from shoal.serve.controller import live_control
+from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment, StateFile
 from shoal.serve.options import ModelOptions
 from shoal.serve.plan import LivePlan
