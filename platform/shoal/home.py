@@ -40,16 +40,19 @@ def home() -> Path:
 def access_token() -> str:
     """The token that gateways and endpoints ask for: `$SHOAL_TOKEN`, else `$SHOAL_HOME/token`, made when absent.
 
-    Raises ConfigError when the file is empty, or cannot be made.
+    Raises ConfigError when the file is empty, or cannot be made, and for what no header can carry.
     """
-    return os.environ.get("SHOAL_TOKEN") or _token_file("token")
+    token = _said_token() or _token_file("token")
+    if not token.isascii() or not token.isprintable() or " " in token:
+        remedy = "choose printable ASCII without blanks, as `openssl rand -hex 24` makes it"
+        raise ConfigError("SHOAL_TOKEN", "***", "cannot be carried by a header", remedy)
+    return token
 
 
 def existing_token() -> str:
     """Like `access_token`, for actors, who must have been told: makes nothing, and is "" when there is none."""
-    token = os.environ.get("SHOAL_TOKEN")
     try:
-        return token or (_folder() / "token").read_text().strip()
+        return _said_token() or (_folder() / "token").read_text().strip()
     except (FileNotFoundError, NotADirectoryError):
         return ""
 
@@ -80,6 +83,11 @@ def exclusive(path: Path, timeout_s: float) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _said_token() -> str:
+    """Files and secrets of others often end with a new line, which is no part of it."""
+    return os.environ.get("SHOAL_TOKEN", "").strip()
 
 
 def _folder() -> Path:

@@ -26,6 +26,7 @@ from shoal.cluster.embedded import EmbeddedCluster
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.processes import MARKER, is_alive, remove_folder
 from shoal.errors import ClusterError, RunError
+from shoal.home import access_token, home
 from waiting import wait_for
 
 
@@ -172,14 +173,17 @@ def test_a_job_runs_with_our_python_in_the_given_folder(cluster: EmbeddedCluster
 
 
 def test_a_job_that_is_uploaded_brings_its_folder_and_the_whole_package(
-    cluster: EmbeddedCluster, tmp_path: Path
+    cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a cluster elsewhere, which has no Shoal, or another one."""
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "kept"))
     elsewhere = ClusterHandle(cluster.dashboard_url, cluster.dashboard_url, cluster.token, {})
     package = Path(shoal.__file__).parent
     expected = sorted(str(path.relative_to(package)) for path in package.rglob("*") if path.suffix in (".py", ".html"))
-    (tmp_path / "runs/one").mkdir(parents=True)
-    (tmp_path / "runs/one/checkpoint").write_text("large")
+    for place in (tmp_path / "runs/one", home() / "runs/one", home() / "registry/net/1"):
+        place.mkdir(parents=True)
+        (place / "checkpoint").write_text("large")
+    access_token()
     (tmp_path / "job.py").write_text(
         "import json, os, pathlib, shoal.runs\n"
         "package = pathlib.Path(shoal.runs.__file__).parents[1]\n"

@@ -18,7 +18,7 @@ import shoal.runs
 from shoal.cli import cli, serve_jobs
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import JobInfo, JobStatus
-from shoal.errors import ClusterError, ConfigError, RunError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.flows.serving_spec import ServingSpec, require_code, spec_from_words
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs.origin import apart, joined
@@ -41,6 +41,11 @@ class FakeJob:
     def status(self) -> JobStatus:
         self.on_look()
         return self.state
+
+    def outcome(self) -> JobStatus | None:
+        """Of a real job, this is patient: what it raises, it raises when nobody has answered for long."""
+        status = self.status()
+        return status if status.is_over else None
 
     def logs(self) -> str:
         return self.said
@@ -153,6 +158,19 @@ def test_deploy_submits_what_was_typed_and_returns_when_it_is_ready(
     assert cluster.environments[0]["SHOAL_RUN_ID"] == run_id
     assert "hush" not in cluster.environments[0]["SHOAL_COMMAND"]
     assert job.stopped == 0
+
+
+def test_a_deployment_that_is_given_up_leaves_no_job_behind(cluster: FakeCluster) -> None:
+    def silent() -> None:
+        raise ConnectionLost("no answer from http://127.0.0.1:8265: ReadTimeout")
+
+    def begin(job: FakeJob) -> None:
+        job.on_look = silent
+
+    cluster.begin = begin
+    result = shoal_program("deploy", "fashion")
+    assert isinstance(result.exception, ConnectionLost)
+    assert [job.stopped for job in cluster.jobs.values()] == [1]
 
 
 def test_the_job_reads_the_words_that_its_command_line_does_not_show(cluster: FakeCluster) -> None:

@@ -60,3 +60,22 @@ def test_a_home_that_is_a_file_is_refused_by_name(inside: str, folder: Path, mon
         with pytest.raises(ConfigError, match=r"^SHOAL_HOME = '.*file.*': is no folder: .*set it to one where you may"):
             ask()
     assert home.existing_token() == ""
+
+
+@pytest.mark.parametrize("said", ["tok\n", " tok", "tok\r\n"])
+def test_a_new_line_is_no_part_of_a_token(said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_TOKEN", said)
+    assert home.access_token() == home.existing_token() == "tok"
+    monkeypatch.setenv("SHOAL_TOKEN", "\n")
+    assert home.existing_token() == ""
+    assert len(home.access_token()) == 48
+
+
+@pytest.mark.parametrize("said", ["two words", "tök", "a\nb"])
+def test_a_token_that_no_header_carries_is_refused_and_not_shown(
+    said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_TOKEN", said)
+    with pytest.raises(ConfigError, match="cannot be carried by a header") as caught:
+        home.access_token()
+    assert said not in str(caught.value)

@@ -28,7 +28,7 @@ from shoal.cluster.attach import find_cluster
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import Job, list_jobs, submit
 from shoal.config import word_of
-from shoal.errors import ClusterError, ConfigError, RunError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.flows.serving_spec import check, port_for_serve, spec_from_words
 from shoal.registry import Registry
 from shoal.runs import Endpoint
@@ -91,7 +91,7 @@ def deploy(
         Job(cluster, run_id).end()
         click.echo("stopped: nothing is served", err=True)
         sys.exit(130)
-    except ClusterError:
+    except (ClusterError, ConnectionLost):
         Job(cluster, run_id).end()
         raise
     grpc = [f", gRPC at {each.address}" for each in _endpoints(run_id) if each.kind == GRPC]
@@ -195,7 +195,7 @@ def _wait_until_ready(job: Job, run_id: str, timeout_s: float) -> FoundEndpoint:
         for point in _endpoints(run_id):
             if point.kind == INFERENCE and point.state == "ready":
                 return FoundEndpoint(point.name, point.address, run_id)
-        if job.status().is_over:
+        if job.outcome() is not None:
             raise RunError(failure(job, "the job of the endpoint"))
         if time.monotonic() > deadline_s:
             raise ClusterError(f"the endpoint was not ready within {timeout_s:g} s: give it more with --timeout-s")

@@ -27,6 +27,7 @@ import shoal
 from shoal.cluster.dashboard import ask, connect
 from shoal.cluster.handle import ClusterHandle
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
+from shoal.home import home
 
 FoundT = TypeVar("FoundT")
 FIRST_POLL_S, LAST_POLL_S = 0.1, 0.5
@@ -35,9 +36,10 @@ NUM_LAST_LINES = 10
 PATIENCE_S = 30.0  # with a dashboard that fails to answer while the head lives: what it is asked about goes on
 
 # What a job never needs (gitignore patterns): of its working folder, and of the package `shoal`, to which Ray applies
-# the same ones, so that no name of a room of ours may be among them.
+# the same ones, so that no folder or file of ours may fit.
 CACHES = ("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache")
-EXCLUDES = (".git", ".venv", ".venv-*", "venv", "/runs/*/", *CACHES, "*.sqlite")
+EXCLUDES = (".git", ".venv", ".venv-*", "venv", "/runs/*/", *CACHES, "*.sqlite", "*.sqlite-*")
+AT_HOME = ("runs/", "registry/", "endpoints/", "found/", "*token", "audit.jsonl")  # where that is below the folder
 
 
 class JobStatus(StrEnum):
@@ -82,8 +84,8 @@ def submit(
     """Start `entrypoint` (words, no shell) as a job.
 
     On a cluster of this machine it runs in `working_dir` (default: the current folder), in place. On a remote one
-    `working_dir` is uploaded without EXCLUDES and becomes the current folder: give paths relative to it. `env` reaches
-    the driver and all its workers.
+    `working_dir` is uploaded without EXCLUDES, and without what is AT_HOME, and becomes the current folder: give paths
+    relative to it. `env` reaches the driver and all its workers.
 
     Raises ClusterError if the cluster refuses, ConnectionLost if it does not answer.
     """
@@ -112,7 +114,10 @@ def _submit_remote(
     submission_id: str | None,
 ) -> Job:
     """Upload and start. Ray puts the working folder FIRST on every worker's import path (ray-project/ray#58772)."""
-    runtime_env: dict[str, Any] = {"py_modules": [str(Path(shoal.__file__).parent)], "excludes": list(EXCLUDES)}
+    runtime_env: dict[str, Any] = {
+        "py_modules": [str(Path(shoal.__file__).parent)],
+        "excludes": [*EXCLUDES, *_at_home(working_dir)],
+    }
     if env:
         runtime_env["env_vars"] = env
     if working_dir is not None:
@@ -131,6 +136,15 @@ def _submit_remote(
     except (RuntimeError, ValueError) as error:
         raise ClusterError(f"{cluster.dashboard_url} refused the job: {error}") from None
     return Job(cluster, chosen)
+
+
+def _at_home(working_dir: Path | None) -> list[str]:
+    """Patterns for what lies in $SHOAL_HOME, when that is a folder within the one that is uploaded."""
+    kept = home()
+    folder = kept if working_dir is None else working_dir.resolve()
+    if folder not in kept.parents:
+        return []
+    return [f"/{kept.relative_to(folder)}/{name}" for name in AT_HOME]
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The controller as a Ray actor that outlives its maker and comes back when it dies, and the replicas' end of it.
 
-What it does is in `controller_service`. Whoever needs the actor makes it when it is not there.
+What it does is in `controller.service`. Whoever needs the actor makes it when it is not there.
 """
 
 from __future__ import annotations
