@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -67,7 +68,7 @@ def test_rays_launcher_would_refuse_a_mistake(text: str) -> None:
 def test_every_host_gets_the_environment_of_serve_before_ray_starts(config: dict[str, Any], folder: Path) -> None:
     writing = [command for command in config["setup_commands"] if "shoal.cluster.host_environment" in command]
     assert len(writing) == 1
-    file = writing[0].split("> ")[1]
+    file = writing[0].split()[-1]
     for role in ("head_start_ray_commands", "worker_start_ray_commands"):
         start = config[role][-1]
         assert start.startswith(f". {file};")
@@ -77,6 +78,18 @@ def test_every_host_gets_the_environment_of_serve_before_ray_starts(config: dict
     assert different == set(PORTS)
     assert ours["RAY_AUTH_MODE"] == "token"
     assert Path(ours["RAY_AUTH_TOKEN_PATH"]).name == "ray-token"
+
+
+@pytest.mark.parametrize(("program", "left"), [("echo after", "after\n"), ("false", "before\n")])
+def test_an_environment_that_cannot_be_made_leaves_the_one_of_before(
+    program: str, left: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "shoal-host.env").write_text("before\n")
+    [command] = [each for each in config["setup_commands"] if "shoal.cluster.host_environment" in each]
+    command = command.replace("~/shoal-venv/bin/python -m shoal.cluster.host_environment", program)
+    done = subprocess.run(["sh", "-c", command], env={**os.environ, "HOME": str(tmp_path)}, check=False)
+    assert (tmp_path / "shoal-host.env").read_text() == left
+    assert (done.returncode == 0) == (left == "after\n")
 
 
 def test_a_shell_reads_the_environment(folder: Path) -> None:

@@ -3,6 +3,7 @@
 What the rewritten configuration does is in tests/serving/test_haproxy.py.
 """
 
+import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -58,6 +59,23 @@ def test_a_configuration_that_is_not_known_starts_nothing(short_folder: Path) ->
     ran = subprocess.run(["sh", wrapper, "-c", "-f", config], capture_output=True, text=True)
     assert ran.returncode == 1
     assert "there is no section 'defaults'" in ran.stderr
+
+
+def test_a_haproxy_that_runs_is_left_to_run_when_it_is_prepared_again(short_folder: Path) -> None:
+    serve_environment(short_folder)
+    program = short_folder / "ha/bin/haproxy"
+    ours = program.read_bytes()
+    program.unlink()
+    shutil.copy("/bin/sleep", program)
+    with subprocess.Popen([program, "600"]) as running:
+        try:
+            serve_environment(short_folder)
+            assert running.poll() is None
+        finally:
+            running.kill()
+    assert program.read_bytes() == ours
+    assert program.stat().st_mode & 0o777 == 0o700
+    assert sorted(path.name for path in program.parent.iterdir()) == ["haproxy", "lib"]
 
 
 @pytest.mark.parametrize(

@@ -155,8 +155,10 @@ def _program(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     original = Path(_haproxy_binary())
     program, libraries = folder / "haproxy", folder / "lib"
-    program.write_bytes(haproxy.with_our_messages(original.read_bytes()))
-    program.chmod(0o700)
+    draft = program.with_suffix(".new")  # what runs cannot be written to
+    draft.write_bytes(haproxy.with_our_messages(original.read_bytes()))
+    draft.chmod(0o700)
+    draft.replace(program)
     libraries.unlink(missing_ok=True)
     libraries.symlink_to(original.parent / "lib")
     return program
