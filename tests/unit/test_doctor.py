@@ -179,6 +179,19 @@ def test_a_stray_platform_package(tmp_path: Path) -> None:
     assert "'stat'" in doctor.check_shadowing([tmp_path]).detail
 
 
+@pytest.mark.parametrize(("is_checkout", "level"), [(False, Level.OK), (True, Level.FAIL)])
+def test_the_folder_above_the_package_is_looked_at_in_a_checkout_only(
+    is_checkout: bool, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Installed plainly, it may be the folder of the standard library itself."""
+    monkeypatch.setattr(doctor, "IMPORTS", ("json",))
+    monkeypatch.setattr(doctor.shoal, "__file__", str(tmp_path / "site-packages/shoal/__init__.py"))
+    (tmp_path / "stat.py").touch()
+    if is_checkout:
+        (tmp_path / "pyproject.toml").touch()
+    assert next(finding for finding in doctor.examine() if finding.check == "imports").level is level
+
+
 def test_the_command_prints_and_its_status_says_whether_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = Finding("disk", Level.FAIL, "full", "make room")
     monkeypatch.setattr(doctor, "examine", lambda: iter([Finding("python", Level.OK, "3.11"), bad]))

@@ -234,11 +234,12 @@ def examine() -> Iterator[Finding]:
     """Every finding about this machine, the slow ones last."""
     import resource
 
-    root = Path(shoal.__file__).parents[2]
+    root = Path(shoal.__file__).parents[2]  # of a checkout; of a plain install, perhaps the standard library's folder
+    folders = [root, Path.cwd()] if (root / "pyproject.toml").exists() else [Path.cwd()]
     memory = psutil.virtual_memory()
     yield check_python(".".join(map(str, sys.version_info[:3])), metadata("shoal")["Requires-Python"])
     yield from check_packages(requires("shoal") or [], _installed)
-    yield check_shadowing(list(dict.fromkeys((root, Path.cwd()))))
+    yield check_shadowing(list(dict.fromkeys(folders)))
     yield check_cores(len(os.sched_getaffinity(0)))
     yield check_memory(memory.total, memory_limit_bytes(), memory.available)
     found = check_home()
