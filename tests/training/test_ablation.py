@@ -45,6 +45,12 @@ class Line(Task):
 
     def metrics(self, outputs, batch):
         return {"mean_error": (outputs - batch[1]).abs().mean()}
+
+
+class Loud(Line):
+    def data(self):
+        print("reading data")
+        return super().data()
 """
 
 
@@ -204,3 +210,15 @@ def test_shoal_ablate_trains_every_variant_and_writes_what_it_found(
     _, depth = json.loads(files[".json"].read_text())["variants"]
     assert depth["differences"]["parameters"]["mean"] == -20.0
     assert depth["differences"]["loss"]["num"] == 1
+
+
+def test_what_a_task_prints_is_no_part_of_the_json(
+    spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.runs.write_report", lambda run: None)
+    task = spec.task.replace(":Line", ":Loud")
+    words = ["threads=1", "batch_size=8", "stop.steps=3", "--part", "depth", "--seeds", "1", "--json"]
+    done = CliRunner().invoke(cli, ["ablate", task, *words, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["task"] == task
+    assert "reading data" in done.stderr

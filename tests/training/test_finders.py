@@ -84,6 +84,12 @@ class Flow(Wide):
 
     def data(self):
         return Data(_Flowing())
+
+
+class Loud(Wide):
+    def data(self):
+        print("reading data")
+        return super().data()
 '''
 
 
@@ -209,6 +215,15 @@ def test_shoal_find_writes_a_picture_and_json_and_says_where(task: str, tmp_path
         assert json.loads(text.read_text())["task"] == words[1]
         assert str(picture) in done.output
         assert "learning_rate=" in done.output or "batch_size=20" in done.output
+
+
+@pytest.mark.parametrize("words", [["rate"], ["batch", "--memory", "2M", "--up-to", "2"]])
+def test_what_a_task_prints_is_no_part_of_the_json(words: list[str], task: str, tmp_path: Path) -> None:
+    words = [*words, f"{task}:Loud", "threads=1", "batch_size=8", "--json", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(cli, ["find", *words])
+    assert done.exit_code == 0, done.output
+    assert {"rates", "tried"} & set(json.loads(done.stdout))
+    assert "reading data" in done.stderr
 
 
 def test_amounts_of_memory_as_people_write_them() -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 
@@ -72,10 +74,6 @@ def ablate(
       shoal ablate lenet --part normalisation --seeds 5 stop.steps=500
       shoal ablate lenet --change sgd=optimizer.name=sgd --change sgd=optimizer.learning_rate=0.1
     """
-    spec = spec_from_words([word_of("task", task), *words]).model_copy(update={"workers": 1})
-    variants = variants_of(spec, parts, changes)
-    judged = main_metric(check(spec).measured, spec, metric)
-    num_runs = len(variants) * seeds
 
     def say(each: Measured) -> None:
         said.append(each)
@@ -83,7 +81,12 @@ def ablate(
         click.echo(f"[{len(said)}/{num_runs}] {each.variant}, seed {each.seed}: {told}", err=True)
 
     said: list[Measured] = []
-    measured = measure(variants, seeds, lambda each: train_here(each, JOB, registers=False), say)
+    with redirect_stdout(sys.stderr):  # what a Task prints is no part of the answer
+        spec = spec_from_words([word_of("task", task), *words]).model_copy(update={"workers": 1})
+        variants = variants_of(spec, parts, changes)
+        judged = main_metric(check(spec).measured, spec, metric)
+        num_runs = len(variants) * seeds
+        measured = measure(variants, seeds, lambda each: train_here(each, JOB, registers=False), say)
     found = worths(measured)
     shown = [(judged, judged), *LABELS.items()]
     files = {

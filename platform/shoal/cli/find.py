@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import time
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,8 +67,9 @@ def rate(
     """
     if not 0 < lowest < highest:
         raise ConfigError("--lowest", lowest, f"is not between 0 and --highest ({highest:g})")
-    spec = _spec(task, words)
-    found = find_rate(spec, lowest, highest, steps)
+    with redirect_stdout(sys.stderr):  # what a Task prints is no part of the answer
+        spec = _spec(task, words)
+        found = find_rate(spec, lowest, highest, steps)
     title = f"{task}: loss by learning rate"
     paths = _write(out, "rate", task, rate_picture(found, title), asdict(found))
     if as_json:
@@ -109,7 +112,8 @@ def batch(
       shoal find batch lenet
       shoal find batch my_task.py:MyTask args.width=512 --memory 2G
     """
-    found = find_batch(_spec(task, words), None if memory is None else parse_bytes(memory), up_to, longest)
+    with redirect_stdout(sys.stderr):
+        found = find_batch(_spec(task, words), None if memory is None else parse_bytes(memory), up_to, longest)
     paths = _write(out, "batch", task, batch_picture(found, f"{task}: speed and memory by batch size"), _as_dict(found))
     if as_json:
         click.echo(json.dumps(_plain(_as_dict(found))))
