@@ -222,3 +222,20 @@ def test_what_a_task_prints_is_no_part_of_the_json(
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["task"] == task
     assert "reading data" in done.stderr
+
+
+def test_what_is_found_is_printed_before_files_are_written(
+    spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverge(spec: TrainSpec, job: str, *, registers: bool) -> Outcome:
+        if (tmp_path / "out").is_dir():
+            (tmp_path / "out").rmdir()
+        (tmp_path / "out").touch()  # in the place of the folder
+        raise NotFinite("the loss", 3, None, None)
+
+    monkeypatch.setattr("shoal.cli.ablate.train_here", diverge)
+    words = [spec.task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "bias", "--seeds", "1", "--json"]
+    done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")])
+    assert isinstance(done.exception, ConfigError)
+    assert done.exception.field == "--out"
+    assert len(json.loads(done.stdout)["runs"]) == 2

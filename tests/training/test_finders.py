@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import sys
@@ -224,6 +225,33 @@ def test_what_a_task_prints_is_no_part_of_the_json(words: list[str], task: str, 
     assert done.exit_code == 0, done.output
     assert {"rates", "tried"} & set(json.loads(done.stdout))
     assert "reading data" in done.stderr
+
+
+@pytest.mark.parametrize("out", ["a_file", "a_file/below", "/proc"])
+@pytest.mark.parametrize("words", [["find", "rate"], ["find", "batch"], ["ablate"]])
+def test_a_folder_that_takes_no_files_is_said_before_the_work(
+    words: list[str], out: str, task: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a_file").touch()
+    done = CliRunner().invoke(cli, [*words, f"{task}:Loud", "--out", str(tmp_path / out)])
+    assert isinstance(done.exception, ConfigError)
+    assert (done.exception.field, done.exception.value) == ("--out", str(tmp_path / out))
+    assert "reading data" not in done.output
+
+
+@pytest.mark.parametrize("words", [["rate"], ["rate", "--json"], ["batch", "--json"], ["batch"]])
+def test_what_is_found_is_printed_before_files_are_written(
+    words: list[str], task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    few = ["--up-to", "2"] if words[0] == "batch" else []
+    done = CliRunner().invoke(cli, ["find", *words, *few, f"{task}:Parabola", "threads=1", "--out", str(tmp_path)])
+    assert isinstance(done.exception, ConfigError)
+    assert "No space left on device" in str(done.exception)
+    assert words[0] in done.stdout  # in a heading, or in a name of the JSON
 
 
 def test_amounts_of_memory_as_people_write_them() -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.cli.find import write_files
+from shoal.cli.find import folder_of, write_files
 from shoal.cli.task_argument import without_key
 from shoal.config import word_of
 from shoal.runs.display import duration, number, size
@@ -74,6 +74,7 @@ def ablate(
       shoal ablate lenet --part normalisation --seeds 5 stop.steps=500
       shoal ablate lenet --change sgd=optimizer.name=sgd --change sgd=optimizer.learning_rate=0.1
     """
+    folder = folder_of(out)
 
     def say(each: Measured) -> None:
         said.append(each)
@@ -88,16 +89,24 @@ def ablate(
         num_runs = len(variants) * seeds
         measured = measure(variants, seeds, lambda each: train_here(each, JOB, registers=False), say)
     found = worths(measured)
+    text = json.dumps(_as_dict(task, found, measured), indent=2)
+    if as_json:
+        click.echo(text)
+    else:
+        _show(found, judged, seeds)
     shown = [(judged, judged), *LABELS.items()]
     files = {
         "png": ablation_picture(found, shown, f"{task}: whole, and without each part ({seeds} seeds)"),
         "csv": _csv(measured).encode(),
-        "json": json.dumps(_as_dict(task, found, measured), indent=2).encode(),
+        "json": text.encode(),
     }
-    paths = write_files(out, f"ablate-{Path(task).name}", files)
-    if as_json:
-        click.echo(files["json"].decode())
-        return
+    paths = write_files(folder, f"ablate-{Path(task).name}", files)
+    if not as_json:
+        for path in paths:
+            click.echo(f"  {path}")
+
+
+def _show(found: Sequence[Worth], judged: str, seeds: int) -> None:
     console = Console()
     console.print(_table(found, judged, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
     for worth in found:
@@ -105,8 +114,6 @@ def ablate(
             console.print(Text(f"{worth.name} did not end: {failure}", style="red"))
     over = f", mean ± standard deviation over {seeds} seeds, seed by seed" if seeds > 1 else ", with one seed"
     click.echo(f"Below each part's own numbers: their differences from the whole{over}.")
-    for path in paths:
-        click.echo(f"  {path}")
 
 
 def _table(found: Sequence[Worth], metric: str, *, shows_spread: bool) -> Table:

@@ -9,8 +9,10 @@ import json
 import math
 import re
 import sys
+import tempfile
 import time
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -67,25 +69,17 @@ def rate(
     """
     if not 0 < lowest < highest:
         raise ConfigError("--lowest", lowest, f"is not between 0 and --highest ({highest:g})")
+    folder = folder_of(out)
     with redirect_stdout(sys.stderr):  # what a Task prints is no part of the answer
         spec = _spec(task, words)
         found = find_rate(spec, lowest, highest, steps)
-    title = f"{task}: loss by learning rate"
-    paths = _write(out, "rate", task, rate_picture(found, title), asdict(found))
     if as_json:
         click.echo(json.dumps(_plain(asdict(found))))
-        return
-    Console().print(_rate_table(found))
-    if found.suggestion is None:
-        advice = "look at the picture, or try more --steps, a wider sweep, or a larger batch_size"
-        click.echo(f"The loss falls nowhere by more than chance: {advice}.")
-    elif type(make_task(spec.task, spec.args)).optimizer is not Task.optimizer:
-        click.echo(
-            f"Suggested: {found.suggestion:.2g} (lowest loss at {found.lowest:.2g}), in the task's own optimizer()"
-        )
     else:
-        click.echo(f"Suggested: optimizer.learning_rate={found.suggestion:.2g} (lowest loss at {found.lowest:.2g})")
-    _say(paths)
+        _show_rate(found, spec)
+    paths = _write(folder, "rate", task, rate_picture(found, f"{task}: loss by learning rate"), asdict(found))
+    if not as_json:
+        _say(paths)
 
 
 @find.command()
@@ -112,18 +106,18 @@ def batch(
       shoal find batch lenet
       shoal find batch my_task.py:MyTask args.width=512 --memory 2G
     """
+    folder = folder_of(out)
+    limit_bytes = None if memory is None else parse_bytes(memory)
     with redirect_stdout(sys.stderr):
-        found = find_batch(_spec(task, words), None if memory is None else parse_bytes(memory), up_to, longest)
-    paths = _write(out, "batch", task, batch_picture(found, f"{task}: speed and memory by batch size"), _as_dict(found))
+        found = find_batch(_spec(task, words), limit_bytes, up_to, longest)
     if as_json:
         click.echo(json.dumps(_plain(_as_dict(found))))
-        return
-    Console().print(_batch_table(found))
-    bound = (
-        f"that fits into {size(found.limit_bytes)}" if found.is_limited else "that was tried; the memory held them all"
-    )
-    click.echo(f"Largest {bound}: batch_size={found.largest}. Most samples per second: batch_size={found.fastest}")
-    _say(paths)
+    else:
+        _show_batch(found)
+    picture = batch_picture(found, f"{task}: speed and memory by batch size")
+    paths = _write(folder, "batch", task, picture, _as_dict(found))
+    if not as_json:
+        _say(paths)
 
 
 def parse_bytes(text: str) -> int:
@@ -134,27 +128,44 @@ def parse_bytes(text: str) -> int:
     return int(float(matched[1]) * _UNITS[matched[2]])
 
 
-def write_files(out: Path | None, stem: str, files: dict[str, bytes]) -> list[Path]:
-    """Write STEM-TIME.SUFFIX for each suffix, into `out` or $SHOAL_HOME/found; the paths."""
+def folder_of(out: Path | None) -> Path:
+    """`out` or $SHOAL_HOME/found, made; asked for before hours of work. Raises ConfigError when it takes no files."""
     folder = out or home() / "found"
-    folder.mkdir(parents=True, exist_ok=True)
+    with _writing_into(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    return folder
+
+
+def write_files(folder: Path, stem: str, files: dict[str, bytes]) -> list[Path]:
+    """Write STEM-TIME.SUFFIX for each suffix into `folder`; the paths. Raises ConfigError."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     paths = []
-    for suffix, content in files.items():
-        path = folder / f"{stem}-{stamp}.{suffix}"
-        path.write_bytes(content)
-        paths.append(path)
+    with _writing_into(folder):
+        for suffix, content in files.items():
+            path = folder / f"{stem}-{stamp}.{suffix}"
+            path.write_bytes(content)
+            paths.append(path)
     return paths
+
+
+@contextmanager
+def _writing_into(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problem = f"takes no files: {error.strerror}"
+        raise ConfigError("--out", str(folder), problem, "name a folder where you may write") from None
 
 
 def _spec(task: str, words: tuple[str, ...]) -> TrainSpec:
     return spec_from_words([word_of("task", task), *words])
 
 
-def _write(out: Path | None, what: str, task: str, picture: bytes, found: dict[str, Any]) -> list[Path]:
+def _write(folder: Path, what: str, task: str, picture: bytes, found: dict[str, Any]) -> list[Path]:
     text = json.dumps({"task": task, **_plain(found)}, indent=2)
-    return write_files(out, f"{what}-{Path(task).name}", {"png": picture, "json": text.encode()})
+    return write_files(folder, f"{what}-{Path(task).name}", {"png": picture, "json": text.encode()})
 
 
 def _say(paths: list[Path]) -> None:
@@ -176,6 +187,27 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _show_rate(found: RateFound, spec: TrainSpec) -> None:
+    Console().print(_rate_table(found))
+    if found.suggestion is None:
+        advice = "look at the picture, or try more --steps, a wider sweep, or a larger batch_size"
+        click.echo(f"The loss falls nowhere by more than chance: {advice}.")
+    elif type(make_task(spec.task, spec.args)).optimizer is not Task.optimizer:
+        click.echo(
+            f"Suggested: {found.suggestion:.2g} (lowest loss at {found.lowest:.2g}), in the task's own optimizer()"
+        )
+    else:
+        click.echo(f"Suggested: optimizer.learning_rate={found.suggestion:.2g} (lowest loss at {found.lowest:.2g})")
+
+
+def _show_batch(found: BatchFound) -> None:
+    Console().print(_batch_table(found))
+    bound = (
+        f"that fits into {size(found.limit_bytes)}" if found.is_limited else "that was tried; the memory held them all"
+    )
+    click.echo(f"Largest {bound}: batch_size={found.largest}. Most samples per second: batch_size={found.fastest}")
 
 
 def _rate_table(found: RateFound) -> Table:
