@@ -1,4 +1,4 @@
-"""Which host actors are told to connect to."""
+"""Where the gateway listens, and which host actors are told to connect to."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import socket
 from typing import Any
 
 import pytest
+import zmq
 
+from shoal.errors import ConfigError
 from shoal.rl import listener
-from shoal.rl.listener import reachable_host
+from shoal.rl.listener import address_of, listen, reachable_host
+from shoal.rl.spec import GatewaySpec
 
 
 class Routed:
@@ -57,3 +60,37 @@ def test_the_address_towards_others_is_one_of_this_machine() -> None:
     found = reachable_host("0.0.0.0", "127.0.0.1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
         own.bind((found, 0))
+
+
+def test_localhost_is_bound_whatever_the_resolver_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[str] = []
+    bind = zmq.Socket.bind
+    monkeypatch.setattr(zmq.Socket, "bind", lambda self, address: bound.append(address) or bind(self, address))
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        listen(context, GatewaySpec(host="localhost"))[0].close(linger=0)
+    assert bound == ["tcp://127.0.0.1:*"]
+
+
+def test_an_actor_reaches_a_gateway_on_localhost() -> None:
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        router, port = listen(context, GatewaySpec(host="localhost"))
+        with router, context.socket(zmq.DEALER) as actor:
+            actor.linger = 0
+            actor.connect(address_of(reachable_host("localhost", "10.0.0.5"), port))
+            actor.send(b"hello")
+            assert router.poll(10_000)
+            assert router.recv_multipart()[1] == b"hello"
+        again, same = listen(context, GatewaySpec(host="localhost"), remembered_port=port)
+        again.close(linger=0)
+        assert same == port
+
+
+@pytest.mark.parametrize(("host", "field"), [("192.0.2.1", "gateway.host"), ("127.0.0.1", "gateway.port")])
+def test_what_cannot_be_bound_is_named(host: str, field: str) -> None:
+    with socket.socket() as taken, zmq.Context[zmq.Socket[bytes]]() as context:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="cannot be bound") as caught:
+            listen(context, GatewaySpec(host=host, port=port, curve=True))
+    assert (caught.value.field, caught.value.value) == (field, host if field == "gateway.host" else port)

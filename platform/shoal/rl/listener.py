@@ -76,16 +76,21 @@ def reachable_host(host: str, node: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def _endpoint(host: str, port: int | str) -> str:
+    """What is bound: for localhost its address, as the resolver may not know it, or know another by that name."""
+    return f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}"
+
+
 def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> None:
     try:
-        socket.bind(f"tcp://{host}:{port or '*'}")
+        socket.bind(_endpoint(host, port or "*"))
     except zmq.ZMQError as error:
         socket.close(linger=0)
         if port and error.errno == zmq.EADDRINUSE:
             remedy = "end the process that listens there, choose another port, or 0 for any free one"
-        else:
-            remedy = "check gateway.host, and that this process may listen there"
-        raise ConfigError("gateway.port", port, f"cannot be bound on {host}: {error}", remedy) from None
+            raise ConfigError("gateway.port", port, f"cannot be bound on {host}: {error}", remedy) from None
+        remedy = "choose an address of this machine, and a port that this process may listen on"
+        raise ConfigError("gateway.host", host, f"cannot be bound with port {port}: {error}", remedy) from None
 
 
 def _bind_again(socket: zmq.Socket[bytes], host: str, port: int) -> bool:
@@ -93,7 +98,7 @@ def _bind_again(socket: zmq.Socket[bytes], host: str, port: int) -> bool:
     deadline = time.monotonic() + _PORT_WAIT_S
     while True:
         try:
-            socket.bind(f"tcp://{host}:{port}")
+            socket.bind(_endpoint(host, port))
         except zmq.ZMQError:
             if time.monotonic() >= deadline:
                 return False
