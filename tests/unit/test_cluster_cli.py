@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import io
 import itertools
+import json
 import os
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -124,6 +126,53 @@ def test_one_waits_for_the_other_but_not_for_ever(verb: click.Command, monkeypat
         error = CliRunner().invoke(verb, []).exception
     assert isinstance(error, ClusterError)
     assert "another `shoal up` or `shoal down` is at work" in str(error)
+
+
+@pytest.fixture
+def of_host_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterHandle:
+    """A dead cluster, of which a host named "one" left word in the home."""
+    token = {"RAY_AUTH_TOKEN_PATH": str(home / "token")}
+    written = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "", token, home / "one", "id", os.getpid(), 0.0)
+    with monkeypatch.context() as on_one:
+        on_one.setattr(socket, "gethostname", lambda: "one")
+        written.save(home / "cluster.json")
+    return written
+
+
+@pytest.mark.parametrize("verb", [verbs.up, verbs.down])
+def test_a_cluster_of_another_host_is_left_alone(
+    verb: click.Command, of_host_one: ClusterHandle, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verbs, "start", None)
+    monkeypatch.setattr(verbs, "end_cluster", None)
+    monkeypatch.setattr(ClusterHandle, "head_is_alive", lambda _: True)  # a process here that has its number
+    error = CliRunner().invoke(verb, []).exception
+    assert isinstance(error, ClusterError)
+    path = home / "cluster.json"
+    assert str(error) == f"a cluster is up on one: end it there, or remove {path} if one is gone"
+    assert path.exists()
+    assert attach.find_cluster() is None
+    tunnel = attach.find_cluster(of_host_one.dashboard_url)
+    assert tunnel is not None
+    assert not tunnel.is_local
+
+
+@pytest.mark.parametrize("says_its_host", [True, False])
+def test_a_dead_cluster_of_this_host_is_cleared_away(
+    says_its_host: bool, of_host_one: ClusterHandle, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr(verbs, "end_cluster", lambda *which: ended.append(which))
+    path = home / "cluster.json"
+    if says_its_host:
+        monkeypatch.setattr(socket, "gethostname", lambda: "one")
+    else:
+        record = json.loads(path.read_text())
+        del record["host"]
+        path.write_text(json.dumps(record))
+    assert "had died" in CliRunner().invoke(verbs.down, [], catch_exceptions=False).output
+    assert ended == [("id", home / "one")]
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -141,7 +141,8 @@ def test_a_token_that_others_may_read(shoal_home: Path) -> None:
     assert f"chmod 600 {shoal_home / 'token'}" in found.remedy
 
 
-def test_the_cluster_that_a_run_would_use(tmp_path: Path) -> None:
+def test_the_cluster_that_a_run_would_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = socket.gethostname()
     path = tmp_path / "cluster.json"
     assert doctor.check_cluster(path, {}).level is Level.OK
     elsewhere = doctor.check_cluster(path, {"RAY_ADDRESS": "http://head.example:8265"})
@@ -152,6 +153,10 @@ def test_the_cluster_that_a_run_would_use(tmp_path: Path) -> None:
     dead.save(path)
     found = doctor.check_cluster(path, {})
     assert (found.level, found.remedy) == (Level.WARN, "shoal down")
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    found = doctor.check_cluster(path, {})
+    assert (found.level, found.detail) == (Level.WARN, f"{path} speaks of a cluster on {host}")
+    assert found.remedy == f"end it there, or remove {path} if {host} is gone"
 
 
 def test_the_cluster_is_alive_when_its_head_carries_its_mark(tmp_path: Path) -> None:

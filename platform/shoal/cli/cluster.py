@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.cli.job_words import end_as_by_ctrl_c
-from shoal.cluster.attach import find_cluster, only_one, started_by_up, state_path
+from shoal.cluster.attach import find_cluster, left_by_up, only_one, started_by_up, state_path
 from shoal.cluster.dashboard import Resources, resources
 from shoal.cluster.embedded import start
-from shoal.cluster.handle import ClusterHandle, load
+from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import Job, JobInfo, list_jobs
 from shoal.cluster.processes import end_cluster
 from shoal.errors import ClusterError, ConnectionLost
@@ -56,12 +56,11 @@ def up(cpus: int | None, gpus: int | None, object_store_gib: float | None) -> No
             raise ClusterError(
                 f"a cluster is running at {running.dashboard_url}: `shoal status` shows it, `shoal down` ends it"
             )
-        path = state_path()
-        if (dead := load(path)) is not None:
+        if (dead := left_by_up()) is not None:
             _end(dead)
         begun_s = time.monotonic()
         cluster = start(
-            num_cpus=cpus, num_gpus=gpus, object_store_memory_bytes=store_bytes, detached=True, save_as=path
+            num_cpus=cpus, num_gpus=gpus, object_store_memory_bytes=store_bytes, detached=True, save_as=state_path()
         )
     click.echo(
         f"Ray {version('ray')} is up after {time.monotonic() - begun_s:.1f} s, its dashboard at {cluster.dashboard_url}"
@@ -80,10 +79,10 @@ examples:
 def down(now: bool, timeout_s: float) -> None:
     """Stop the cluster that `shoal up` started: its jobs first, then every process of it.
 
-    Does nothing when there is none. Other clusters, embedded or remote, are left alone.
+    Does nothing when there is none. Other clusters, embedded, remote or of another host, are left alone.
     """
     with only_one():
-        cluster = load(state_path())
+        cluster = left_by_up()
         if cluster is None:
             click.echo("No cluster is up.")
             return

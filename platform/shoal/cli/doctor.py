@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import shoal
-from shoal.cluster.attach import state_path
+from shoal.cluster.attach import remedy_elsewhere, state_path
 from shoal.cluster.handle import load
 from shoal.cluster.jobs import refuse_shadowing
 from shoal.errors import ConfigError
@@ -206,6 +206,9 @@ def check_cluster(path: Path, environment: Mapping[str, str]) -> Finding:
     cluster = load(path)
     if cluster is None:
         return Finding("cluster", Level.OK, "none is up; `shoal run` starts one of its own")
+    if not cluster.is_of_this_host:
+        detail = f"{path} speaks of a cluster on {cluster.host}"
+        return Finding("cluster", Level.WARN, detail, remedy_elsewhere(cluster, path))
     if not cluster.head_is_alive():
         return Finding("cluster", Level.WARN, f"{path} speaks of a cluster that has died", "shoal down")
     return Finding("cluster", Level.OK, f"up, {cluster.dashboard_url}")

@@ -35,9 +35,22 @@ def find_cluster(address: str | None = None) -> ClusterHandle | None:
 
 
 def started_by_up() -> ClusterHandle | None:
-    """The cluster that `shoal up` started, if it is still alive."""
-    handle = load(state_path())
+    """The cluster that `shoal up` started on this host, if it is still alive."""
+    handle = _left_here()
     return handle if handle is not None and handle.head_is_alive() else None
+
+
+def left_by_up() -> ClusterHandle | None:
+    """The cluster that `shoal up` left word of, dead or alive. Raises ClusterError when that is another host's."""
+    handle = load(state_path())
+    if handle is not None and not handle.is_of_this_host:
+        raise ClusterError(f"a cluster is up on {handle.host}: {remedy_elsewhere(handle, state_path())}")
+    return handle
+
+
+def remedy_elsewhere(handle: ClusterHandle, path: Path) -> str:
+    """What to do about the word, at `path`, of another host's cluster."""
+    return f"end it there, or remove {path} if {handle.host} is gone"
 
 
 def state_path() -> Path:
@@ -60,7 +73,7 @@ def only_one() -> Iterator[None]:
 
 
 def _resolve(field: str, address: str) -> ClusterHandle:
-    for handle in (load(state_path()), _of_environment()):
+    for handle in (_left_here(), _of_environment()):
         if handle is not None and address.rstrip("/") in (handle.address, handle.dashboard_url):
             if not handle.head_is_alive():
                 raise ConfigError(field, address, "is a cluster that has ended", "`shoal up` starts a new one")
@@ -68,6 +81,11 @@ def _resolve(field: str, address: str) -> ClusterHandle:
     if not address.startswith(("http://", "https://")):
         raise ConfigError(field, address, "is not the URL of a dashboard", "write http://HOST:8265, or unset it")
     return _remote(address.rstrip("/"))
+
+
+def _left_here() -> ClusterHandle | None:
+    handle = load(state_path())
+    return handle if handle is not None and handle.is_of_this_host else None
 
 
 def _of_environment() -> ClusterHandle | None:

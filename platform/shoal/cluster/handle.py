@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import socket
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +24,7 @@ FOLDER_VARIABLE = "SHOAL_CLUSTER_DIR"
 
 @dataclass(frozen=True)
 class ClusterHandle:
-    """A cluster that can be reached. The last four fields are None when it runs on another machine."""
+    """A cluster that can be reached. `temp_dir` and what follows are None when it is asked over the network."""
 
     address: str  # what `ray.init` takes: "127.0.0.1:41234"; for a remote cluster its dashboard's URL
     dashboard_url: str  # "http://127.0.0.1:38123"
@@ -33,11 +34,17 @@ class ClusterHandle:
     cluster_id: str | None = None
     head_pid: int | None = None
     started_at_s: float | None = None  # Unix time
+    host: str | None = None  # that wrote the record, where it says so
 
     @property
     def is_local(self) -> bool:
         """Whether jobs see this machine's files, so that nothing needs to be uploaded."""
         return self.temp_dir is not None
+
+    @property
+    def is_of_this_host(self) -> bool:
+        """Whether its processes and files are to be looked for here: hosts and containers may share one $SHOAL_HOME."""
+        return self.host in (None, socket.gethostname())
 
     def head_is_alive(self) -> bool:
         """Whether the head process of a local cluster still runs; its pid alone may belong to another by now."""
@@ -56,6 +63,7 @@ class ClusterHandle:
             "cluster_id": self.cluster_id,
             "head_pid": self.head_pid,
             "started_at_s": self.started_at_s,
+            "host": socket.gethostname(),
             "versions": {"python": platform.python_version(), "ray": version("ray"), "shoal": version("shoal")},
             "environment": self.environment,
         }
@@ -84,4 +92,5 @@ def load(path: Path) -> ClusterHandle | None:
         cluster_id=record["cluster_id"],
         head_pid=record["head_pid"],
         started_at_s=record["started_at_s"],
+        host=record.get("host"),
     )
