@@ -15,6 +15,7 @@ import pytest
 from shoal import runs
 from shoal.errors import Closed, RecordUnwritable, RunError
 from shoal.runs import RunRecorder, Status, recorder, transition
+from shoal.runs.database import connect
 from waiting import wait_for
 
 SPEC = "environment: CartPole-v1\nlearner:\n  lr: 0.001\n"
@@ -173,6 +174,39 @@ def test_steps_that_were_given_up_are_forgotten(run: RunRecorder) -> None:
     assert (runs.load("one").latest(), runs.load("one").best()) == ({"loss": 2.5}, ("loss", 2.5))
     run.forget_after(-1)
     assert (runs.load("one").latest(), len(runs.load("one").metrics())) == ({}, 0)
+
+
+def test_others_can_write_while_the_history_that_is_left_is_read(
+    monkeypatch: pytest.MonkeyPatch, shoal_home: Path
+) -> None:
+    statements: list[str] = []
+    refused: list[str] = []
+
+    def look(statement: str) -> None:
+        statements.append(statement.strip())
+        if "GROUP BY" in statement:
+            with closing(sqlite3.connect(shoal_home / "runs.sqlite", timeout=0)) as other:
+                try:
+                    other.execute("BEGIN IMMEDIATE")
+                except sqlite3.OperationalError as error:
+                    refused.append(str(error))
+
+    def watched(home: Path) -> sqlite3.Connection:
+        connection = connect(home)
+        connection.set_trace_callback(look)
+        return connection
+
+    monkeypatch.setattr(recorder, "connect", watched)
+    with runs.create("job", "", "one") as run:
+        for step in range(1, 6):
+            run.log(step, {"loss": float(step)})
+        run.flush()
+        statements.clear()
+        run.forget_after(3)
+        assert (any("GROUP BY" in each for each in statements), refused) == (True, [])
+        assert statements[-1] == "COMMIT"
+        assert statements[-2].startswith("UPDATE runs SET heartbeat_at")
+    assert (runs.load("one").latest(), runs.load("one").best()) == ({"loss": 3.0}, ("loss", 1.0))
 
 
 def test_what_cannot_be_forgotten_for_now_is_forgotten_before_what_is_said_later(

@@ -79,12 +79,22 @@ def _create(connection: sqlite3.Connection) -> None:
 
 
 @contextmanager
+def refusals() -> Iterator[None]:
+    """Raises RecordUnwritable for what the database refuses to the body."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        remedy = ": free space where SHOAL_HOME lies" if "full" in str(error) else ""
+        raise RecordUnwritable(f"the run record cannot be written: {error}{remedy}") from error
+
+
+@contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     """All of the body's writes, or none; takes the write lock at once, so that what the body reads stays true.
 
     Raises RecordUnwritable when the database refuses, or when others keep it busy for longer than BUSY_TIMEOUT_S.
     """
-    try:
+    with refusals():
         try:  # around BEGIN too: an interruption that came while it waited for the lock is raised when it has it
             connection.execute("BEGIN IMMEDIATE")
             yield
@@ -92,6 +102,3 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
         finally:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-    except sqlite3.Error as error:
-        remedy = ": free space where SHOAL_HOME lies" if "full" in str(error) else ""
-        raise RecordUnwritable(f"the run record cannot be written: {error}{remedy}") from error

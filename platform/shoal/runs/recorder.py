@@ -27,7 +27,7 @@ import numpy as np
 from shoal.errors import Closed, ConfigError, RunError
 from shoal.home import home
 from shoal.runs import summaries
-from shoal.runs.database import BUSY_TIMEOUT_S, connect, transaction
+from shoal.runs.database import BUSY_TIMEOUT_S, connect, refusals, transaction
 from shoal.runs.mirror import Logged, Mirror
 from shoal.runs.origin import command_line, git_revision
 from shoal.runs.run import find_row
@@ -346,20 +346,23 @@ class RunRecorder:
     def _commit(self, pending: _Pending) -> None:
         run, connection = self._number, self._connection
         metrics = [(run, step, k, at, v) for step, at, values in pending.logged for k, v in values.items()]
+        forgotten_after = pending.forgotten_after
+        with refusals():
+            left = None if forgotten_after is None else summaries.up_to(connection, run, forgotten_after)
         with transaction(connection):
+            if forgotten_after is not None and left is not None:  # first: what is pending was said since
+                summaries.forget_after(connection, run, forgotten_after, left)
+            connection.executemany(_INSERT_METRIC, metrics)
+            summaries.summarise(connection, run, [*pending.logged, *pending.shown])
+            connection.executemany(_INSERT_VERSION, pending.versions)
+            for statement, row in pending.others:
+                connection.execute(statement, row)
             beat = connection.execute(
                 "UPDATE runs SET heartbeat_at = ? WHERE number = ? AND incarnation = ?",
                 (time.time(), run, self._incarnation),
             )
             if beat.rowcount == 0:
                 raise RunError(f"run {self.id!r} was resumed by another process, which records it now")
-            if pending.forgotten_after is not None:  # first: what is pending was said since
-                summaries.forget_after(connection, run, pending.forgotten_after)
-            connection.executemany(_INSERT_METRIC, metrics)
-            summaries.summarise(connection, run, [*pending.logged, *pending.shown])
-            connection.executemany(_INSERT_VERSION, pending.versions)
-            for statement, row in pending.others:
-                connection.execute(statement, row)
 
     def _write_until_stopped(self) -> None:
         last_problem = ""

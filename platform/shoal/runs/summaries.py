@@ -1,6 +1,6 @@
 """The newest value and the finite extremes of each metric, which the record keeps beside its history.
 
-Called by the recorder, within its transactions.
+Called by the recorder, which alone writes the rows of its run: `up_to` before its transactions, the rest within them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ ON CONFLICT (run, name) DO UPDATE SET step = excluded.step, time = excluded.time
     highest = max(ifnull(highest, excluded.highest), ifnull(excluded.highest, highest))
 """
 # SQLite takes the columns beside a lone max() from the row that has the maximum, and reads 9e999 as infinity.
-_MAKE_ANEW = """
-INSERT INTO summaries (run, name, step, time, value, lowest, highest)
+_UP_TO = """
 SELECT ?1, name, step, time, value, lowest, highest
-FROM (SELECT name, step, max(time) AS time, value FROM metrics WHERE run = ?1 GROUP BY name)
+FROM (SELECT name, step, max(time) AS time, value FROM metrics WHERE run = ?1 AND step <= ?2 GROUP BY name)
 JOIN (SELECT name, min(finite) AS lowest, max(finite) AS highest
-    FROM (SELECT name, CASE WHEN abs(value) < 9e999 THEN value END AS finite FROM metrics WHERE run = ?1)
+    FROM (SELECT name, CASE WHEN abs(value) < 9e999 THEN value END AS finite FROM metrics WHERE run = ?1 AND step <= ?2)
     GROUP BY name) USING (name)
 """
+_ANY_LATER = "SELECT 1 FROM metrics WHERE run = ? AND step > ? LIMIT 1"
+_INSERT = "INSERT INTO summaries (run, name, step, time, value, lowest, highest) VALUES (?, ?, ?, ?, ?, ?, ?)"
+
+Row = tuple[int, str, int, float, float | None, float | None, float | None]
 
 
 def summarise(connection: sqlite3.Connection, run: int, logged: Sequence[Logged]) -> None:
@@ -42,8 +45,18 @@ def summarise(connection: sqlite3.Connection, run: int, logged: Sequence[Logged]
     connection.executemany(_UPSERT, rows)
 
 
-def forget_after(connection: sqlite3.Connection, run: int, step: int) -> None:
-    """Take the later steps out of the history, and make the summaries anew of what is left of it."""
-    if connection.execute("DELETE FROM metrics WHERE run = ? AND step > ?", (run, step)).rowcount:
-        connection.execute("DELETE FROM summaries WHERE run = ?", (run,))
-        connection.execute(_MAKE_ANEW, (run,))
+def up_to(connection: sqlite3.Connection, run: int, step: int) -> list[Row] | None:
+    """The summaries of the history up to `step`; None when there is no later one, and so nothing to forget.
+
+    It reads the whole history: before the transaction, so that nobody waits for the write lock meanwhile.
+    """
+    if connection.execute(_ANY_LATER, (run, step)).fetchone() is None:
+        return None
+    return [tuple(row) for row in connection.execute(_UP_TO, (run, step))]
+
+
+def forget_after(connection: sqlite3.Connection, run: int, step: int, left: Sequence[Row]) -> None:
+    """Take the later steps out of the history, of which the summaries `left` remain."""
+    connection.execute("DELETE FROM metrics WHERE run = ? AND step > ?", (run, step))
+    connection.execute("DELETE FROM summaries WHERE run = ?", (run,))
+    connection.executemany(_INSERT, left)
