@@ -246,6 +246,32 @@ def test_tensorboard_shows_each_step_once_as_it_was_last_logged(run: RunRecorder
     assert [each.step for each in shown.Histograms("weights")] == [1, 2, 3, 6]
 
 
+def test_tensorboard_forgets_the_steps_that_were_given_up(run: RunRecorder) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def shown() -> list[tuple[int, float]]:
+        read = EventAccumulator(str(run.folder / "tensorboard")).Reload()
+        scalars = read.Scalars("loss") if "loss" in read.Tags()["scalars"] else []
+        return [(each.step, each.value) for each in scalars]
+
+    counts, edges = np.array([1, 2]), np.array([0.0, 0.5, 1.0])
+    run.histogram(1, "weights", counts, edges)
+    for step in range(1, 6):
+        run.log(step, {"loss": float(step)})
+    wait_for(lambda: len(shown()) == 5)
+    run.forget_after(3)
+    wait_for(lambda: len(shown()) == 3)  # before anything more is said
+    run.log(4, {"loss": 40.0})
+    run.log(5, {"loss": 50.0})
+    run.flush()
+    run.forget_after(4)  # before the fifth is written, or after
+    run.histogram(5, "weights", counts, edges)
+    run.close()
+    assert shown() == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    read = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"histograms": 0}).Reload()
+    assert [each.step for each in read.Histograms("weights")] == [1, 5]
+
+
 def test_resuming_replaces_the_spec_only_when_one_is_given(run: RunRecorder) -> None:
     run.close()
     runs.reopen("one").close()

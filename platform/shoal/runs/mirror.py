@@ -1,6 +1,7 @@
 """What the record of a run has, again as TensorBoard files: for people who look there. The record is whole without it.
 
-Called by `recorder`: `take` by whoever commits, `write` by its thread and at the end, since that reader can wait.
+Called by `recorder`: `take` and `forget_after` by whoever commits, `write` by its thread and at the end, since that
+reader can wait.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Mirror:
         self._file: EventFile | None = None
         self._closed = False
         self._taken: list[Logged] = []
-        self._taking = threading.Lock()  # guards _taken; held for moments
+        self._forgotten_after: int | None = None  # of what was written before
+        self._taking = threading.Lock()  # guards _taken and _forgotten_after; held for moments
         self._writing = threading.Lock()  # guards _file and _closed
 
     @property
@@ -45,15 +47,22 @@ class Mirror:
         with self._taking:
             self._taken += logged
 
+    def forget_after(self, step: int) -> None:
+        """Later steps were given up: what was taken of them is dropped, and what was written will be disowned."""
+        with self._taking:
+            self._taken = [entry for entry in self._taken if entry[0] <= step]
+            self._forgotten_after = step if self._forgotten_after is None else min(step, self._forgotten_after)
+
     def write(self) -> None:
         """Write what was taken."""
         with self._writing:
             with self._taking:
+                if not self._taken and (self._file is None or self._forgotten_after is None):
+                    return
                 logged, self._taken = self._taken, []
-            if not logged:
-                return
+                forgotten_after, self._forgotten_after = self._forgotten_after, None
             try:
-                file = self._file_from(min(step for step, _, _ in logged))
+                file = self._file_from(min((step for step, _, _ in logged), default=0), forgotten_after)
                 for step, at, values in logged:
                     file.add(step, at, values)
                 file.flush()
@@ -65,8 +74,10 @@ class Mirror:
         with self._writing:
             if self._closed:  # the run has ended while another thread was on its way here
                 return
+            with self._taking:
+                forgotten_after, self._forgotten_after = self._forgotten_after, None
             try:
-                self._file_from(step).add_histogram(step, time.time(), name, counts, edges)
+                self._file_from(step, forgotten_after).add_histogram(step, time.time(), name, counts, edges)
             except OSError as error:
                 self._warn(error)
 
@@ -81,15 +92,20 @@ class Mirror:
             except OSError as error:
                 self._warn(error)
 
-    def _file_from(self, step: int) -> EventFile:
+    def _file_from(self, step: int, forgotten_after: int | None) -> EventFile:
         """The file of this life, which is told `step` first; a life that goes on repeats some steps of the one before.
+
+        forgotten_after: the last step that counts of what was written before, when later ones were given up
 
         Raises OSError. Called under `_writing`.
         """
+        again = [] if forgotten_after is None else [forgotten_after + 1]
         if self._file is None:
             self._file = EventFile(self._folder, self._incarnation)
             if self._incarnation > 1:
-                self._file.begin_again(step)
+                again.append(step)
+        if again:
+            self._file.begin_again(min(again))
         return self._file
 
     def _warn(self, error: OSError) -> None:

@@ -341,6 +341,8 @@ class RunRecorder:
                     self._pending = pending
                 raise
             self._heartbeat_monotonic_s = time.monotonic()
+            if pending.forgotten_after is not None:
+                self._mirror.forget_after(pending.forgotten_after)
             self._mirror.take(pending.logged)
 
     def _commit(self, pending: _Pending) -> None:
