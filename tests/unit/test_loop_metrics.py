@@ -6,7 +6,8 @@ import itertools
 import math
 from typing import Any
 
-from shoal.flows.loop_metrics import LoopMetrics, Rate, Thinning
+from shoal import runs
+from shoal.flows.loop_metrics import MAX_LAG_METRICS, LoopMetrics, Rate, Thinning, first_lags
 
 
 def gateway(counted_at: float, steps: int, *actors: str) -> dict[str, Any]:
@@ -45,11 +46,29 @@ def test_what_is_dropped_is_counted_and_who_has_left_lags_no_more() -> None:
     metrics = LoopMetrics()
     found = metrics.of(gateway(1.0, 10, "a", "b"), {"updates": 4, "metrics": {"learner/loss": 0.5}}, 7.0, 1.0)
     assert (found["drops/non_finite"], found["segments/dropped"], found["learner/loss"]) == (2.0, 2.0, 0.5)
-    assert (found["lag/a"], found["lag/b"]) == (1.0, 1.0)
+    assert (found["lag/max"], found["lag/mean"], found["actors/connected"]) == (1.0, 1.0, 2.0)
     found = metrics.of(gateway(2.0, 10, "b"), {}, 8.0, 2.0)
-    assert math.isnan(found["lag/a"])
-    assert (found["lag/b"], found["endpoint/requests_per_s"]) == (1.0, 1.0)
-    assert "lag/a" not in metrics.of(gateway(3.0, 10, "b"), {}, 8.0, 3.0)
+    assert (found["lag/max"], found["endpoint/requests_per_s"]) == (1.0, 1.0)
+    assert math.isnan(metrics.of(gateway(3.0, 10), {}, 8.0, 3.0)["lag/max"])
+
+
+def test_a_run_with_many_actors_has_as_many_curves_as_one_with_few() -> None:
+    metrics = LoopMetrics()
+    with runs.create("job", "", "one") as run:
+        seen = []
+        for number in range(200):
+            stats = gateway(float(number), number, f"actor-{number}", f"actor-{number + 1}")
+            run.log(number, metrics.of(stats, {}, 0.0, float(number)))
+            run.log_group(number, "actor_lag", first_lags(stats))
+            if number in (0, 199):
+                run.flush()
+                seen.append((len(runs.load("one").metrics().columns), len(runs.load("one").latest())))
+    assert seen[0] == seen[1]
+    latest = runs.load("one").latest()
+    told = {name: value for name, value in latest.items() if name.startswith("actor_lag/")}
+    assert told == {"actor_lag/actor-199": 1.0, "actor_lag/actor-200": 1.0}
+    many = gateway(0.0, 0, *(f"actor-{number}" for number in range(200)))
+    assert len(first_lags(many)) == MAX_LAG_METRICS
 
 
 def test_all_of_the_first_hour_is_kept_and_of_a_week_not_much_more() -> None:

@@ -284,3 +284,18 @@ def test_words_with_secrets_reach_a_job_unseen(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_the_command_of_a_job_is_shown_without_secrets(line: str, shown: str) -> None:
     assert origin.masked_line(line) == shown
+
+
+def test_of_a_group_those_are_told_who_are_there(run: RunRecorder) -> None:
+    run.log(1, {"lagging": 1.0})
+    run.log_group(1, "lag", {"a": 1.0, "b": 2.0})
+    run.flush()
+    assert runs.load("one").latest() == {"lagging": 1.0, "lag/a": 1.0, "lag/b": 2.0}
+    run.log_group(2, "lag", {"a": 3.0})
+    run.log_group(3, "lag", {"b": 4.0})
+    run.flush()
+    assert runs.load("one").latest() == {"lagging": 1.0, "lag/b": 4.0}
+    run.log_group(4, "lag", {})
+    run.flush()
+    assert runs.load("one").latest() == {"lagging": 1.0}
+    assert list(runs.load("one").metrics().columns) == ["time", "lagging"]

@@ -78,7 +78,7 @@ def view_of(run: Run, phase: str, target_return: float | None, before: RunView |
 def render(view: RunView) -> RenderableType:
     """The picture for a terminal."""
     parts: list[RenderableType] = [_return_line(view), _numbers(view)]
-    lags = _lags(view)
+    lags = view.named("actor_lag")
     if lags:
         parts.append(_actors(view, lags))
     drops = {reason: count for reason, count in view.named("drops").items() if count}
@@ -96,12 +96,11 @@ def plain_line(view: RunView) -> str:
     if math.isnan(view.value("steps/total")):
         return f"[{view.elapsed_s:5.1f} s] {view.phase}"
     drops = sum(view.named("drops").values())
-    lag = max(_lags(view).values(), default=math.nan)
     numbers = {
         "return": _number(view.value("return/mean_100"), ".1f"),
         "steps/s": _number(view.value("steps/per_s"), ",.0f"),
         "weights": _number(view.value("weights/version"), ".0f"),
-        "max lag": _number(lag, ".0f"),
+        "max lag": _number(view.value("lag/max"), ".0f"),
         "queue": _number(view.value("queue/depth"), ".0f"),
         "drops": f"{drops:.0f}",
         "endpoint requests/s": _number(view.value("endpoint/requests_per_s"), ".0f"),
@@ -160,11 +159,6 @@ def _numbers(view: RunView) -> RenderableType:
         _cell("endpoint req/s", view.value("endpoint/requests_per_s"), ".0f"),
     )
     return Columns(cells, padding=(0, 3, 0, 0))  # in several rows where the terminal is narrow
-
-
-def _lags(view: RunView) -> dict[str, float]:
-    """Of the actors that are connected; NaN stands for one that has left."""
-    return {name: lag for name, lag in view.named("lag").items() if math.isfinite(lag)}
 
 
 def _actors(view: RunView, lags: dict[str, float]) -> RenderableType:

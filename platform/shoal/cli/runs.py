@@ -6,7 +6,6 @@ Parse, call, print: everything is asked of `shoal.runs`, and nothing is changed 
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import time
 from collections.abc import Sequence
@@ -172,8 +171,6 @@ def _show_metrics(console: Console, run: Run) -> None:
         return
     table = _plain_table(2)
     for name, value in sorted(latest.items()):
-        if name.startswith("lag/") and math.isnan(value):
-            continue  # of an actor that has left
         table.add_row(Text(name), Text(number(value), justify="right"))
     _section(console, "Newest metrics", table)
 

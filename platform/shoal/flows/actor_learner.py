@@ -31,7 +31,7 @@ from shoal.cluster.room import require_cpus
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
-from shoal.flows.loop_metrics import LoopMetrics, Thinning
+from shoal.flows.loop_metrics import LoopMetrics, Thinning, first_lags
 from shoal.flows.policy import check, served_model
 from shoal.flows.serving import places, record_changes
 from shoal.home import access_token
@@ -256,8 +256,10 @@ class _Flow:
             requests = self._endpoint_requests()
             metrics = self._metrics.of(self._gateway_stats, self._learner_stats, requests, time.time())
             in_history = self._thinning.keeps(time.monotonic())
+            step = int(self._gateway_stats["steps"])
             with suppress(RecordUnwritable):
-                self.recorder.log(int(self._gateway_stats["steps"]), metrics, in_history=in_history)
+                self.recorder.log(step, metrics, in_history=in_history)
+                self.recorder.log_group(step, "actor_lag", first_lags(self._gateway_stats))
         self._print_progress()
 
     def _note(self, kind: str, **details: Any) -> None:

@@ -5,11 +5,13 @@ Called by the loop's flow at each of its looks. Pure but for the memory of earli
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
-MAX_LAG_METRICS = 16  # actors whose lag is recorded one by one
+MAX_LAG_METRICS = 16  # actors whose lag is told one by one
 LOOKS_A_LIFE = 7200  # into the history between a moment of a run's life and its multiple by e
 
 
@@ -49,14 +51,13 @@ class LoopMetrics:
 
     def __init__(self) -> None:
         self._steps, self._requests = Rate(), Rate()
-        self._lags: set[str] = set()  # the metrics of actors that were connected when they were last recorded
 
     def of(
         self, gateway: Mapping[str, Any], learner: Mapping[str, Any], requests: float, requests_at: float
     ) -> dict[str, float]:
         """Of the newest stats, which may be old while a worker is away, and of all requests to the endpoint so far."""
         segments = gateway["segments"]
-        here = [actor for actor in gateway["actors"] if actor["connected"]]
+        lags = _lags(gateway)
         metrics = {
             "return/mean_100": gateway["mean_return"],
             "episodes/total": gateway["episodes"],
@@ -64,7 +65,9 @@ class LoopMetrics:
             "steps/per_s": self._steps.at(gateway["counted_at"], gateway["steps"]),
             "weights/version": gateway["weights_version"],
             "queue/depth": gateway["queue_depth"],
-            "actors/connected": len(here),
+            "actors/connected": len(lags),
+            "lag/max": max(lags.values(), default=math.nan),
+            "lag/mean": statistics.fmean(lags.values()) if lags else math.nan,
             "segments/received": segments["received"],
             "segments/consumed": segments["consumed"],
             "segments/queued": segments["queued"],
@@ -74,7 +77,13 @@ class LoopMetrics:
             **learner.get("metrics", {}),
         }
         metrics |= {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
-        lags = {f"lag/{actor['actor_id']}": actor["lag"] for actor in here[:MAX_LAG_METRICS]}
-        metrics |= dict.fromkeys(self._lags - lags.keys(), math.nan) | lags  # who has left lags no more
-        self._lags = set(lags)
         return {name: float(value) for name, value in metrics.items()}
+
+
+def first_lags(gateway: Mapping[str, Any]) -> dict[str, float]:
+    """How many versions the first of the connected actors are behind, by actor: no curves, since actors come and go."""
+    return dict(itertools.islice(_lags(gateway).items(), MAX_LAG_METRICS))
+
+
+def _lags(gateway: Mapping[str, Any]) -> dict[str, float]:
+    return {actor["actor_id"]: float(actor["lag"]) for actor in gateway["actors"] if actor["connected"]}

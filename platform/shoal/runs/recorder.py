@@ -145,6 +145,7 @@ class _Pending:
 
     logged: list[Logged] = field(default_factory=list)
     shown: list[Logged] = field(default_factory=list)  # newest values, without a place in the history
+    groups: dict[str, Logged] = field(default_factory=dict)  # the newest of each
     versions: list[tuple[int, int, int, float, str]] = field(default_factory=list)
     others: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
     forgotten_after: int | None = None  # of what was written before
@@ -153,13 +154,15 @@ class _Pending:
     def forget_after(self, step: int) -> None:
         for entries in (self.logged, self.shown):
             entries[:] = [entry for entry in entries if entry[0] <= step]
+        self.groups = {group: entry for group, entry in self.groups.items() if entry[0] <= step}
         self.forgotten_after = step if self.forgotten_after is None else min(step, self.forgotten_after)
-        logged = sum(len(values) for _, _, values in [*self.logged, *self.shown])
+        logged = sum(len(values) for _, _, values in [*self.logged, *self.shown, *self.groups.values()])
         self.num_rows = logged + len(self.versions) + len(self.others) + 1
 
     def extend(self, later: _Pending) -> None:
         self.logged += later.logged
         self.shown += later.shown
+        self.groups |= later.groups
         self.versions += later.versions
         self.others += later.others
         self.num_rows += later.num_rows
@@ -207,6 +210,15 @@ class RunRecorder:
             self._require_open()
             (self._pending.logged if in_history else self._pending.shown).append(entry)
             self._pending.num_rows += len(values)
+
+    def log_group(self, step: int, group: str, values: Mapping[str, float]) -> None:
+        """Record the newest values of who is there, as `group/name`, and forget who was and is no more; no curves."""
+        entry = (int(step), time.time(), {f"{group}/{name}": float(value) for name, value in values.items()})
+        self._make_room()
+        with self._buffering:
+            self._require_open()
+            self._pending.groups[group] = entry
+            self._pending.num_rows += len(values) + 1
 
     def forget_after(self, step: int) -> None:
         """Take back the metrics of later steps, which were given up: the run goes on from `step`, or begins again.
@@ -355,7 +367,9 @@ class RunRecorder:
             if forgotten_after is not None and left is not None:  # first: what is pending was said since
                 summaries.forget_after(connection, run, forgotten_after, left)
             connection.executemany(_INSERT_METRIC, metrics)
-            summaries.summarise(connection, run, [*pending.logged, *pending.shown])
+            for group in pending.groups:
+                summaries.forget_group(connection, run, group)
+            summaries.summarise(connection, run, [*pending.logged, *pending.shown, *pending.groups.values()])
             connection.executemany(_INSERT_VERSION, pending.versions)
             for statement, row in pending.others:
                 connection.execute(statement, row)

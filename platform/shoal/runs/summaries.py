@@ -45,6 +45,14 @@ def summarise(connection: sqlite3.Connection, run: int, logged: Sequence[Logged]
     connection.executemany(_UPSERT, rows)
 
 
+def forget_group(connection: sqlite3.Connection, run: int, group: str) -> None:
+    """Take out what is named `group/...`."""
+    after = chr(ord("/") + 1)
+    connection.execute(
+        "DELETE FROM summaries WHERE run = ? AND name >= ? AND name < ?", (run, f"{group}/", f"{group}{after}")
+    )
+
+
 def up_to(connection: sqlite3.Connection, run: int, step: int) -> list[Row] | None:
     """The summaries of the history up to `step`; None when there is no later one, and so nothing to forget.
 
