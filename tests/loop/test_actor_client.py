@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
-from rl_setting import TOKEN, Parts, segment, serving
+from rl_setting import EXPERIENCE, TOKEN, Parts, segment, serving
 from shoal.actor import ActorClient, play
 from shoal.errors import (
     Closed,
@@ -85,14 +85,15 @@ def test_another_run_on_the_same_port_is_joined_and_told() -> None:
                 assert actor.reconnects < 10
 
 
+class Endless:
+    def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.zeros(4, np.float32), 1.0, False, False, {}
+
+
 def test_the_ready_loop_begins_anew_with_another_run() -> None:
-    class Endless:
-        def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-            return np.zeros(4, np.float32), {}
-
-        def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-            return np.zeros(4, np.float32), 1.0, False, False, {}
-
     with serving(queue_capacity=200, max_credits=200) as parts, client(parts) as actor:
         port = parts.gateway.port
         assert play(Endless(), actor, max_steps=32) == 32
@@ -103,6 +104,32 @@ def test_the_ready_loop_begins_anew_with_another_run() -> None:
             assert play(Endless(), actor, max_steps=64) == 64
             assert actor.drain(5)
             assert other.ledger.totals().queued > 0
+
+
+def test_the_ready_loop_waits_for_a_busy_learner_as_long_as_the_gateway_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit_s = 0.2
+    monkeypatch.setattr(ActorClient.send, "__defaults__", (limit_s,))
+    steps: list[int] = []
+    with serving(queue_capacity=2) as parts, client(parts) as actor:
+        length = EXPERIENCE.segment_length
+        player = threading.Thread(target=lambda: steps.append(play(Endless(), actor, max_steps=3 * length)))
+        player.start()
+        wait_for(lambda: len(parts.queue) == 2)
+        player.join(4 * limit_s)
+        assert player.is_alive()
+        assert parts.queue.take("learner", BatchRequest(1, 1, 1, 5)) is not None
+        player.join(SOON_S)
+        assert actor.drain(5)
+        assert (steps, actor.acknowledged["accepted"], actor.reconnects) == ([3 * length], 3, 0)
+
+
+def test_waiting_without_end_ends_when_no_gateway_answers() -> None:
+    with deserted() as (actor, _):
+        actor._timeout_s = 0.2
+        with pytest.raises(ConnectionLost, match="no gateway answers"):
+            actor.send(segment(), timeout_s=None)
 
 
 def test_a_reward_that_is_no_number_is_named() -> None:

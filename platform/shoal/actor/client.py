@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import secrets
 import socket as network
@@ -190,8 +191,8 @@ class ActorClient:
         assert self._latest is not None
         return self._latest
 
-    def send(self, segment: Segment, timeout_s: float = 600.0) -> int:
-        """Send a segment and return its sequence number; waits while the gateway gives no credit.
+    def send(self, segment: Segment, timeout_s: float | None = 600.0) -> int:
+        """Send a segment and return its sequence number; waits for credit up to `timeout_s` (None: without end).
 
         Raises ConnectionLost when no credit came within `timeout_s` or no gateway within the client's, InvalidSegment,
         sending nothing, when it is too large or of a dtype that cannot travel, Refused, RunChanged as `newer_weights`.
@@ -223,8 +224,8 @@ class ActorClient:
 
     # -- the socket, always under the lock ----------------------------------------------------------------------
 
-    def _wait(self, ready: Callable[[], bool], timeout_s: float, what: str) -> None:
-        deadline = time.monotonic() + timeout_s
+    def _wait(self, ready: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._lock:
                 self._pump(deadline)

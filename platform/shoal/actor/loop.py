@@ -128,8 +128,8 @@ def play(
     """Play until the run is over, or for `max_steps`; returns the number of steps.
 
     Newer weights are looked for at most every `pull_interval_s`, and applied between two steps, whole. `on_weights`
-    is told each version that was applied. When another run takes the address, its actor begins anew. Raises Refused or
-    ConnectionLost as the client does.
+    is told each version that was applied. A learner that is busy is waited for while the gateway answers. When another
+    run takes the address, its actor begins anew. Raises Refused or ConnectionLost as the client does.
     """
     steps, pull_at = 0, 0.0
     while not client.finished and (max_steps is None or steps < max_steps):
@@ -185,7 +185,7 @@ class _Game:
             action, log_probability, policy.version, reward, self._observation, terminated, truncated
         )
         if segment is not None:
-            self._client.send(segment)
+            self._client.send(segment, timeout_s=None)
         if terminated or truncated:
             self._reset(None)
 
