@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,31 @@ import yaml
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 
 from shoal.errors import ConfigError
+
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_INTS = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
+_FLOATS = re.compile(
+    r"""([-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?
+    |[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$""",
+    re.VERBOSE,
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1, but for `1e-3`, which is a number as in YAML 1.2, and `1:30`, which is none."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts into quotes whatever `_Loader` or YAML 1.1 would take for something else."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [rule for rule in rules if rule[0] not in (_INT, _FLOAT)]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_INT, _INTS, list("-+0123456789"))
+for _each in (_Loader, _Dumper):
+    _each.add_implicit_resolver(_FLOAT, _FLOATS, list("-+.0123456789"))
 
 MASKED = str(SecretStr("masked"))  # what `to_yaml` writes for every secret
 
@@ -66,10 +92,10 @@ class Spec(BaseModel):
 
     def to_yaml(self) -> str:
         """The whole spec as YAML, defaults included; `from_yaml` reads it back."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
     def override(self, words: Iterable[str]) -> Self:
-        """A copy with `a.b=c` words applied; values are read as YAML (`true`, `3`, `[1, 2]`, `text`).
+        """A copy with `a.b=c` words applied; values are read as YAML (`true`, `3`, `1e-3`, `[1, 2]`, `text`).
 
         Raises ConfigError for a word without `=`, an unknown field, or a value that does not fit.
         """
@@ -78,10 +104,15 @@ class Spec(BaseModel):
         return type(self).parse(values)
 
 
+def read_yaml(text: str) -> Any:
+    """What a spec's file or a word says. Raises yaml.YAMLError."""
+    return yaml.load(text, _Loader)
+
+
 def word_of(path: str, value: str | list[str]) -> str:
     """The word that sets the field at `path` to this value, whatever YAML would take it for."""
     try:
-        is_plain = yaml.safe_load(value) == value if isinstance(value, str) else False
+        is_plain = read_yaml(value) == value if isinstance(value, str) else False
     except yaml.YAMLError:
         is_plain = False
     return f"{path}={value if is_plain else json.dumps(value, ensure_ascii=False)}"
@@ -96,7 +127,7 @@ def last_value(words: Iterable[str], path: str) -> str:
 
 def _read(path: str, text: str) -> object:
     try:
-        return yaml.safe_load(text)
+        return read_yaml(text)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or "a character that has no place in it"
         raise ConfigError(path, "...", f"is not YAML: {problem}", "put it in quotes") from None  # it may be a secret
@@ -105,7 +136,7 @@ def _read(path: str, text: str) -> object:
 def _mapping(source: str | Path) -> dict[str, Any]:
     text = source.read_text() if isinstance(source, Path) else source
     try:
-        loaded = yaml.safe_load(text) or {}
+        loaded = read_yaml(text) or {}
     except yaml.YAMLError as error:
         raise ConfigError("yaml", str(source)[:80], f"is not YAML ({error})") from None
     if not isinstance(loaded, dict):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import yaml
 from pydantic import Field, SecretStr, field_validator
 
 from shoal.config import Spec, last_value, word_of
@@ -109,7 +112,24 @@ def test_a_recorded_secret_that_is_not_given_again_is_named(words: list[str], me
     assert message in str(refused.value)
 
 
-AWKWARD = ["plain", "a b", "on", "1", "1e3", "null", "a: b #1", "it's", '"', " x ", "[x", "@x", "\N{GRINNING FACE}", ""]
+AWKWARD = [
+    "plain",
+    "a b",
+    "on",
+    "1",
+    "1e3",
+    "1e-3",
+    "1:30",
+    "null",
+    "a: b #1",
+    "it's",
+    '"',
+    " x ",
+    "[x",
+    "@x",
+    "\N{GRINNING FACE}",
+    "",
+]
 
 
 @pytest.mark.parametrize("text", AWKWARD)
@@ -125,6 +145,32 @@ def test_a_list_is_built_of_texts() -> None:
 
     assert Columns().override([word_of("columns", AWKWARD)]).columns == AWKWARD
     assert word_of("columns", "a/b.c") == "columns=a/b.c"
+
+
+class Free(Spec):
+    args: dict[str, object] = Field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("1e-3", 1e-3), ("-2E5", -2e5), ("+1.5e3", 1500.0), (".5e1", 5.0), (".5", 0.5), ("2.", 2.0), ("1_0.5", 10.5)),
+        *((".inf", math.inf), ("-.INF", -math.inf), ("17", 17), ("-0x10", -16), ("1_000", 1000), ("010", 8)),
+        *((each, each) for each in ("1:30", "1:30.5", "e3", ".", ".e3", "1e", "08", "1.2.3", "inf")),
+        *(("on", True), ("~", None), ("[1e3, 1:30]", [1000.0, "1:30"])),
+    ],
+)
+def test_numbers_are_read_as_they_are_commonly_written(text: str, value: object) -> None:
+    for spec in (Free().override([f"args.x={text}"]), Free.from_yaml(f"args: {{x: {text}}}")):
+        assert (spec.args["x"], type(spec.args["x"])) == (value, type(value))
+
+
+@pytest.mark.parametrize("value", ["1e-3", "1:30", "0x10", "on", ".5", 1e-3, 1e300, 90])
+def test_what_is_written_down_is_read_back_as_it_was(value: object) -> None:
+    written = Free(args={"x": value}).to_yaml()
+    again = Free.from_yaml(written).args["x"]
+    assert (again, type(again)) == (value, type(value))
+    assert yaml.safe_load(written) == {"args": {"x": value}}  # by others too
 
 
 def test_the_last_word_counts_and_what_is_no_text_is_as_it_was_written() -> None:

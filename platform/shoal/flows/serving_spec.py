@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, field_validator
 
-from shoal.config import Spec, last_value
+from shoal.config import Spec, last_value, read_yaml
 from shoal.errors import ConfigError
 from shoal.registry import Registry, split_ref
 from shoal.registry.manifest import find_callable
@@ -76,7 +76,7 @@ def port_for_serve(path: Path) -> int | None:
 
 def _content(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text()) or {}
+        content = read_yaml(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError("file", str(path), f"cannot be read ({error})", "give a YAML file") from None
     if not isinstance(content, dict):
