@@ -131,7 +131,7 @@ def sent_nothing_valid(monkeypatch: pytest.MonkeyPatch, record: Callable[..., No
     }  # fmt: skip
     flow: Any = object.__new__(actor_learner._Flow)
     flow.spec = SimpleNamespace(env="CartPole-v1", max_wall_s=0.0, target_return=475.0)
-    flow.recorder = SimpleNamespace(id="one", log=record, event=record, endpoint=record)
+    flow.recorder = SimpleNamespace(id="one", log=record, log_group=record, event=record, endpoint=record)
     flow._workers = SimpleNamespace(stats=lambda: (stats, {}), events=list, published=list)
     flow._endpoint = SimpleNamespace(stats=list)
     flow._listening, flow._pids = {"gateway": ("gateway", "tcp://h:1")}, {}
@@ -146,9 +146,10 @@ def test_a_run_that_is_sent_nothing_valid_shows_what_is_dropped_and_ends_when_it
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logged: list[dict[str, float]] = []
-    flow = sent_nothing_valid(monkeypatch, lambda _, metrics, **__: logged.append(metrics))
+    flow = sent_nothing_valid(monkeypatch, lambda *said, **_: logged.append(said[-1]))
     flow._poll()
     assert logged[0]["drops/non_finite"] == 7682
+    assert logged[1] == {"a": 0.0}
     assert "| dropped 7,682" in capsys.readouterr().out
     with pytest.raises(RunError, match=r"every segment was dropped \(non_finite 7,682\): mend the actors"):
         flow._require_hope()
