@@ -141,8 +141,7 @@ def _submit_remote(
 def _at_home(working_dir: Path | None) -> list[str]:
     """Patterns for what lies in $SHOAL_HOME, when that is a folder within the one that is uploaded."""
     kept = home()
-    folder = kept if working_dir is None else working_dir.resolve()
-    if folder not in kept.parents:
+    if working_dir is None or (folder := working_dir.resolve()) not in kept.parents:
         return []
     return [f"/{kept.relative_to(folder)}/{name}" for name in AT_HOME]
 

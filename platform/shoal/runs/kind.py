@@ -27,7 +27,6 @@ _FIELDS = (
     (Kind.TRAINING, {"task"}),
     (Kind.PREDICTION, {"model", "input", "output"}),
     (Kind.SERVING, {"models", "endpoint"}),
-    (Kind.SERVING, {"model", "endpoint"}),
 )
 
 

@@ -12,11 +12,10 @@ import asyncio
 import zlib
 
 from shoal.serve.protocol.http_messages import Answer
-from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.limits import WINDOW_BITS, Limits
 
 MIN_BYTES = 1024  # a smaller answer is not worth it
 LEVEL = 1
-_WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
 
 
 async def decompressed(body: bytes, encoding: bytes, limits: Limits) -> bytes:
@@ -29,7 +28,7 @@ async def decompressed(body: bytes, encoding: bytes, limits: Limits) -> bytes:
 async def compressed(answer: Answer, accepted: bytes) -> Answer:
     """The answer as the client wants it. `accepted`: the value of Accept-Encoding."""
     coding = accepted.strip().lower()
-    window_bits = _WINDOW_BITS.get(coding)
+    window_bits = WINDOW_BITS.get(coding)
     if window_bits is None or len(answer.body) + sum(map(len, answer.parts)) < MIN_BYTES:
         return answer
 

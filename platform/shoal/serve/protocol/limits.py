@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from shoal.errors import InferenceError
 
 # zlib's window sizes: what they mean is in the manual of deflateInit2.
-_WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
+WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Limits:
 
         Raises InferenceError: 415 for another encoding, 413 when too large, 400 when it is damaged or not all of it.
         """
-        window_bits = _WINDOW_BITS.get(encoding.strip().lower())
+        window_bits = WINDOW_BITS.get(encoding.strip().lower())
         if window_bits is None:
             shown = encoding[:40].decode("latin-1")
             raise InferenceError(415, f"Content-Encoding {shown!r} is not supported; gzip, deflate and identity are")
