@@ -2,7 +2,8 @@
 
 python -m benchmarks.serving.binary [--runs N] [--quick]
 
-Our three ways are asked of one endpoint in turn. Small requests: here a tensor of 64 numbers, as 256 bytes or as JSON.
+gRPC is asked by a call for each request, and by one stream on each connection. Our four ways are asked of one endpoint
+in turn. Small requests: here a tensor of 64 numbers, as 256 bytes or as JSON.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from pathlib import Path
 from benchmarks.children import scratch
 from benchmarks.result import Better, Row, compare, options, write
 from benchmarks.serving.drive import Target, closed
+from benchmarks.serving.exchange import STREAM_PATH
 from benchmarks.serving.grpc_call import INFER_PATH, messages
 from benchmarks.serving.servers import MOSEC, OURS, UVICORN, Server, server_of
 
 CONNECTIONS = (1, 16, 64)
-JSON, BINARY, GRPC = "JSON", "binary over HTTP", "gRPC"
+JSON, BINARY, GRPC, STREAM = "JSON", "binary over HTTP", "gRPC", "gRPC, one stream"
 PEERS = (MOSEC, UVICORN)
 METRICS: tuple[tuple[str, str, str, Better], ...] = (
     ("per_s", "throughput", "requests/s", "higher"),
@@ -33,6 +35,7 @@ def targets(server: Server) -> dict[str, Target]:
         JSON: replace(server, workload="mlp").target(),
         BINARY: server.target(),
         GRPC: Target(f"http://{server.said['grpc']}", grpc, INFER_PATH),
+        STREAM: Target(f"http://{server.said['grpc']}", grpc, STREAM_PATH),
     }
 
 
@@ -60,7 +63,7 @@ def measure(folder: Path, seconds: float, found: Found) -> None:
 def rows_of(found: Found) -> list[Row]:
     """Each way beside our JSON, then binary beside the peers. The bar is for throughput."""
     rows = []
-    beside = [(way, OURS, JSON) for way in (BINARY, GRPC)] + [(BINARY, peer, BINARY) for peer in PEERS]
+    beside = [(way, OURS, JSON) for way in (BINARY, GRPC, STREAM)] + [(BINARY, peer, BINARY) for peer in PEERS]
     for metric, word, unit, better in METRICS:
         for num in CONNECTIONS:
             for way, name, other in beside:

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.serving.exchange import OK, Answer, Exchange, Grpc, Http1
+from benchmarks.serving.exchange import OK, STREAM_PATH, Answer, Exchange, Grpc, GrpcStream, Http1
 from benchmarks.talk import say
 
 READ_BYTES = 1 << 20
@@ -267,9 +267,15 @@ class Driver:
         self._num_sent += 1
         line.ask(payload, due_s)
 
-    def _connect(self) -> Line:
+    def _exchange(self) -> Exchange:
         plan = self.plan
-        line = Line(self, Grpc(f"{plan.host}:{plan.port}", plan.grpc_path) if plan.grpc_path else Http1())
+        if not plan.grpc_path:
+            return Http1()
+        of_path = GrpcStream if plan.grpc_path == STREAM_PATH else Grpc
+        return of_path(f"{plan.host}:{plan.port}", plan.grpc_path)
+
+    def _connect(self) -> Line:
+        line = Line(self, self._exchange())
         if line.open:
             self.lines[line.fileno()] = line
         return line

@@ -1,4 +1,4 @@
-"""How requests and answers look on one connection: HTTP/1.1 with keep-alive, and gRPC over HTTP/2, one at a time.
+"""How requests and answers look on one connection, one at a time: HTTP/1.1 with keep-alive, gRPC by call and by stream.
 
 Called by `driver` with the bytes that came; gives it whole answers. Owns no socket and no clock, reads no more of an
 answer than is needed to know that it is whole and what it is: the driver must not be what limits a measurement.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 OK = "ok"
+STREAM_PATH = "/inference.GRPCInferenceService/ModelStreamInfer"
 LAST_CHUNK = b"\r\n0\r\n\r\n"  # of a short answer without a length; no body here ends like this
 SHORT_BYTES = 1 << 16  # longer answers are counted, not kept
 
@@ -131,10 +132,10 @@ class Grpc:
             size = int.from_bytes(self._buffer[:3], "big")
             if len(self._buffer) < 9 + size:
                 break
-            kind, flags = self._buffer[3], self._buffer[4]
+            kind, flags, is_of_stream = self._buffer[3], self._buffer[4], any(self._buffer[5:9])
             content, self._buffer = self._buffer[9 : 9 + size], self._buffer[9 + size :]
-            if kind == WINDOW_UPDATE:  # also for a stream: those are short, so it does no harm
-                self._window += int.from_bytes(content, "big")
+            if kind == WINDOW_UPDATE:
+                self._widened(int.from_bytes(content, "big"), is_of_stream)
             elif kind == SETTINGS and not flags & ACK:
                 reply += _frame(SETTINGS, ACK, 0, b"")
             elif kind == PING and not flags & ACK:
@@ -142,6 +143,10 @@ class Grpc:
             else:
                 answer = self._of_stream(kind, flags, content) or answer
         return answer, reply
+
+    def _widened(self, num_bytes: int, is_of_stream: bool) -> None:
+        if not is_of_stream:  # a call is shorter than the window of its stream
+            self._window += num_bytes
 
     def _of_stream(self, kind: int, flags: int, content: bytes) -> Answer | None:
         if kind == DATA and content:
@@ -152,6 +157,44 @@ class Grpc:
             good = self._answered and kind != RST_STREAM
             return Answer(OK if good else "refused grpc", 0, self._body)
         return None
+
+
+class GrpcStream(Grpc):
+    """One stream of a connection's only call of ModelStreamInfer: a message is answered by a message."""
+
+    ANSWERED = 0x12  # how a ModelStreamInferResponse begins that has an answer, and no error
+
+    def __init__(self, authority: str, path: str) -> None:
+        super().__init__(authority, path)
+        self._stream, self._stream_window = 1, SMALLEST_WINDOW
+
+    def opening(self) -> bytes:
+        return super().opening() + _frame(HEADERS, END_HEADERS, self._stream, self._headers)
+
+    def request(self, payload: bytes) -> bytes:
+        message = b"\0" + len(payload).to_bytes(4, "big") + payload
+        self._window -= len(message)
+        self._stream_window -= len(message)
+        assert min(self._window, self._stream_window) > 0, "the server widens its windows too late for one at a time"
+        return _frame(DATA, 0, self._stream, message)
+
+    def _widened(self, num_bytes: int, is_of_stream: bool) -> None:
+        if is_of_stream:
+            self._stream_window += num_bytes
+        else:
+            self._window += num_bytes
+
+    def _of_stream(self, kind: int, flags: int, content: bytes) -> Answer | None:
+        if kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & END_STREAM):
+            self._body = b""
+            return Answer("refused grpc", 0, content, closing=True)
+        if kind != DATA:
+            return None
+        self._body += content
+        if len(self._body) < 6 or len(self._body) < 5 + int.from_bytes(self._body[1:5], "big"):
+            return None
+        message, self._body = self._body[5:], b""
+        return Answer(OK if message[0] == self.ANSWERED else "refused grpc", 0, message)
 
 
 def _frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:

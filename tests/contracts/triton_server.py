@@ -1,7 +1,7 @@
 """An endpoint of models without models, over HTTP and gRPC, in a process of its own: for stock clients.
 
-Run as a program: prints its ports as JSON when it can be reached, and ends when its standard input does. Its servers
-are a replica's; HAProxy stands before them as in an endpoint, so they can be reached with and without it.
+Run as a program: prints its ports as JSON when it can be reached, and ends when its standard input does. Its server
+is a replica's; HAProxy stands before it as in an endpoint. Over HTTP it can be reached with and without it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import uvicorn
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
+from shoal.cluster.serve_environment import free_port
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import DATATYPES
 from shoal.serve.call import Arrays
@@ -25,7 +26,6 @@ from shoal.serve.options import ApiKey, ModelOptions
 from shoal.serve.protocol import direct_http
 from shoal.serve.protocol.access import Access
 from shoal.serve.protocol.grpc_http1 import GrpcOverHttp1
-from shoal.serve.protocol.grpc_server import GrpcServer
 from shoal.serve.protocol.grpc_service import InferenceServicer
 from shoal.serve.protocol.limits import Limits
 from shoal.serve.protocol.rest import RestApp
@@ -73,8 +73,6 @@ async def main() -> None:
     models = host()
     access = Access(TOKEN, [ApiKey(name="narrow", key="narrow-key", models=["pair"])])  # type: ignore[arg-type]
     servicer = InferenceServicer(models, access)
-    grpc_server = GrpcServer(servicer, HOST, 0, max_message_bytes=MAX_BODY_BYTES)
-    await grpc_server.start()
     limits = Limits(max_body_bytes=MAX_BODY_BYTES)
     app = GrpcOverHttp1(servicer, RestApp(models, access, limits=limits), limits)
     direct_http.install(app)
@@ -82,15 +80,14 @@ async def main() -> None:
         http_server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
         serving = asyncio.create_task(http_server.serve(sockets=[listener]))
         http_port = listener.getsockname()[1]
-        proxy = await asyncio.to_thread(HaproxyProcess, Path(folder), http_port, grpc_server.port, UNCHECKED)
-        reached = {"http": http_port, "grpc": grpc_server.port, "proxy": proxy.port, "grpc_proxy": proxy.grpc_port}
+        proxy = await asyncio.to_thread(HaproxyProcess, Path(folder), http_port, free_port(), UNCHECKED)
+        reached = {"http": http_port, "proxy": proxy.port, "grpc": proxy.grpc_port}
         sys.stdout.write(json.dumps(reached) + "\n")
         sys.stdout.flush()
         await asyncio.to_thread(sys.stdin.read)
         proxy.close()
         http_server.should_exit = True
         await serving
-    await grpc_server.close()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from shoal.errors import ClusterError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
 from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.protocol.grpc_server import METHODS, SERVICE
+from shoal.serve.protocol.grpc_methods import METHODS, SERVICE
 from waiting import wait_for
 
 STATE_TIMEOUT_S = 120.0

@@ -1,11 +1,15 @@
-"""The gRPC service on a real port of this process, and a client that asks it as the test says."""
+"""The gRPC service in this process, behind HAProxy, and a client that asks it as the test says."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,24 +17,28 @@ import numpy as np
 import pytest
 
 from serving.fake_host import FakeHost
+from serving.grpc_replica import TIMEOUT_S
+from serving.grpc_replica import served as replica
+from serving.haproxy_process import UNCHECKED, HaproxyProcess
+from shoal.cluster.serve_environment import free_port
 from shoal.open_inference import inference_pb2 as pb
 from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.grpc_server import METHODS, SERVICE, GrpcServer
-from shoal.serve.protocol.grpc_service import InferenceServicer
+from shoal.serve.protocol.grpc_methods import METHODS, SERVICE
 
-TIMEOUT_S = 10.0
 Ask = Callable[..., Any]
 
 
 @asynccontextmanager
 async def served(host: FakeHost, access: Access | None = None) -> AsyncIterator[Ask]:
-    """`ask(method, request, metadata=..., timeout=...)` is a call of the service; those without streams are awaited.
+    """`ask(method, request, metadata=..., timeout=...)` is a call through HAProxy; those without streams are awaited.
 
     An asynchronous iterator of requests is sent as a stream, whatever the method takes.
     """
-    server = GrpcServer(InferenceServicer(host, access or Access(None, [])), "127.0.0.1", 0, max_message_bytes=1 << 20)
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+    proxy, http_port = before_a_replica()
+    async with (
+        replica(host, http_port, directly=True, access=access),
+        grpc.aio.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel,
+    ):
 
         def ask(name: str, request: Any = None, **options: Any) -> Any:
             method = METHODS.get(name, METHODS["ServerLive"])  # one that is not served has no messages
@@ -40,10 +48,18 @@ async def served(host: FakeHost, access: Access | None = None) -> AsyncIterator[
             options.setdefault("timeout", TIMEOUT_S)
             return call(method.request() if request is None else request, **options)
 
-        try:
-            yield ask
-        finally:
-            await server.close(0.0)
+        yield ask
+
+
+@cache
+def before_a_replica() -> tuple[HaproxyProcess, int]:
+    """HAProxy, and the port of the replica's HTTP server that it asks; until this process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="x.")
+    http_port = free_port()
+    proxy = HaproxyProcess(Path(folder.name), http_port, free_port(), UNCHECKED)
+    atexit.register(folder.cleanup)
+    atexit.register(proxy.close)
+    return proxy, http_port
 
 
 def run(test: Awaitable[None]) -> None:

@@ -19,7 +19,7 @@ from shoal.open_inference.datatypes import DATATYPES, NUMPY
 from shoal.serve.call import Arrays
 from shoal.serve.options import ApiKey, ModelOptions
 from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.grpc_server import METHODS, NOT_SERVED, OPEN
+from shoal.serve.protocol.grpc_methods import METHODS, NOT_SERVED, OPEN
 from shoal.serve.protocol.grpc_tensors import FIELDS
 
 # -- tensors ----------------------------------------------------------------------------------------------------------

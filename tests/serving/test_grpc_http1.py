@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +16,15 @@ import uvicorn
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.grpc_asking import request, until
+from serving.grpc_replica import LIMITS, TIMEOUT_S, exchange, served
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster.serve_environment import free_port
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.protocol import direct_http
 from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.grpc_http1 import GrpcOverHttp1
-from shoal.serve.protocol.grpc_server import METHODS, SERVICE
-from shoal.serve.protocol.grpc_service import InferenceServicer
+from shoal.serve.protocol.grpc_methods import METHODS, SERVICE
 from shoal.serve.protocol.limits import Limits
-from shoal.serve.protocol.rest import RestApp
 
-TIMEOUT_S = 10.0
-LIMITS = Limits(max_body_bytes=1 << 20)
 PATH = f"/{SERVICE}/ModelInfer"
 Ask = Callable[..., Any]
 
@@ -56,21 +49,6 @@ def directly(request: pytest.FixtureRequest) -> Iterator[bool]:
     before = uvicorn.config.HTTP_PROTOCOLS["auto"]
     yield request.param == "directly"
     uvicorn.config.HTTP_PROTOCOLS["auto"] = before
-
-
-@asynccontextmanager
-async def served(host: FakeHost, http_port: int, directly: bool, access: Access | None = None) -> AsyncIterator[None]:
-    access = access or Access(None, [])
-    app = GrpcOverHttp1(InferenceServicer(host, access), RestApp(host, access, limits=LIMITS), LIMITS)
-    direct_http.install(app if directly else None)
-    with socket.create_server(("127.0.0.1", http_port)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            yield
-        finally:
-            server.should_exit = True
-            await serving
 
 
 def run(
@@ -223,7 +201,6 @@ WRONG: dict[str, tuple[str, bytes, str, int, bytes]] = {
     "a timeout that is a word": (POST, FRAME, "grpc-timeout: soon", 3, b"grpc-timeout"),
     "no tensors": (POST, FRAME, "grpc-timeout: 5S", 3, b"input 'x' is missing"),
     "another method of HTTP": (f"GET {PATH} HTTP/1.1", FRAME, "", 12, b"not served here"),
-    "a stream": (f"POST /{SERVICE}/ModelStreamInfer HTTP/1.1", FRAME, "", 12, b"not served here"),
     "no method of the service": (f"POST /{SERVICE}/Nothing HTTP/1.1", FRAME, "", 12, b"not served here"),
 }
 
@@ -285,14 +262,3 @@ def test_a_deadline_of_ages_is_none(http_port: int, directly: bool) -> None:
                 assert (model.calls[-1].deadline_s is not None) is is_kept
 
     asyncio.run(test())
-
-
-async def exchange(http_port: int, line: str, body: bytes, header: str) -> bytes:
-    """What the replica's server answers to these bytes, until it closes the connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", http_port)
-    head = [line, "host: x", "connection: close", f"content-length: {len(body)}", *filter(None, [header]), "", ""]
-    writer.write("\r\n".join(head).encode() + body)
-    answer = await asyncio.wait_for(reader.read(), TIMEOUT_S)
-    writer.close()
-    await writer.wait_closed()
-    return answer

@@ -8,7 +8,6 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -323,6 +322,7 @@ def test_nothing_listens_but_the_front(proxy: Proxy) -> None:
         ("/inference.GRPCInferenceService/ServerLive", grpc.StatusCode.UNAVAILABLE),
         ("/ray.serve.RayServeAPIService/ListApplications", grpc.StatusCode.UNIMPLEMENTED),
         ("/ray.serve.RayServeAPIService/Healthz", grpc.StatusCode.UNIMPLEMENTED),
+        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", grpc.StatusCode.UNIMPLEMENTED),
     ],
 )
 @pytest.mark.parametrize("which", ["proxy", "lonely_proxy", "early_proxy"])
@@ -334,39 +334,6 @@ def test_over_grpc_too(request: pytest.FixtureRequest, which: str, method: str, 
             call(b"", timeout=ANSWER_S)
     assert caught.value.code() == code
     assert caught.value.details() in {message for _, _, message in haproxy.ERRORS.values()}
-
-
-@pytest.mark.parametrize(
-    ("details", "code"),
-    [
-        ("Application 'app' not found. Ping /ray.serve for available ones.", grpc.StatusCode.UNAVAILABLE),
-        ("Application metadata not set. Ping /ray.serve for available ones.", grpc.StatusCode.UNAVAILABLE),
-        ("there is no model 'm'", grpc.StatusCode.NOT_FOUND),
-    ],
-)
-def test_over_grpc_an_application_that_serve_has_not_is_one_that_may_come(
-    replica: FakeReplica, details: str, code: grpc.StatusCode
-) -> None:
-    def refuse(request: bytes, context: grpc.ServicerContext) -> bytes:
-        context.abort(grpc.StatusCode.NOT_FOUND, details)
-
-    server = grpc.server(ThreadPoolExecutor(1))
-    handlers = {"ServerLive": grpc.unary_unary_rpc_method_handler(refuse)}
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    with tempfile.TemporaryDirectory(prefix="x.") as folder:
-        proxy = HaproxyProcess(Path(folder), replica.port, port, UNCHECKED)
-        try:
-            with grpc.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel:
-                call = channel.unary_unary(f"/{SERVICE}/ServerLive")
-                with pytest.raises(grpc.RpcError) as caught:
-                    call(b"", timeout=ANSWER_S)
-        finally:
-            proxy.close()
-            server.stop(0).wait(ANSWER_S)
-    assert caught.value.code() == code
-    assert (caught.value.details() == details) == (code == grpc.StatusCode.NOT_FOUND)
 
 
 def test_a_replica_that_is_busy_is_not_taken_for_dead() -> None:

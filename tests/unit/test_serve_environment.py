@@ -89,21 +89,29 @@ def test_only_the_front_listens_and_only_on_loopback(tmp_path: Path, ports: dict
         assert unwanted not in config, unwanted
 
 
-def test_inference_over_grpc_goes_to_the_http_servers_of_replicas_and_nowhere_else(tmp_path: Path) -> None:
+def test_calls_of_grpc_go_to_the_http_servers_of_replicas_and_nowhere_else(tmp_path: Path) -> None:
     config = serves_config(tmp_path, 8000, replica_port=1, grpc_port=2, grpc_replica_port=3)
     replica = "server replica 127.0.0.1:1 check"
     config = config.replace(replica, f"server serves_proxy 127.0.0.1:9 check backup\n    {replica}")
     lines = [line.strip() for line in haproxy.rewrite(config, "errors").splitlines()]
-    servers = [line for line in lines[lines.index("backend unary-app") :] if line.startswith("server ")]
-    assert len(servers) == 1
-    assert servers[0].startswith("server replica 127.0.0.1:1 ")
+    for backend in ("backend unary-app", "backend stream-app"):
+        behind = lines[lines.index(backend) + 1 :]
+        end = next((number for number, line in enumerate(behind) if line.startswith("backend ")), None)
+        servers = [line for line in behind[:end] if line.startswith("server ")]
+        assert len(servers) == 1
+        assert servers[0].startswith("server replica 127.0.0.1:1 ")
     grpc_frontend = lines[lines.index("frontend grpc_frontend") : lines.index("backend grpc-app")]
     chosen = [line for line in grpc_frontend if "_backend " in line]
-    path = f"{{ path {haproxy.UNARY_PATH} }}"
+    stream, unary = (
+        "path /inference.GRPCInferenceService/ModelStreamInfer",
+        "path -m beg /inference.GRPCInferenceService/",
+    )
     assert chosen == [
-        f"use_backend unary-app if {path} is_grpc-app",
+        f"use_backend stream-app if {{ {stream} }} is_grpc-app",
+        f"use_backend unary-app if {{ {unary} }} is_grpc-app",
         "use_backend grpc-app if is_grpc-app",
-        f"use_backend unary-app if {path}",
+        f"use_backend stream-app if {{ {stream} }}",
+        f"use_backend unary-app if {{ {unary} }}",
         "default_backend grpc-app",
     ]
 

@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 from benchmarks.serving import driver
 from benchmarks.serving.driver import Driver, Plan, arrivals
-from benchmarks.serving.exchange import DATA, END_STREAM, HEADERS, SETTINGS, Answer, Grpc, Http1
+from benchmarks.serving.exchange import (
+    DATA,
+    END_STREAM,
+    HEADERS,
+    SETTINGS,
+    STREAM_PATH,
+    WINDOW_UPDATE,
+    Answer,
+    Grpc,
+    GrpcStream,
+    Http1,
+)
 from benchmarks.serving.grpc_call import message
 from benchmarks.serving.oracle import FIXED_S, MAX_ROWS, ROW_S, with_window, work_conserving
 
@@ -56,6 +67,30 @@ def test_a_grpc_call_succeeds_when_a_message_came_before_its_end() -> None:
     assert [answer.kind for answer in fed(grpc, [data[:5], data[5:] + trailers[:3], trailers[3:]])] == ["ok"]
     grpc.request(b"")
     assert [answer.kind for answer in fed(grpc, [frame(HEADERS, END_STREAM, 3, b"")])] == ["refused grpc"]
+
+
+def test_a_stream_is_a_message_for_a_message() -> None:
+    grpc = GrpcStream("127.0.0.1:1", STREAM_PATH)
+    assert grpc.request(b"ask") == frame(DATA, 0, 1, b"\0\0\0\0\3ask")
+    good, bad = b"\0\0\0\0\3\x12\x01m", b"\0\0\0\0\3\x0a\x01e"
+    data = frame(HEADERS, 0, 1, b"") + frame(DATA, 0, 1, good[:4]) + frame(DATA, 0, 1, good[4:])
+    assert [answer.kind for answer in fed(grpc, [data[:12], data[12:20], data[20:]])] == ["ok"]
+    assert [answer.kind for answer in fed(grpc, [frame(DATA, 0, 1, bad)])] == ["refused grpc"]
+    assert fed(grpc, [frame(HEADERS, END_STREAM, 1, b"")]) == [Answer("refused grpc", 0, b"", closing=True)]
+
+
+def test_a_stream_has_a_window_of_its_own() -> None:
+    grpc = GrpcStream("127.0.0.1:1", STREAM_PATH)
+    update = (60_000).to_bytes(4, "big")
+    grpc.request(bytes(60_000))
+    grpc.feed(frame(WINDOW_UPDATE, 0, 0, update))
+    with pytest.raises(AssertionError, match="too late"):
+        grpc.request(bytes(60_000))
+    grpc = GrpcStream("127.0.0.1:1", STREAM_PATH)
+    for _ in range(3):
+        grpc.request(bytes(60_000))
+        for stream in (0, 1):
+            grpc.feed(frame(WINDOW_UPDATE, 0, stream, (60_005).to_bytes(4, "big")))
 
 
 def test_the_message_by_hand_is_the_protocols() -> None:

@@ -13,8 +13,8 @@ library only. What it changes, Serve has no setting for:
 - A change of the endpoint is asked of one replica only, which may have made it before it died, and has its own time.
 - Heads with many headers are passed on, as far as they fit into a buffer: the endpoint says that they are too large
   (431). Of one that does not fit HAProxy 2.8 can only say 400, as of any that it cannot read (3.1 knows 414 and 431).
-- Serve's own paths (`/-/healthz`, `/-/routes`, `ray.serve.RayServeAPIService`) and the headers that steer Serve are
-  closed to clients. Serve is told not to watch for clients that go away: the endpoint does.
+- Serve's own paths (`/-/healthz`, `/-/routes`, each service of gRPC but the protocol's) and the headers that steer it
+  are closed to clients. Serve is told not to watch for clients that go away: the endpoint does.
 - Normal requests are not logged: one datagram each, to a port that nobody reads.
 
 Refuses, by leaving with an error, a configuration in which it does not find what it has to change.
@@ -100,28 +100,35 @@ FRONTEND = """\
     http-response set-header connection close if { status 408 413 }
     http-response allow if { status lt 400 } or { res.hdr(content-type) -m beg application/json }
 """
-# Serve's proxy, which HAProxy asks when no replica is there, knows an application later or no longer. The endpoint has
-# the same status for a model.
-GRPC_BACKEND = """\
-    errorfiles shoal-grpc
-    http-response return status 503 errorfiles shoal-grpc if { res.hdr(grpc-status) 5 } \
-{ res.hdr(grpc-message) -m beg "Application " }
-"""
+SERVICE = "/inference.GRPCInferenceService/"
 # Rules are asked in order, so that Serve's own, which follow, never see what these have answered.
 GRPC_FRONTEND = f"""\
     timeout client {STREAM_TIMEOUT_S}s
+    option http-no-delay
     errorfiles shoal-grpc
-    http-request deny deny_status 501 if {{ path -m beg /ray.serve. }}
+    http-request deny deny_status 501 unless {{ path -m beg {SERVICE} }}
 """
-# A call without streams needs no HTTP/2 behind HAProxy, and costs the replica a fraction as a request of HTTP/1.1
-# (`serve.grpc_http1`). What is no answer of gRPC comes from Serve.
-UNARY_PATH = "/inference.GRPCInferenceService/ModelInfer"
-UNARY = """\
+# A call needs no HTTP/2 behind HAProxy, and costs the replica a fraction as a request of HTTP/1.1
+# (`serve.protocol.grpc_http1`). What is no answer of gRPC comes from Serve, whose own way, to a gRPC server in each
+# replica, is left for health checks.
+HTTP1 = """\
     errorfiles shoal-grpc
     http-request del-header x-request-timeout-seconds
     http-request set-header x-request-disconnect-disabled ?1
     http-response return status 503 errorfiles shoal-grpc if !{ res.hdr(content-type) -m beg application/grpc }
 """
+# Each message of a stream is passed on as it comes. A replica that dies ends its streams: what it had already computed
+# of one nobody knows.
+STREAM = f"""\
+    option http-no-delay
+    http-request set-timeout server {STREAM_TIMEOUT_S}s
+    http-request disable-l7-retry
+"""
+# Backend -> (whose calls it is for, its lines); the first that fits is taken.
+WAYS = {
+    "stream": (f"path {SERVICE}ModelStreamInfer", HTTP1 + STREAM),
+    "unary": (f"path -m beg {SERVICE}", HTTP1 + PATIENT + "\n"),
+}
 _TO_GRPC = re.compile(r" *(?:use|default)_backend grpc-(\S+)( if .*)?")
 
 
@@ -141,7 +148,7 @@ def rewrite(config: str, errors: str) -> str:
             raise Surprise(f"there is no section {wanted!r}")
     errorfiles = ["http-errors shoal", *_error_files(errors, "http")]
     errorfiles += ["http-errors shoal-grpc", *_error_files(errors, "grpc")]
-    sections += _unary_backends(sections)
+    sections += _http1_backends(sections)
     written: list[str] = []
     for head, lines in sections:
         written += [head, *_section(head, lines), *(errorfiles if head == "global" else ())]
@@ -208,19 +215,17 @@ def _section(head: str, lines: list[str]) -> list[str]:
     if head == "frontend http_frontend":
         return [*FROM.splitlines(), ONCE, *FRONTEND.splitlines(), *_answers(), *lines]
     if head == "frontend grpc_frontend":
-        return [*FROM.splitlines(), ONCE, *GRPC_FRONTEND.splitlines(), *_unary_first(lines)]
+        return [*FROM.splitlines(), ONCE, *GRPC_FRONTEND.splitlines(), *_http1_first(lines)]
     if head == "backend default_backend":
         return ["    http-request deny deny_status 503"]
     if head == "backend default_grpc_backend":
         return ["    errorfiles shoal-grpc", "    http-request deny deny_status 503"]
     if head.startswith("backend http-"):
         return [PATIENT, *lines]
-    if head.startswith("backend grpc"):
-        return [PATIENT, *GRPC_BACKEND.splitlines(), *lines]
     return lines
 
 
-def _unary_backends(sections: Sections) -> Sections:
+def _http1_backends(sections: Sections) -> Sections:
     """For each application's replicas: another way to their HTTP servers. Serve's own proxy is not one."""
     applications = [head.removeprefix("backend grpc-") for head, _ in sections if head.startswith("backend grpc-")]
     found: Sections = []
@@ -228,17 +233,19 @@ def _unary_backends(sections: Sections) -> Sections:
         application = head.removeprefix("backend http-")
         if application != head and application in applications:
             replicas = [line for line in lines if not line.endswith(" backup")]
-            found.append((f"backend unary-{application}", [*UNARY.splitlines(), *replicas]))
+            for way, (_, own) in WAYS.items():
+                found.append((f"backend {way}-{application}", [*own.splitlines(), *replicas]))
     return found
 
 
-def _unary_first(lines: list[str]) -> list[str]:
-    """The rules that choose a replica's gRPC server, each behind one that keeps `UNARY_PATH` from it."""
+def _http1_first(lines: list[str]) -> list[str]:
+    """The rules that choose a replica's gRPC server, each behind those that keep all calls from it."""
     found: list[str] = []
     for line in lines:
         if rule := _TO_GRPC.fullmatch(line):
             also = (rule[2] or " if").removeprefix(" if")
-            found.append(f"    use_backend unary-{rule[1]} if {{ path {UNARY_PATH} }}{also}")
+            for way, (condition, _) in WAYS.items():
+                found.append(f"    use_backend {way}-{rule[1]} if {{ {condition} }}{also}")
         found.append(line)
     return found
 

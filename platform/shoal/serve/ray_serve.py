@@ -31,7 +31,7 @@ from shoal.serve.protocol import direct_http
 from shoal.serve.protocol.grpc_http1 import GrpcOverHttp1
 from shoal.serve.protocol.limits import Limits
 from shoal.serve.ray_controller import RayController
-from shoal.serve.ray_grpc import GrpcMethods, answer_directly, grpc_options, limit_messages
+from shoal.serve.ray_grpc import grpc_options
 from shoal.serve.ray_kept import this_driver
 from shoal.serve.ray_listen import listen_on_loopback
 from shoal.serve.ray_metrics import RayMetrics
@@ -41,7 +41,7 @@ from shoal.serve.sources import LiveModel, ServedModel
 GRACE_S = 1.0  # beyond a time limit that Serve is to keep
 
 
-class ReplicaWorker(GrpcMethods):
+class ReplicaWorker:
     """What Serve holds: forwards to an EndpointReplica."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -53,18 +53,13 @@ class ReplicaWorker(GrpcMethods):
             )  # where it runs: who deploys would load torch for nothing
 
         listen_on_loopback()
-        if spec.grpc_port is not None:
-            limit_messages(spec.max_body_bytes)
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = EndpointReplica(name, spec, live, controller)
         await self._replica.start()
-        self.servicer = self._replica.servicer()
         self._metrics = RayMetrics()
         limits = Limits(max_body_bytes=spec.max_body_bytes)
-        self._entrance = GrpcOverHttp1(self.servicer, self._replica.app, limits)
+        self._entrance = GrpcOverHttp1(self._replica.servicer(), self._replica.app, limits)
         direct_http.install(None if spec.is_autoscaled else self._entrance)  # it scales by what Serve sees
-        if not spec.is_autoscaled:
-            answer_directly(self.servicer)
 
     def __serve_build_asgi_app__(self) -> GrpcOverHttp1:
         return self._entrance
@@ -168,7 +163,7 @@ def deploy(spec: EndpointSpec, models: Sequence[ServedModel]) -> Endpoint:
 
 
 def _start(spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController) -> DeploymentHandle:
-    grpc = {"grpc_options": grpc_options(spec, spec.grpc_port)} if spec.grpc_port is not None else {}
+    grpc = {"grpc_options": grpc_options(spec.grpc_port)} if spec.grpc_port is not None else {}
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": spec.host, "port": spec.port}, **grpc)
         return serve.run(application(spec, live, controller), name=spec.name, route_prefix="/")

@@ -117,7 +117,8 @@ class DirectCycle:
         except Exception:
             logger.exception("the application failed")
         if not self.response_complete:  # or it said nothing, or half of it
-            self._transport.close()
+            # Who reads nothing would not read of the end either, and `close` waits until all has been read.
+            self._transport.abort() if self._flow.write_paused else self._transport.close()
 
     async def receive(self) -> Message:
         lacks_body = self.more_body and not self.body

@@ -1,9 +1,9 @@
-"""gRPC calls without streams in HTTP/1.1: HAProxy speaks HTTP/2 to the clients, and hands them on like this.
+"""gRPC calls in HTTP/1.1: HAProxy speaks HTTP/2 to the clients, and hands them on like this.
 
-gRPC is one message each way, each after five bytes, and a status behind the answer; HTTP/1.1 has a place for that too,
+gRPC is messages each way, each after five bytes, and a status behind the last; HTTP/1.1 has a place for that too,
 behind the last chunk. Python's gRPC server takes 0.3 ms of a processor for a call, most of it in threads and a loop of
 its own; as a request of the replica's HTTP server a call costs what one of JSON does, and less to decode (docs/log.md).
-HAProxy (`cluster.haproxy`) chooses this way for inference. Streams go to the gRPC server.
+HAProxy (`cluster.haproxy`) hands on all calls of the service like this.
 
 `GrpcOverHttp1` is an ASGI application around that of REST. It writes the chunks of its answers itself, so it needs a
 server that does not (`direct_http`). Bodies, deadlines and clients that go away are watched as those of REST are.
@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import re
 import time
-import urllib.parse
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any, NamedTuple
 
-import grpc
 from google.protobuf.message import DecodeError, Message
 
 from shoal.errors import InferenceError
 from shoal.serve.call import Disconnected
 from shoal.serve.protocol.compression import decompressed
-from shoal.serve.protocol.grpc_server import FOREVER_S, METHODS, OPEN, SERVICE, Method, answer, refuse
-from shoal.serve.protocol.grpc_service import InferenceServicer, Invocation
+from shoal.serve.protocol.grpc_methods import METHODS, NOT_SERVED, OPEN, SERVICE, Call, Method
+from shoal.serve.protocol.grpc_service import InferenceServicer, Invocation, refusal
+from shoal.serve.protocol.grpc_stream import HEAD_BYTES, Frame, StreamProgress
 from shoal.serve.protocol.http_messages import Receive, Scope, Send
 from shoal.serve.protocol.in_progress import Progress, RequestsInProgress
 from shoal.serve.protocol.limits import Limits
@@ -32,48 +32,15 @@ from shoal.serve.protocol.limits import Limits
 PREFIX = f"/{SERVICE}/"
 TYPE = (b"content-type", b"application/grpc")
 CHUNKED = [TYPE, (b"transfer-encoding", b"chunked"), (b"trailer", b"grpc-status")]
-HEAD_BYTES = 5  # of a message: whether it is compressed, and its length
 UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
-_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # what a message may hold as it is
-
-
-class Call:
-    """One call: what `grpc_server.Context` asks for, kept until the answer is written."""
-
-    def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        self.metadata = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-        self._code, self._details = grpc.StatusCode.OK, ""
-        self._trailing: list[tuple[str, str]] = []
-
-    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]:
-        return self.metadata.items()
-
-    def set_code(self, code: grpc.StatusCode) -> None:
-        self._code = code
-
-    def set_details(self, details: str) -> None:
-        self._details = details
-
-    def set_trailing_metadata(self, metadata: Iterable[tuple[str, str]]) -> None:
-        self._trailing = list(metadata)
-
-    @property
-    def is_refused(self) -> bool:
-        return self._code is not grpc.StatusCode.OK
-
-    def trailers(self) -> list[tuple[bytes, bytes]]:
-        """The status, and what goes with it."""
-        number: int = self._code.value[0]
-        found = [(b"grpc-status", b"%d" % number)]
-        if self._details:
-            found.append((b"grpc-message", urllib.parse.quote(self._details, safe=_PRINTABLE).encode()))
-        return found + [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._trailing]
+FOREVER_S = 1e9  # gRPC's word for no deadline is one in some hundred years
 
 
 class _Asked(NamedTuple):
     method: Method
     call: Call
+    reply: _Reply
 
 
 class GrpcOverHttp1:
@@ -87,57 +54,113 @@ class GrpcOverHttp1:
         if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
             await self._other(scope, receive, send)
             return
-        call = Call(scope["headers"])
-        name = scope["path"][len(PREFIX) :]
-        response: Message | None = None
+        call, name = Call(scope["headers"]), scope["path"][len(PREFIX) :]
+        reply = _Reply(send, call)
         try:
             method = METHODS.get(name)
-            if method is None or method.streams or scope["method"] != "POST":
-                raise InferenceError(501, f"{name[:200]} is not served here")
+            if method is None or scope["method"] != "POST":
+                what = NOT_SERVED.get(name)
+                raise InferenceError(501, f"{name[:200]} is not served here" + (f": no {what}" if what else ""))
             self._limits.check_head(scope["path"], scope["headers"])
             if name not in OPEN:
                 self._servicer.require_known(Invocation(call.metadata))
-            response = await self._in_progress.run(receive, self._answered, _Asked(method, call))
-        except InferenceError as error:
-            refuse(call, error)
+            asked = _Asked(method, call, reply)
+            if method.streams:
+                await self._in_progress.run_as(StreamProgress, receive, self._stream, asked)
+            else:
+                await self._in_progress.run(receive, self._call, asked)
         except Disconnected:
             return
-        if response is None or call.is_refused:
-            headers = [TYPE, (b"content-length", b"0"), *call.trailers()]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": b""})
-            return
-        await send({"type": "http.response.start", "status": 200, "headers": CHUNKED})
-        await send({"type": "http.response.body", "body": _chunks(response.SerializeToString(), call.trailers())})
+        except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
+            call.refuse(refusal(error))
+        await reply.end()
 
-    async def _answered(self, progress: Progress, asked: _Asked) -> Message:
-        method, call = asked
-        left_s = _timeout_s(call.metadata.get("grpc-timeout"))
-        deadline_s = None if left_s is None else time.monotonic() + left_s
-        if deadline_s is not None:
-            progress.until(deadline_s)
-        message = await self._message(await progress.body(None), call.metadata.get("grpc-encoding", "identity"))
-        try:
-            request = method.request.FromString(message)
-        except DecodeError as error:
-            raise InferenceError(400, f"not a message of {method.name}: {error}") from None
-        left_s = None if deadline_s is None else deadline_s - time.monotonic()
-        return await answer(self._servicer, method, request, call, left_s)
-
-    async def _message(self, body: bytes, encoding: str) -> bytes:
-        """The one message of a body. Raises InferenceError (400, 413, 415)."""
+    async def _call(self, progress: Progress, asked: _Asked) -> None:
+        deadline_s = _until_deadline(progress, asked.call)
+        body = await progress.body(None)
         if len(body) < HEAD_BYTES or len(body) - HEAD_BYTES != int.from_bytes(body[1:HEAD_BYTES], "big"):
             raise InferenceError(400, f"not one message of gRPC: a body of {len(body)} bytes")
-        message = body[HEAD_BYTES:]
-        return message if body[0] == 0 else await decompressed(message, encoding.encode("latin-1"), self._limits)
+        request = await self._request(Frame(body[0] != 0, body[HEAD_BYTES:]), asked)
+        invocation = Invocation(asked.call.metadata, deadline_s)
+        asked.reply.last = await asked.method.of(self._servicer)(request, invocation)
+        asked.call.trailing = invocation.trailing
+
+    async def _stream(self, progress: StreamProgress, asked: _Asked) -> None:
+        deadline_s = _until_deadline(progress, asked.call)
+
+        async def requests() -> AsyncGenerator[Message, None]:
+            while (frame := await progress.frame()) is not None:
+                yield await self._request(frame, asked)
+
+        invocation = Invocation(asked.call.metadata, deadline_s)
+        async with (
+            aclosing(requests()) as incoming,
+            aclosing(asked.method.of(self._servicer)(incoming, invocation)) as responses,
+        ):
+            async for response in responses:
+                await progress.sent(asked.reply.give(response))
+
+    async def _request(self, frame: Frame, asked: _Asked) -> Message:
+        """Raises InferenceError (400, 413, 415)."""
+        content = frame.content
+        if frame.compressed:
+            encoding = asked.call.metadata.get("grpc-encoding", "identity")
+            content = await decompressed(content, encoding.encode("latin-1"), self._limits)
+        try:
+            return asked.method.request.FromString(content)
+        except DecodeError as error:
+            raise InferenceError(400, f"not a message of {asked.method.name}: {error}") from None
 
 
-def _chunks(message: bytes, trailers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The answer's only message in one chunk, and the status behind it."""
+class _Reply:
+    """What a call answers: any number of messages, each in a chunk of its own, and its status behind the last one.
+
+    A call that is refused before its first message has nothing but the status.
+    """
+
+    def __init__(self, send: Send, call: Call) -> None:
+        self._send, self._call, self._begun = send, call, False
+        self.last: Message | None = None  # goes with the end
+
+    async def give(self, message: Message) -> None:
+        """One message, and more to come."""
+        await self._begin()
+        chunk = b"%b\r\n" % _chunk(message.SerializeToString())
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def end(self) -> None:
+        """`last`, if there is one, and the status."""
+        trailers = self._call.trailers()
+        if self.last is None and not self._begun:
+            headers = [TYPE, (b"content-length", b"0"), *trailers]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.body", "body": b""})
+            return
+        await self._begin()
+        chunk = b"" if self.last is None else b"%b\r\n" % _chunk(self.last.SerializeToString())
+        end = b"".join((chunk, b"0\r\n", *(b"%b: %b\r\n" % trailer for trailer in trailers), b"\r\n"))
+        await self._send({"type": "http.response.body", "body": end})
+
+    async def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": CHUNKED})
+
+
+def _chunk(message: bytes) -> bytes:
+    """A message behind its five bytes, behind the chunk's length."""
     size_bytes = len(message)
-    parts = [b"%x\r\n\0%b" % (HEAD_BYTES + size_bytes, size_bytes.to_bytes(4, "big")), message, b"\r\n0\r\n"]
-    parts += [b"%b: %b\r\n" % trailer for trailer in trailers]
-    return b"".join((*parts, b"\r\n"))
+    return b"%x\r\n\0%b%b" % (HEAD_BYTES + size_bytes, size_bytes.to_bytes(4, "big"), message)
+
+
+def _until_deadline(progress: Progress, call: Call) -> float | None:
+    """The call's deadline, at which it is ended. Raises InferenceError (400)."""
+    left_s = _timeout_s(call.metadata.get("grpc-timeout"))
+    if left_s is None:
+        return None
+    deadline_s = time.monotonic() + left_s
+    progress.until(deadline_s)
+    return deadline_s
 
 
 def _timeout_s(text: str | None) -> float | None:

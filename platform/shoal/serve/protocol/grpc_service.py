@@ -1,8 +1,8 @@
 """The Open Inference Protocol v2 over gRPC: one coroutine for each of its methods, on messages.
 
-Owns what each method means; `grpc_tensors` has the tensors, `grpc_server` the wire, `model_config` what a model says of
-itself. Called by `grpc_server`, which answers what is raised here with a status, on a server of its own or within Ray
-Serve. Knows no socket and no Ray, and the models only through `ModelHost`.
+Owns what each method means; `grpc_tensors` has the tensors, `grpc_http1` the wire, `model_config` what a model says of
+itself. Called by `grpc_http1`, which answers what is raised here with a status. Knows no socket and no Ray, and the
+models only through `ModelHost`.
 
 Metadata that requests may carry: `authorization: Bearer KEY`, and as in HTTP `shoal-deadline-ms`, `shoal-track`,
 `shoal-sticky`, `traceparent`. The deadline of the call itself counts as one. Trailing metadata: `shoal-model-version`.
@@ -54,14 +54,13 @@ class Invocation:
     trailing:   metadata that goes back after the answer
     """
 
-    metadata: Mapping[str, str | bytes]
+    metadata: Mapping[str, str]
     deadline_s: float | None = None
     trailing: list[tuple[str, str]] = field(default_factory=list)
 
     def text(self, name: str) -> str:
         """The value of a metadata field, "" when there is none."""
-        value = self.metadata.get(name, "")
-        return value if isinstance(value, str) else value.decode("latin-1")
+        return self.metadata.get(name, "")
 
 
 class InferenceServicer:

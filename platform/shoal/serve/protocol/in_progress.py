@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, TypeVar
 
 from shoal.errors import InferenceError
@@ -22,6 +22,7 @@ from shoal.serve.protocol.limits import Limits
 
 T = TypeVar("T")
 A = TypeVar("A")
+P = TypeVar("P", bound="Progress")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
@@ -89,9 +90,12 @@ class Progress:
                 self._watched = True
                 self.waits += (asyncio.get_running_loop().create_task(self._watch()),)
         elif now_s - self.since_s > self._limits.body_deadline_s(self._received_bytes):
-            limits, received = self._limits, f"{self._received_bytes} bytes have arrived"
-            pace = f"{limits.body_grace_s:g} s, and one second for each {limits.min_body_bytes_per_s} bytes"
-            self._end(InferenceError(408, f"the body comes too slowly: {received}; it may take {pace}"))
+            self._end(self._too_slow(self._received_bytes))
+
+    def _too_slow(self, received_bytes: int) -> InferenceError:
+        limits, received = self._limits, f"{received_bytes} bytes have arrived"
+        pace = f"{limits.body_grace_s:g} s, and one second for each {limits.min_body_bytes_per_s} bytes"
+        return InferenceError(408, f"the body comes too slowly: {received}; it may take {pace}")
 
     def close(self) -> None:
         """It is over, one way or another."""
@@ -107,14 +111,18 @@ class RequestsInProgress:
         self._running: dict[asyncio.Task[Any], Progress] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    async def run(self, receive: Receive, work: Callable[[Progress, A], Awaitable[T]], argument: A) -> T:
+    def run(self, receive: Receive, work: Callable[[Progress, A], Awaitable[T]], argument: A) -> Coroutine[Any, Any, T]:
         """The result of `work(progress, argument)`, which is cancelled when it is ended.
 
         Raises Disconnected, or InferenceError (408, 504).
         """
+        return self.run_as(Progress, receive, work, argument)
+
+    async def run_as(self, kind: type[P], receive: Receive, work: Callable[[P, A], Awaitable[T]], argument: A) -> T:
+        """`run` with progress of another kind."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        progress = self._running[task] = Progress(task, receive, self._limits, loop.time())
+        progress = self._running[task] = kind(task, receive, self._limits, loop.time())
         if self._timer is None:
             self._timer = loop.call_later(self._look_s, self._look)
         try:

@@ -26,6 +26,7 @@ class Limits:
     max_path_chars:       of the path (414)
     body_grace_s, min_body_bytes_per_s: a body must be there `body_grace_s` after the head, and one second later for
                           each `min_body_bytes_per_s` that it has (408)
+    answer_grace_s:       who takes nothing of a stream's answers for so long has left it
     """
 
     max_body_bytes: int = 16 * 1024 * 1024
@@ -34,6 +35,7 @@ class Limits:
     max_path_chars: int = 1024
     body_grace_s: float = 10.0
     min_body_bytes_per_s: int = 32 * 1024
+    answer_grace_s: float = 60.0
 
     def check_head(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """Raises InferenceError (414, 431)."""

@@ -1,0 +1,108 @@
+"""The messages of a gRPC stream that comes as the body of one request of HTTP/1.1, for as long as its client likes.
+
+A message stands behind five bytes: whether it is compressed, and its length. Silence between two messages is waited
+for; within one, the pace of a body holds, and its length is looked at before the rest is taken in. A client that takes
+no answers stops its stream, and after a while has left it: HAProxy 2.8 does not get to read of its windows once it has
+more of its requests than it can pass on, so such a stream would last as long as HAProxy's patience.
+
+Called by `grpc_http1`, which runs each stream as one of its requests in progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, NamedTuple
+
+from shoal.errors import InferenceError
+from shoal.serve.call import Disconnected
+from shoal.serve.protocol.in_progress import Progress, Receive
+from shoal.serve.protocol.limits import Limits
+
+HEAD_BYTES = 5
+
+
+class Frame(NamedTuple):
+    """One message as it was sent."""
+
+    compressed: bool
+    content: bytes
+
+
+class StreamProgress(Progress):
+    """A call of any number of messages: who reads them asks for one after the other."""
+
+    def __init__(self, task: asyncio.Task[Any], receive: Receive, limits: Limits, since_s: float) -> None:
+        super().__init__(task, receive, limits, since_s)
+        self._buffer = bytearray()
+        self._begun_s: float | None = None  # since when the rest of a message is waited for
+        self._receiving = False
+        self._sending_since_s: float | None = None
+        self._ahead: asyncio.Task[Any] | None = None  # what comes while nobody reads: perhaps the client's departure
+
+    async def frame(self) -> Frame | None:
+        """The next message; None when there is none left.
+
+        Raises InferenceError: 413 as soon as a message claims to be too large, 400 when the last one is not whole;
+        Disconnected.
+        """
+        while (end := self._end_of_first()) is None:
+            if not self._reading:
+                if self._buffer:
+                    raise InferenceError(400, f"the stream ends after {len(self._buffer)} bytes of a message")
+                return None
+            message = await self._next()
+            self._buffer += message.get("body", b"")
+            self._reading = message.get("more_body", False)
+        self._begun_s = None
+        found = Frame(self._buffer[0] != 0, bytes(memoryview(self._buffer)[HEAD_BYTES:end]))
+        del self._buffer[:end]
+        return found
+
+    def _end_of_first(self) -> int | None:
+        """Where the first message in the buffer ends; None when that is not yet there. Raises InferenceError (413)."""
+        if len(self._buffer) < HEAD_BYTES:
+            return None
+        size_bytes = int.from_bytes(self._buffer[1:HEAD_BYTES], "big")
+        if size_bytes > (limit := self._limits.max_body_bytes):
+            raise InferenceError(413, f"the message has {size_bytes} bytes, the limit is {limit}")
+        end = HEAD_BYTES + size_bytes
+        return end if len(self._buffer) >= end else None
+
+    async def _next(self) -> Any:
+        """The next piece of the body. Raises Disconnected, which also ends the call."""
+        if self._buffer and self._begun_s is None:
+            self._begun_s = asyncio.get_running_loop().time()
+        ahead, self._ahead = self._ahead, None
+        self._receiving = True
+        try:
+            message = await (self._receive() if ahead is None else ahead)
+        finally:
+            self._receiving = False
+        if message["type"] == "http.disconnect":
+            self._end(Disconnected())
+            raise Disconnected
+        return message
+
+    async def sent(self, sending: Awaitable[None]) -> None:
+        """Wait for an answer to be sent, which may wait for a client that reads."""
+        self._sending_since_s = asyncio.get_running_loop().time()
+        await sending
+        self._sending_since_s = None
+
+    def look(self, now_s: float) -> None:
+        """See that the rest of a message comes in time, that answers are taken, and that somebody is there at all."""
+        if self._sending_since_s is not None and now_s - self._sending_since_s > self._limits.answer_grace_s:
+            self._end(Disconnected())
+        if self._receiving:
+            if self._begun_s is not None and now_s - self._begun_s > self._limits.body_deadline_s(len(self._buffer)):
+                self._end(self._too_slow(len(self._buffer)))
+        elif self._ahead is None:
+            self._ahead = asyncio.get_running_loop().create_task(self._look_ahead())
+            self.waits += (self._ahead,)
+
+    async def _look_ahead(self) -> Any:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self._end(Disconnected())
+        return message

@@ -1,0 +1,50 @@
+"""A replica's HTTP server in this process, which answers calls of gRPC as HAProxy hands them on."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+
+from serving.fake_host import FakeHost
+from shoal.serve.protocol import direct_http
+from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.grpc_http1 import GrpcOverHttp1
+from shoal.serve.protocol.grpc_service import InferenceServicer
+from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.rest import RestApp
+
+TIMEOUT_S = 10.0
+LIMITS = Limits(max_body_bytes=1 << 20)
+
+
+@asynccontextmanager
+async def served(
+    host: FakeHost, http_port: int, directly: bool, access: Access | None = None, limits: Limits = LIMITS
+) -> AsyncIterator[None]:
+    """directly: whether the replica's server asks our application, or Serve's, which asks ours"""
+    access = access or Access(None, [])
+    app = GrpcOverHttp1(InferenceServicer(host, access), RestApp(host, access, limits=limits), limits)
+    direct_http.install(app if directly else None)
+    with socket.create_server(("127.0.0.1", http_port)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            await serving
+
+
+async def exchange(http_port: int, line: str, body: bytes, header: str) -> bytes:
+    """What the replica's server answers to these bytes, until it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", http_port)
+    head = [line, "host: x", "connection: close", f"content-length: {len(body)}", *filter(None, [header]), "", ""]
+    writer.write("\r\n".join(head).encode() + body)
+    answer = await asyncio.wait_for(reader.read(), TIMEOUT_S)
+    writer.close()
+    await writer.wait_closed()
+    return answer

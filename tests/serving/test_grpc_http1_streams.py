@@ -1,0 +1,350 @@
+"""Streams of gRPC that HAProxy hands on in HTTP/1.1, from a client of gRPC; and what such a client would not send."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import uvicorn
+
+from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.grpc_asking import raw, request, until
+from serving.grpc_replica import LIMITS, TIMEOUT_S, exchange, served
+from serving.haproxy_process import UNCHECKED, HaproxyProcess
+from shoal.cluster.serve_environment import free_port
+from shoal.errors import InferenceError
+from shoal.open_inference import inference_pb2 as pb
+from shoal.serve.call import InferCall, Prediction
+from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.grpc_methods import METHODS, SERVICE
+from shoal.serve.protocol.grpc_service import STREAM_WINDOW
+from shoal.serve.protocol.limits import Limits
+
+PATH = f"/{SERVICE}/ModelStreamInfer"
+POST = f"POST {PATH} HTTP/1.1"
+STREAM = METHODS["ModelStreamInfer"]
+SILENCE_S = 1.0  # what the proxy here bears of client and replica where it does not know of streams
+Stream = Callable[..., Any]
+Test = Callable[[Stream], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def http_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def proxy(http_port: int) -> Iterator[HaproxyProcess]:
+    """Before the port of a replica's HTTP server, and before no gRPC server at all."""
+    impatient = (
+        rf"; s/timeout server .*/timeout server {SILENCE_S:g}s/; s/timeout client 30s/timeout client {SILENCE_S:g}s/"
+    )
+    with tempfile.TemporaryDirectory(prefix="x.") as folder:
+        started = HaproxyProcess(Path(folder), http_port, free_port(), UNCHECKED + impatient)
+        yield started
+        started.close()
+
+
+@pytest.fixture(autouse=True, params=["directly", "through Serve"])
+def directly(request: pytest.FixtureRequest) -> Iterator[bool]:
+    before = uvicorn.config.HTTP_PROTOCOLS["auto"]
+    yield request.param == "directly"
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = before
+
+
+@pytest.fixture
+def run(proxy: HaproxyProcess, http_port: int, directly: bool) -> Callable[..., None]:
+    """`run(host, test)` awaits `test(stream)`; `stream(requests, ...)` is a call through HAProxy."""
+
+    def run(host: FakeHost, test: Test, access: Access | None = None, limits: Limits = LIMITS) -> None:
+        async def main() -> None:
+            address = f"127.0.0.1:{proxy.grpc_port}"
+            async with served(host, http_port, directly, access, limits), grpc.aio.insecure_channel(address) as channel:
+                make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
+
+                def stream(requests: Any = None, timeout: float | None = TIMEOUT_S, **options: Any) -> Any:
+                    return make(requests, timeout=timeout, **options)
+
+                await asyncio.wait_for(test(stream), 2 * TIMEOUT_S)
+
+        asyncio.run(main())
+
+    return run
+
+
+async def collected(call: Any) -> list[pb.ModelStreamInferResponse]:
+    return [each async for each in call]
+
+
+async def refused(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collected(call)
+    return caught.value
+
+
+def test_each_answer_comes_as_soon_as_it_can(run: Callable[..., None]) -> None:
+    async def test(stream: Stream) -> None:
+        call, began_s = stream(), time.monotonic()
+        for number in range(50):
+            await call.write(request(2, id=str(number)))
+            answer = await call.read()
+            assert (answer.infer_response.id, len(answer.infer_response.raw_output_contents[0])) == (str(number), 24)
+        assert time.monotonic() - began_s < 2.0  # 40 ms each would be a proxy or kernel that waits for more
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+
+    run(FakeHost(), test)
+
+
+def test_what_is_sent_at_once_is_in_hand_at_once_and_answered_in_its_order(run: Callable[..., None]) -> None:
+    model = FakeModel()
+
+    async def test(stream: Stream) -> None:
+        model.hold = asyncio.Event()
+        num_requests = 3 * STREAM_WINDOW
+        call = stream(iter([request(id=str(number)) for number in range(num_requests)]))
+        answers = asyncio.ensure_future(collected(call))
+        await until(lambda: model.waiting == STREAM_WINDOW)
+        await asyncio.sleep(0.3)  # longer than the replica's look at what is in progress
+        assert model.waiting == STREAM_WINDOW
+        model.hold.set()
+        assert [each.infer_response.id for each in await answers] == list(map(str, range(num_requests)))
+
+    run(FakeHost(model), test)
+
+
+class Reversing(FakeModel):
+    """Answers a full house of calls, the last one first."""
+
+    def __init__(self, num_calls: int) -> None:
+        super().__init__("m")
+        self._num_calls, self._stack = num_calls, list[asyncio.Event]()
+
+    async def infer(self, call: InferCall) -> Prediction:
+        event = asyncio.Event()
+        self._stack.append(event)
+        if len(self._stack) == self._num_calls:
+            self._stack[-1].set()
+        await event.wait()
+        number = self._stack.index(event)
+        if number:
+            self._stack[number - 1].set()
+        return await super().infer(call)
+
+
+def test_what_is_sent_at_once_fills_batches(run: Callable[..., None]) -> None:
+    async def test(stream: Stream) -> None:
+        requests = [request(id=str(number)) for number in range(16)]
+        answers = await collected(stream(iter(requests)))
+        assert [each.infer_response.id for each in answers] == [str(number) for number in range(16)]
+        assert all(each.infer_response.parameters["triton_final_response"].bool_param for each in answers)
+
+    run(FakeHost(Reversing(16)), test)
+
+
+def test_silence_between_two_messages_is_waited_for(run: Callable[..., None]) -> None:
+    model = FakeModel()
+
+    async def test(stream: Stream) -> None:
+        call = stream(timeout=None)
+        for _ in range(2):
+            await call.write(request())
+            assert (await call.read()).infer_response.model_name == "m"
+            await asyncio.sleep(2 * SILENCE_S)
+        model.hold = asyncio.Event()
+        await call.write(request())
+        await asyncio.sleep(2 * SILENCE_S)
+        model.hold.set()
+        assert (await call.read()).infer_response.model_name == "m"
+
+    run(FakeHost(model), test, limits=replace(LIMITS, body_grace_s=0.2))
+
+
+def test_large_messages_and_compressed_ones_are_whole(run: Callable[..., None]) -> None:
+    made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(range(250)) * 4000])
+    made.inputs.add(name="x", datatype="UINT8", shape=[1, 1_000_000])
+
+    async def test(stream: Stream) -> None:
+        for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate):
+            answers = await collected(stream(iter([made] * 5), compression=compression))
+            assert [each.infer_response.raw_output_contents for each in answers] == [made.raw_input_contents] * 5
+
+    run(FakeHost(FakeModel("m", tensors(x=("UINT8", [-1, -1])))), test)
+
+
+def test_an_error_is_an_answer_and_the_stream_goes_on(run: Callable[..., None]) -> None:
+    async def test(stream: Stream) -> None:
+        requests = [raw(id="a"), raw("nobody", id="b"), raw(id="c")]
+        answers = await collected(stream(iter(requests)))
+        assert [each.infer_response.id for each in answers] == ["a", "b", "c"]
+        assert [bool(each.error_message) for each in answers] == [False, True, False]
+        error = await refused(stream(iter(requests), metadata=(("triton_grpc_error", "true"),)))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        assert "no model 'nobody'" in (error.details() or "")
+        assert await collected(stream(iter(requests))), "the connection goes on"
+
+    run(FakeHost(), test)
+
+
+def test_a_refusal_in_the_middle_comes_after_what_was_answered(run: Callable[..., None]) -> None:
+    """While the client would go on sending."""
+
+    async def test(stream: Stream) -> None:
+        call = stream(metadata=(("triton_grpc_error", "true"),))
+        await call.write(raw(id="a"))
+        assert (await call.read()).infer_response.id == "a"
+        await call.write(raw("nobody"))
+        assert await call.code() is grpc.StatusCode.NOT_FOUND
+        assert "no model 'nobody'" in await call.details()
+
+    run(FakeHost(), test)
+
+
+def test_a_message_that_is_too_large_ends_the_stream(run: Callable[..., None]) -> None:
+    model = FakeModel()
+
+    async def test(stream: Stream) -> None:
+        for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
+            call = stream(compression=compression)
+            await call.write(request())
+            assert (await call.read()).infer_response.model_name == "m"
+            await call.write(request(LIMITS.max_body_bytes // 12))
+            assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert str(LIMITS.max_body_bytes) in await call.details()
+        assert len(model.calls) == 2
+
+    run(FakeHost(model), test)
+
+
+def test_nobody_without_a_key_is_read(run: Callable[..., None]) -> None:
+    async def test(stream: Stream) -> None:
+        call = stream()
+        error = await refused(call)
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+
+    run(FakeHost(), test, access=Access("a-token", []))
+
+
+async def written(call: Any, num_requests: int) -> None:
+    for _ in range(num_requests):
+        await call.write(request())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "cancelled with a full window", "deadline"])
+def test_what_nobody_waits_for_leaves_the_model(how: str, run: Callable[..., None]) -> None:
+    model = FakeModel()
+
+    async def test(stream: Stream) -> None:
+        model.hold = asyncio.Event()
+        num_requests = 2 * STREAM_WINDOW if "full" in how else 3
+        call = stream(timeout=0.5 if how == "deadline" else None)
+        writing = asyncio.ensure_future(written(call, num_requests))
+        await until(lambda: model.waiting == min(num_requests, STREAM_WINDOW))
+        if how == "deadline":
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        else:
+            call.cancel()
+        await until(lambda: model.waiting == 0)
+        await asyncio.gather(writing, return_exceptions=True)
+
+    run(FakeHost(model), test)
+
+
+def test_no_message_is_no_answer(run: Callable[..., None]) -> None:
+    async def test(stream: Stream) -> None:
+        call = stream(iter([]))
+        assert await collected(call) == []
+        assert await call.code() is grpc.StatusCode.OK
+
+    run(FakeHost(), test)
+
+
+# -- what no client of gRPC sends -------------------------------------------------------------------------------------
+
+FRAME = b"\0\0\0\0\x03\x0a\x01m"  # a request for the model m, without tensors
+WRONG: dict[str, tuple[bytes, str, int, bytes]] = {
+    "half a head": (b"\0\0", "", 3, b"the stream ends after 2 bytes of a message"),
+    "half a message": (FRAME[:-1], "", 3, b"the stream ends after 7 bytes of a message"),
+    "no message of protobuf": (b"\0\0\0\0\x02\xff\xff", "", 3, b"not a message of ModelStreamInfer"),
+    "what is not compressed": (b"\1" + FRAME[1:], "grpc-encoding: gzip", 3, b"the body is not gzip"),
+    "a length of 4 GB": (b"\0\xff\xff\xff\xff", "", 8, b"the message has 4294967295 bytes"),
+    "a timeout that is a word": (FRAME, "grpc-timeout: soon", 3, b"grpc-timeout"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_stream_is_refused(what: str, http_port: int, directly: bool) -> None:
+    body, header, status, words = WRONG[what]
+
+    async def test() -> None:
+        async with served(FakeHost(), http_port, directly):
+            answer = await exchange(http_port, POST, body, header)
+            assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert b"grpc-status: %d\r\n" % status in answer
+            assert words in answer
+
+    asyncio.run(test())
+
+
+def test_a_message_that_does_not_come_on_is_not_waited_for(http_port: int, directly: bool) -> None:
+    async def test() -> None:
+        limits = replace(LIMITS, body_grace_s=0.3)
+        async with served(FakeHost(), http_port, directly, limits=limits):
+            reader, writer = await asyncio.open_connection("127.0.0.1", http_port)
+            writer.write(f"{POST}\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+            writer.write(b"8\r\n" + FRAME + b"\r\n")
+            answer = await asyncio.wait_for(reader.readuntil(b"input 'x' is missing"), TIMEOUT_S)
+            assert b"grpc-status:" not in answer
+            await asyncio.sleep(0.6)
+            writer.write(b"2\r\n" + FRAME[:2] + b"\r\n")
+            answer = await asyncio.wait_for(reader.readuntil(b"grpc-status: 4\r\n"), TIMEOUT_S)
+            writer.close()
+
+    asyncio.run(test())
+
+
+def test_who_takes_no_answers_is_read_no_further_and_has_left_after_a_while(http_port: int, directly: bool) -> None:
+    made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(100_000)])
+    made.inputs.add(name="x", datatype="UINT8", shape=[1, 100_000])
+    message = made.SerializeToString()
+    chunk = b"\0" + len(message).to_bytes(4, "big") + message
+    chunk = b"%x\r\n%b\r\n" % (len(chunk), chunk)
+    model = FakeModel("m", tensors(x=("UINT8", [-1, -1])))
+
+    async def test() -> None:
+        async with served(FakeHost(model), http_port, directly, limits=replace(LIMITS, answer_grace_s=1.0)):
+            _, writer = await asyncio.open_connection("127.0.0.1", http_port)
+            writer.write(f"{POST}\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+            with suppress(ConnectionError):
+                while True:
+                    writer.write(chunk)
+                    await asyncio.wait_for(writer.drain(), TIMEOUT_S)
+            assert STREAM_WINDOW < len(model.calls) < 1000
+            writer.close()
+
+    asyncio.run(test())
+
+
+def test_a_bug_ends_its_request_alone(run: Callable[..., None]) -> None:
+    model = FakeModel()
+
+    async def test(stream: Stream) -> None:
+        call = stream()
+        for error in (KeyError("x"), None):
+            model.error = error
+            await call.write(request())
+            assert bool((await call.read()).error_message) is bool(error)
+        model.error = InferenceError(503, "not yet")
+        await call.write(request())
+        assert (await call.read()).error_message == "not yet"
+
+    run(FakeHost(model), test)
