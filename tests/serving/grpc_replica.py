@@ -24,17 +24,19 @@ LIMITS = Limits(max_body_bytes=1 << 20)
 @asynccontextmanager
 async def served(
     host: FakeHost, http_port: int, directly: bool, access: Access | None = None, limits: Limits = LIMITS
-) -> AsyncIterator[None]:
+) -> AsyncIterator[uvicorn.Server]:
     """directly: whether the replica's server asks our application, or Serve's, which asks ours"""
     access = access or Access(None, [])
     app = GrpcOverHttp1(InferenceServicer(host, access), RestApp(host, access, limits=limits), limits)
+    before = uvicorn.config.HTTP_PROTOCOLS["auto"]
     direct_http.install(app if directly else None)
     with socket.create_server(("127.0.0.1", http_port)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            yield
+            yield server
         finally:
+            uvicorn.config.HTTP_PROTOCOLS["auto"] = before
             server.should_exit = True
             await serving
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import pytest
-import uvicorn
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.grpc_asking import request, until
@@ -43,12 +42,10 @@ def proxy(http_port: int) -> Iterator[HaproxyProcess]:
         started.close()
 
 
-@pytest.fixture(autouse=True, params=["directly", "through Serve"])
-def directly(request: pytest.FixtureRequest) -> Iterator[bool]:
+@pytest.fixture(params=["directly", "through Serve"])
+def directly(request: pytest.FixtureRequest) -> bool:
     """Whether the replica's server asks our application, or Serve's, which asks ours."""
-    before = uvicorn.config.HTTP_PROTOCOLS["auto"]
-    yield request.param == "directly"
-    uvicorn.config.HTTP_PROTOCOLS["auto"] = before
+    return bool(request.param == "directly")
 
 
 def run(

@@ -13,7 +13,6 @@ from typing import Any
 
 import grpc
 import pytest
-import uvicorn
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.grpc_asking import raw, request, until
@@ -53,11 +52,10 @@ def proxy(http_port: int) -> Iterator[HaproxyProcess]:
         started.close()
 
 
-@pytest.fixture(autouse=True, params=["directly", "through Serve"])
-def directly(request: pytest.FixtureRequest) -> Iterator[bool]:
-    before = uvicorn.config.HTTP_PROTOCOLS["auto"]
-    yield request.param == "directly"
-    uvicorn.config.HTTP_PROTOCOLS["auto"] = before
+@pytest.fixture(params=["directly", "through Serve"])
+def directly(request: pytest.FixtureRequest) -> bool:
+    """Whether the replica's server asks our application, or Serve's, which asks ours."""
+    return bool(request.param == "directly")
 
 
 @pytest.fixture
@@ -330,6 +328,37 @@ def test_who_takes_no_answers_is_read_no_further_and_has_left_after_a_while(http
                     await asyncio.wait_for(writer.drain(), TIMEOUT_S)
             assert STREAM_WINDOW < len(model.calls) < 1000
             writer.close()
+
+    asyncio.run(test())
+
+
+def test_a_server_that_is_to_end_answers_what_it_has_and_waits_for_no_more(
+    proxy: HaproxyProcess, http_port: int, directly: bool
+) -> None:
+    model = FakeModel()
+
+    async def test() -> None:
+        address = f"127.0.0.1:{proxy.grpc_port}"
+        async with (
+            served(FakeHost(model), http_port, directly) as server,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
+            idle, busy = make(timeout=TIMEOUT_S), make(timeout=TIMEOUT_S)
+            await idle.write(request(id="i"))
+            assert (await idle.read()).infer_response.id == "i"
+            model.hold = asyncio.Event()
+            await busy.write(request(id="b"))
+            await until(lambda: model.waiting == 1)
+            server.should_exit = True
+            assert (await idle.code(), await idle.details()) == (
+                grpc.StatusCode.UNAVAILABLE,
+                "this replica is closing; begin another stream",
+            )
+            assert not busy.done()
+            model.hold.set()
+            assert (await busy.read()).infer_response.id == "b"
+            assert await busy.code() is grpc.StatusCode.UNAVAILABLE
 
     asyncio.run(test())
 

@@ -31,6 +31,7 @@ Application = Callable[
     [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
 ]
 SERVES_OWN = b"/-/"
+CLOSING = "shoal.closing"  # the type of a message
 GRPC = b"/inference.GRPCInferenceService/"
 STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in http.HTTPStatus}
 
@@ -47,6 +48,13 @@ def install(application: Application | None) -> None:
 
 class DirectProtocol(HttpToolsProtocol):
     """One connection."""
+
+    def shutdown(self) -> None:
+        """uvicorn: the server is to end, when what is in progress is answered."""
+        super().shutdown()
+        cycle: Any = self.cycle
+        if isinstance(cycle, DirectCycle):
+            cycle.close_soon()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -89,8 +97,8 @@ class DirectCycle:
     """One request and its answer: what ASGI calls `receive` and `send`. The application gives a content-length."""
 
     __slots__ = (
-        "_finished", "_flow", "_has_given_all", "_head", "_headers", "_transport", "body", "disconnected", "keep_alive",
-        "message_event", "more_body", "response_complete", "scope",
+        "_closing", "_finished", "_flow", "_has_given_all", "_head", "_headers", "_transport", "body", "disconnected",
+        "keep_alive", "message_event", "more_body", "response_complete", "scope",
     )  # fmt: skip
 
     def __init__(
@@ -106,7 +114,7 @@ class DirectCycle:
         self._headers, self._finished = headers, finished
         self.keep_alive, self.disconnected, self.response_complete = keep_alive, False, False
         self.body, self.more_body = bytearray(), True
-        self._has_given_all = False
+        self._has_given_all = self._closing = False
         self.message_event = asyncio.Event()
         self._head: list[bytes] = []
 
@@ -120,14 +128,22 @@ class DirectCycle:
             # Who reads nothing would not read of the end either, and `close` waits until all has been read.
             self._transport.abort() if self._flow.write_paused else self._transport.close()
 
+    def close_soon(self) -> None:
+        """`receive` says once that the server is to end: who goes on as long as its client does may end too."""
+        self._closing = True
+        self.message_event.set()
+
     async def receive(self) -> Message:
         lacks_body = self.more_body and not self.body
-        if (lacks_body or self._has_given_all) and not self.disconnected and not self.response_complete:
+        if (lacks_body or self._has_given_all) and not (self.disconnected or self.response_complete or self._closing):
             self._flow.resume_reading()
             self.message_event.clear()
             await self.message_event.wait()  # for more of the body, or for the client's departure
         if self.disconnected or self.response_complete:
             return {"type": "http.disconnect"}
+        if self._closing and not self.body:
+            self._closing = False
+            return {"type": CLOSING, "more_body": True}
         body, self.body = bytes(self.body), bytearray()
         self._has_given_all = not self.more_body
         return {"type": "http.request", "body": body, "more_body": self.more_body}

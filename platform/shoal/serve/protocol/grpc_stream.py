@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from shoal.errors import InferenceError
 from shoal.serve.call import Disconnected
+from shoal.serve.protocol.direct_http import CLOSING
 from shoal.serve.protocol.in_progress import Progress, Receive
 from shoal.serve.protocol.limits import Limits
 
@@ -43,8 +44,8 @@ class StreamProgress(Progress):
     async def frame(self) -> Frame | None:
         """The next message; None when there is none left.
 
-        Raises InferenceError: 413 as soon as a message claims to be too large, 400 when the last one is not whole;
-        Disconnected.
+        Raises InferenceError: 413 as soon as a message claims to be too large, 400 when the last one is not whole, 503
+        when the server is to end; Disconnected.
         """
         while (end := self._end_of_first()) is None:
             if not self._reading:
@@ -70,7 +71,7 @@ class StreamProgress(Progress):
         return end if len(self._buffer) >= end else None
 
     async def _next(self) -> Any:
-        """The next piece of the body. Raises Disconnected, which also ends the call."""
+        """The next piece of the body. Raises Disconnected, which also ends the call; InferenceError (503)."""
         if self._buffer and self._begun_s is None:
             self._begun_s = asyncio.get_running_loop().time()
         ahead, self._ahead = self._ahead, None
@@ -82,6 +83,8 @@ class StreamProgress(Progress):
         if message["type"] == "http.disconnect":
             self._end(Disconnected())
             raise Disconnected
+        if message["type"] == CLOSING:
+            raise InferenceError(503, "this replica is closing; begin another stream", retry_after_s=0.0)
         return message
 
     async def sent(self, sending: Awaitable[None]) -> None:
