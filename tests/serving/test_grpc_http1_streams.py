@@ -1,8 +1,9 @@
-"""Streams of gRPC that HAProxy hands on in HTTP/1.1, from a client of gRPC; and what such a client would not send."""
+"""Streams of gRPC that HAProxy hands on in HTTP/1.1, from a client of gRPC."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
+import uvicorn
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.grpc_asking import raw, request, until
-from serving.grpc_replica import LIMITS, TIMEOUT_S, exchange, served
+from serving.grpc_replica import LIMITS, TIMEOUT_S, served
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster.serve_environment import free_port
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.call import InferCall, Prediction
+from shoal.serve.call import Arrays, InferCall, Prediction
 from shoal.serve.protocol.access import Access
 from shoal.serve.protocol.grpc_methods import METHODS, SERVICE
 from shoal.serve.protocol.grpc_service import STREAM_WINDOW
@@ -243,7 +246,7 @@ def test_what_nobody_waits_for_leaves_the_model(how: str, run: Callable[..., Non
 
     async def test(stream: Stream) -> None:
         model.hold = asyncio.Event()
-        num_requests = 2 * STREAM_WINDOW if "full" in how else 3
+        num_requests = 30 * STREAM_WINDOW if "full" in how else 3
         call = stream(timeout=0.5 if how == "deadline" else None)
         writing = asyncio.ensure_future(written(call, num_requests))
         await until(lambda: model.waiting == min(num_requests, STREAM_WINDOW))
@@ -252,6 +255,7 @@ def test_what_nobody_waits_for_leaves_the_model(how: str, run: Callable[..., Non
         else:
             call.cancel()
         await until(lambda: model.waiting == 0)
+        assert len(model.calls) == min(num_requests, STREAM_WINDOW)
         await asyncio.gather(writing, return_exceptions=True)
 
     run(FakeHost(model), test)
@@ -266,70 +270,25 @@ def test_no_message_is_no_answer(run: Callable[..., None]) -> None:
     run(FakeHost(), test)
 
 
-# -- what no client of gRPC sends -------------------------------------------------------------------------------------
+def test_who_reads_is_answered_however_much_larger_answers_are(run: Callable[..., None]) -> None:
+    """The answers' windows come behind requests for which nobody has room."""
+    num_requests = 1500
 
-FRAME = b"\0\0\0\0\x03\x0a\x01m"  # a request for the model m, without tensors
-WRONG: dict[str, tuple[bytes, str, int, bytes]] = {
-    "half a head": (b"\0\0", "", 3, b"the stream ends after 2 bytes of a message"),
-    "half a message": (FRAME[:-1], "", 3, b"the stream ends after 7 bytes of a message"),
-    "no message of protobuf": (b"\0\0\0\0\x02\xff\xff", "", 3, b"not a message of ModelStreamInfer"),
-    "what is not compressed": (b"\1" + FRAME[1:], "grpc-encoding: gzip", 3, b"the body is not gzip"),
-    "a length of 4 GB": (b"\0\xff\xff\xff\xff", "", 8, b"the message has 4294967295 bytes"),
-    "a timeout that is a word": (FRAME, "grpc-timeout: soon", 3, b"grpc-timeout"),
-}
+    def large(inputs: Arrays) -> Arrays:
+        return {"y": np.zeros((1, 100_000), np.uint8)}
 
+    async def test(stream: Stream) -> None:
+        requests = [request(id=str(number)) for number in range(num_requests)]
+        num_answers = 0
+        async for answer in stream(iter(requests), timeout=None):
+            assert answer.infer_response.id == str(num_answers), answer.error_message
+            num_answers += 1
+        assert num_answers == num_requests
 
-@pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_stream_is_refused(what: str, http_port: int, directly: bool) -> None:
-    body, header, status, words = WRONG[what]
-
-    async def test() -> None:
-        async with served(FakeHost(), http_port, directly):
-            answer = await exchange(http_port, POST, body, header)
-            assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
-            assert b"grpc-status: %d\r\n" % status in answer
-            assert words in answer
-
-    asyncio.run(test())
+    run(FakeHost(FakeModel("m", outputs=tensors(y=("UINT8", [-1, -1])), compute=large)), test)
 
 
-def test_a_message_that_does_not_come_on_is_not_waited_for(http_port: int, directly: bool) -> None:
-    async def test() -> None:
-        limits = replace(LIMITS, body_grace_s=0.3)
-        async with served(FakeHost(), http_port, directly, limits=limits):
-            reader, writer = await asyncio.open_connection("127.0.0.1", http_port)
-            writer.write(f"{POST}\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode())
-            writer.write(b"8\r\n" + FRAME + b"\r\n")
-            answer = await asyncio.wait_for(reader.readuntil(b"input 'x' is missing"), TIMEOUT_S)
-            assert b"grpc-status:" not in answer
-            await asyncio.sleep(0.6)
-            writer.write(b"2\r\n" + FRAME[:2] + b"\r\n")
-            answer = await asyncio.wait_for(reader.readuntil(b"grpc-status: 4\r\n"), TIMEOUT_S)
-            writer.close()
-
-    asyncio.run(test())
-
-
-def test_who_takes_no_answers_is_read_no_further_and_has_left_after_a_while(http_port: int, directly: bool) -> None:
-    made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(100_000)])
-    made.inputs.add(name="x", datatype="UINT8", shape=[1, 100_000])
-    message = made.SerializeToString()
-    chunk = b"\0" + len(message).to_bytes(4, "big") + message
-    chunk = b"%x\r\n%b\r\n" % (len(chunk), chunk)
-    model = FakeModel("m", tensors(x=("UINT8", [-1, -1])))
-
-    async def test() -> None:
-        async with served(FakeHost(model), http_port, directly, limits=replace(LIMITS, answer_grace_s=1.0)):
-            _, writer = await asyncio.open_connection("127.0.0.1", http_port)
-            writer.write(f"{POST}\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode())
-            with suppress(ConnectionError):
-                while True:
-                    writer.write(chunk)
-                    await asyncio.wait_for(writer.drain(), TIMEOUT_S)
-            assert STREAM_WINDOW < len(model.calls) < 1000
-            writer.close()
-
-    asyncio.run(test())
+CLOSED = (grpc.StatusCode.UNAVAILABLE, "this replica is closing; begin another stream")
 
 
 def test_a_server_that_is_to_end_answers_what_it_has_and_waits_for_no_more(
@@ -351,14 +310,30 @@ def test_a_server_that_is_to_end_answers_what_it_has_and_waits_for_no_more(
             await busy.write(request(id="b"))
             await until(lambda: model.waiting == 1)
             server.should_exit = True
-            assert (await idle.code(), await idle.details()) == (
-                grpc.StatusCode.UNAVAILABLE,
-                "this replica is closing; begin another stream",
-            )
+            assert (await idle.code(), await idle.details()) == CLOSED
             assert not busy.done()
             model.hold.set()
             assert (await busy.read()).infer_response.id == "b"
-            assert await busy.code() is grpc.StatusCode.UNAVAILABLE
+            assert (await busy.code(), await busy.details()) == CLOSED
+
+    asyncio.run(test())
+
+
+def test_nor_for_a_client_that_always_has_more(proxy: HaproxyProcess, http_port: int, directly: bool) -> None:
+    def ask(server: uvicorn.Server) -> tuple[grpc.StatusCode, str]:
+        """In a thread: a client of grpc.aio whose stream ends while it sends says something of its own."""
+        with grpc.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel:
+            make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
+            num_answers, call = 0, make(itertools.repeat(request()), timeout=TIMEOUT_S)
+            with suppress(grpc.RpcError):
+                for _ in call:
+                    num_answers += 1
+                    server.should_exit = num_answers > 500
+            return call.code(), call.details()
+
+    async def test() -> None:
+        async with served(FakeHost(), http_port, directly) as server:
+            assert await asyncio.to_thread(ask, server) == CLOSED
 
     asyncio.run(test())
 

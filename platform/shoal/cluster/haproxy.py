@@ -5,7 +5,8 @@ library only. What it changes, Serve has no setting for:
 
 - HAProxy's statistics and metrics listen nowhere (Serve reads them through a unix socket, which only its user may use).
 - A client has `REQUEST_TIMEOUT_S` for the head of a request and the first `tune.bufsize` of its body; a request is
-  passed on when that much of it is there (and one that is there whole can be asked of another replica).
+  passed on when that much of it is there (and one that is there whole can be asked of another replica). A call of gRPC
+  is passed on as it comes.
 - What HAProxy, or Serve, says by itself has the protocol's body: `{"error": ...}`, or a status in gRPC's trailers. That
   it has no application is 503: there will be one, or the endpoint is going.
 - Connections to replicas are kept however many clients there are.
@@ -86,16 +87,18 @@ FROM = """\
 CHANGES = "/shoal/v1/rollout /v2/repository/models/ /inference.GRPCInferenceService/RepositoryModel"
 ONCE = f"    http-request disable-l7-retry if {{ path -m beg {CHANGES} }}"
 PATIENT = f"    http-request set-timeout server {CHANGE_TIMEOUT_S}s if {{ path -m beg {CHANGES} }}"
-FRONTEND = """\
-    option http-buffer-request
+STEERING = """\
     http-request del-header x-request-timeout-seconds
     http-request del-header x-session-id
     http-request del-header serve_multiplexed_model_id
     http-request del-header serve-multiplexed-model-id
     http-request del-header x-serve-router- -m beg
     http-request del-header x-request-id unless { req.hdr(x-request-id) -m reg ^[A-Za-z0-9._:-]{1,128}$ }
-    http-request del-header upgrade
     http-request set-header x-request-disconnect-disabled ?1
+"""
+FRONTEND = """\
+    option http-buffer-request
+    http-request del-header upgrade
     http-request return status 404 errorfiles shoal if { path,url_dec -m beg -i /-/ }
     http-response set-header connection close if { status 408 413 }
     http-response allow if { status lt 400 } or { res.hdr(content-type) -m beg application/json }
@@ -106,15 +109,14 @@ GRPC_FRONTEND = f"""\
     timeout client {STREAM_TIMEOUT_S}s
     option http-no-delay
     errorfiles shoal-grpc
-    http-request deny deny_status 501 unless {{ path -m beg {SERVICE} }}
+    http-request deny deny_status 501 unless {{ path -m beg {SERVICE} }} !{{ path_sub % }}
+    http-request del-header expect
 """
 # A call needs no HTTP/2 behind HAProxy, and costs the replica a fraction as a request of HTTP/1.1
 # (`serve.protocol.grpc_http1`). What is no answer of gRPC comes from Serve, whose own way, to a gRPC server in each
 # replica, is left for health checks.
 HTTP1 = """\
     errorfiles shoal-grpc
-    http-request del-header x-request-timeout-seconds
-    http-request set-header x-request-disconnect-disabled ?1
     http-response return status 503 errorfiles shoal-grpc if !{ res.hdr(content-type) -m beg application/grpc }
 """
 # Each message of a stream is passed on as it comes. A replica that dies ends its streams: what it had already computed
@@ -213,9 +215,9 @@ def _section(head: str, lines: list[str]) -> list[str]:
     if head == "defaults":
         return _defaults(lines)
     if head == "frontend http_frontend":
-        return [*FROM.splitlines(), ONCE, *FRONTEND.splitlines(), *_answers(), *lines]
+        return [*FROM.splitlines(), ONCE, *STEERING.splitlines(), *FRONTEND.splitlines(), *_answers(), *lines]
     if head == "frontend grpc_frontend":
-        return [*FROM.splitlines(), ONCE, *GRPC_FRONTEND.splitlines(), *_http1_first(lines)]
+        return [*FROM.splitlines(), ONCE, *STEERING.splitlines(), *GRPC_FRONTEND.splitlines(), *_http1_first(lines)]
     if head == "backend default_backend":
         return ["    http-request deny deny_status 503"]
     if head == "backend default_grpc_backend":

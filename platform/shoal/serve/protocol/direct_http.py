@@ -94,7 +94,10 @@ class DirectProtocol(HttpToolsProtocol):
 
 
 class DirectCycle:
-    """One request and its answer: what ASGI calls `receive` and `send`. The application gives a content-length."""
+    """One request and its answer: what ASGI calls `receive` and `send`.
+
+    The application gives a content-length, or writes chunks.
+    """
 
     __slots__ = (
         "_closing", "_finished", "_flow", "_has_given_all", "_head", "_headers", "_transport", "body", "disconnected",
@@ -124,12 +127,13 @@ class DirectCycle:
             await application(self.scope, self.receive, self.send)
         except Exception:
             logger.exception("the application failed")
-        if not self.response_complete:  # or it said nothing, or half of it
-            # Who reads nothing would not read of the end either, and `close` waits until all has been read.
-            self._transport.abort() if self._flow.write_paused else self._transport.close()
+        finally:
+            if not self.response_complete:  # or it said nothing, or half of it
+                # Who reads nothing would not read of the end either, and `close` waits until all has been read.
+                self._transport.abort() if self._flow.write_paused else self._transport.close()
 
     def close_soon(self) -> None:
-        """`receive` says once that the server is to end: who goes on as long as its client does may end too."""
+        """`receive` says once, by the type of its message, that the server is to end: so may who has no end else."""
         self._closing = True
         self.message_event.set()
 
@@ -141,12 +145,10 @@ class DirectCycle:
             await self.message_event.wait()  # for more of the body, or for the client's departure
         if self.disconnected or self.response_complete:
             return {"type": "http.disconnect"}
-        if self._closing and not self.body:
-            self._closing = False
-            return {"type": CLOSING, "more_body": True}
         body, self.body = bytes(self.body), bytearray()
+        kind, self._closing = CLOSING if self._closing else "http.request", False
         self._has_given_all = not self.more_body
-        return {"type": "http.request", "body": body, "more_body": self.more_body}
+        return {"type": kind, "body": body, "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:
         if self._flow.write_paused and not self.disconnected:
@@ -171,7 +173,9 @@ class DirectCycle:
             self.response_complete = True
             self.message_event.set()
             if not self.keep_alive:
-                self._transport.close()
+                # The kernel takes back an answer that is not read yet, when what still comes is closed upon.
+                lingers = self.more_body and not self._transport.is_closing()
+                self._transport.write_eof() if lingers else self._transport.close()
             self._finished()
 
     def _begin(self, message: Message) -> None:

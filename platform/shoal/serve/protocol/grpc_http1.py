@@ -11,10 +11,11 @@ server that does not (`direct_http`). Bodies, deadlines and clients that go away
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError, Message
@@ -73,7 +74,12 @@ class GrpcOverHttp1:
             return
         except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
             call.refuse(refusal(error))
-        await reply.end()
+        if not reply.begun:
+            await reply.end()
+            return
+        with suppress(TimeoutError):  # who takes no answers does not take this either
+            async with asyncio.timeout(self._limits.answer_grace_s):
+                await reply.end()
 
     async def _call(self, progress: Progress, asked: _Asked) -> None:
         deadline_s = _until_deadline(progress, asked.call)
@@ -119,7 +125,7 @@ class _Reply:
     """
 
     def __init__(self, send: Send, call: Call) -> None:
-        self._send, self._call, self._begun = send, call, False
+        self._send, self._call, self.begun = send, call, False
         self.last: Message | None = None  # goes with the end
 
     async def give(self, message: Message) -> None:
@@ -131,7 +137,7 @@ class _Reply:
     async def end(self) -> None:
         """`last`, if there is one, and the status."""
         trailers = self._call.trailers()
-        if self.last is None and not self._begun:
+        if self.last is None and not self.begun:
             headers = [TYPE, (b"content-length", b"0"), *trailers]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send({"type": "http.response.body", "body": b""})
@@ -142,8 +148,8 @@ class _Reply:
         await self._send({"type": "http.response.body", "body": end})
 
     async def _begin(self) -> None:
-        if not self._begun:
-            self._begun = True
+        if not self.begun:
+            self.begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": CHUNKED})
 
 

@@ -80,7 +80,8 @@ class Call:
         if self._refused is None:
             return [(b"grpc-status", b"0"), *found]
         status: int = STATUSES.get(self._refused.status, grpc.StatusCode.INTERNAL).value[0]
-        words = urllib.parse.quote(str(self._refused)[:MAX_DETAILS_CHARS], safe=_PRINTABLE)
+        words = urllib.parse.quote(str(self._refused)[:MAX_DETAILS_CHARS], safe=_PRINTABLE)[:MAX_DETAILS_CHARS]
+        words = re.sub("%[0-9A-F]?$", "", words)
         return [(b"grpc-status", b"%d" % status), (b"grpc-message", words.encode()), *found]
 
 

@@ -191,7 +191,6 @@ class InferenceServicer:
     async def model_stream_infer(
         self, requests: AsyncIterator[pb.ModelInferRequest], invocation: Invocation
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
-        self.require_known(invocation)
         room = asyncio.Semaphore(STREAM_WINDOW)
         answers: asyncio.Queue[asyncio.Task[pb.ModelStreamInferResponse] | None] = asyncio.Queue()
         tasks: set[asyncio.Task[pb.ModelStreamInferResponse]] = set()

@@ -1,10 +1,10 @@
 """Requests in progress: ended when their body comes too slowly, when their client has gone, or at their deadline.
 
-HAProxy waits for the first 16 kB of a body and passes on the rest as it comes, however slowly; so the application looks
-at the pace itself. To notice a disconnect at once takes two tasks per request (Serve's default: a fifth of the
-throughput, measured); here a request that has waited for `look_s` is asked after. One timer looks at all of them: who
-is answered sooner costs an entry in a dict. Models keep the deadlines of their calls; one that is known before the body
-is read (gRPC's) has a timer of its own here.
+HAProxy waits for the first 32 kB of a body of HTTP, for nothing of one of gRPC, and passes on the rest as it comes,
+however slowly; so the application looks at the pace itself. To notice a disconnect at once takes two tasks per request
+(Serve's default: a fifth of the throughput, measured); here a request that has waited for `look_s` is asked after. One
+timer looks at all of them: who is answered sooner costs an entry in a dict. Models keep the deadlines of their calls;
+one that is known before the body is read (gRPC's) has a timer of its own here.
 
 Called by the applications of REST and gRPC, on one event loop; knows ASGI's `receive` and nothing else of HTTP.
 """
@@ -133,8 +133,7 @@ class RequestsInProgress:
             raise progress.ended from None
         finally:
             del self._running[task]
-            if progress.waits:
-                progress.close()
+            progress.close()
 
     def _look(self) -> None:
         """At those that take long; they come first, so the look ends at the first that does not."""
