@@ -83,8 +83,9 @@ FROM = """\
     http-request set-header shoal-from "%[src]"
     http-request set-header shoal-from "%[req.fhdr(x-forwarded-for)], %[src]" if { req.hdr(x-forwarded-for) -m found }
 """
+SERVICE = "/inference.GRPCInferenceService/"
 # A rollback that is made twice goes back by two versions; only where nothing was sent is another replica asked.
-CHANGES = "/shoal/v1/rollout /v2/repository/models/ /inference.GRPCInferenceService/RepositoryModel"
+CHANGES = f"/shoal/v1/rollout /v2/repository/models/ {SERVICE}RepositoryModel"
 ONCE = f"    http-request disable-l7-retry if {{ path -m beg {CHANGES} }}"
 PATIENT = f"    http-request set-timeout server {CHANGE_TIMEOUT_S}s if {{ path -m beg {CHANGES} }}"
 STEERING = """\
@@ -103,7 +104,6 @@ FRONTEND = """\
     http-response set-header connection close if { status 408 413 }
     http-response allow if { status lt 400 } or { res.hdr(content-type) -m beg application/json }
 """
-SERVICE = "/inference.GRPCInferenceService/"
 # Rules are asked in order, so that Serve's own, which follow, never see what these have answered.
 GRPC_FRONTEND = f"""\
     timeout client {STREAM_TIMEOUT_S}s

@@ -6,7 +6,8 @@ its own; as a request of the replica's HTTP server a call costs what one of JSON
 HAProxy (`cluster.haproxy`) hands on all calls of the service like this.
 
 `GrpcOverHttp1` is an ASGI application around that of REST. It writes the chunks of its answers itself, so it needs a
-server that does not (`direct_http`). Bodies, deadlines and clients that go away are watched as those of REST are.
+server that does not (`direct_http`). Bodies, deadlines and clients that go away are watched as those of REST are, what
+comes of a stream by `grpc_stream`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class GrpcOverHttp1:
             method = METHODS.get(name)
             if method is None or scope["method"] != "POST":
                 what = NOT_SERVED.get(name)
-                raise InferenceError(501, f"{name[:200]} is not served here" + (f": no {what}" if what else ""))
+                raise InferenceError(
+                    501, f"{name[:200]} is not served here" + (f": {what} is not offered" if what else "")
+                )
             self._limits.check_head(scope["path"], scope["headers"])
             if name not in OPEN:
                 self._servicer.require_known(Invocation(call.metadata))
