@@ -1,4 +1,4 @@
-"""Where a replica's gRPC servers listen; Serve's own functions, without a cluster."""
+"""Where a replica's servers listen; Serve's own functions, without a cluster."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ def test_on_loopback_when_ray_does(monkeypatch: pytest.MonkeyPatch, node: str, e
     from ray.serve._private import default_impl, replica
 
     from shoal.cluster.serve_environment import free_port
-    from shoal.serve.ray_listen import listen_on_loopback
+    from shoal.serve import ray_listen
+    from shoal.serve.ray_listen import listen_where_asked
 
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: node)
+    monkeypatch.setattr(ray_listen, "_is_head", lambda: True)
     for module, name in ((default_impl, "add_grpc_address"), (replica, "add_port_to_grpc_server")):
         monkeypatch.setattr(module, name, getattr(module, name))  # so that it is put back
 
@@ -33,6 +35,39 @@ def test_on_loopback_when_ray_does(monkeypatch: pytest.MonkeyPatch, node: str, e
         assert {address.port for address in found} == ports
         return {address.ip for address in found}
 
-    listen_on_loopback()
-    listen_on_loopback()
+    listen_where_asked()
+    listen_where_asked()
     assert asyncio.run(listening()) == expected
+
+
+@pytest.mark.parametrize(
+    ("node", "is_head", "chosen", "expected"),
+    [
+        ("127.0.0.1", True, "127.0.0.1", "127.0.0.1"),
+        ("192.0.2.7", True, "127.0.0.1", "127.0.0.1"),  # HAProxy is beside it
+        ("192.0.2.7", False, "127.0.0.1", "192.0.2.7"),
+        ("192.0.2.7", False, "localhost", "192.0.2.7"),
+        ("192.0.2.7", False, "0.0.0.0", "0.0.0.0"),
+    ],
+)
+def test_http_where_haproxy_asks_it(
+    monkeypatch: pytest.MonkeyPatch, node: str, is_head: bool, chosen: str, expected: str
+) -> None:
+    import ray
+    from ray.serve._private import default_impl, replica
+    from ray.serve.config import HTTPOptions
+
+    from shoal.serve import ray_listen
+
+    started: list[tuple[str, int]] = []
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: node)
+    monkeypatch.setattr(ray_listen, "_is_head", lambda: is_head)
+    for module, name in ((default_impl, "add_grpc_address"), (replica, "add_port_to_grpc_server")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(
+        replica, "start_asgi_http_server", lambda app, options, **others: started.append((options.host, options.port))
+    )
+    ray_listen.listen_where_asked()
+    ray_listen.listen_where_asked()
+    replica.start_asgi_http_server(None, HTTPOptions(host=chosen, port=30001), event_loop=None)
+    assert started == [(expected, 30001)]

@@ -292,13 +292,6 @@ def test_an_endpoint_of_another_run_is_not_deleted(cluster: FakeCluster, recorde
     assert "endpoint cartpole was not deployed by `shoal serve deploy` but by 'serve'" in str(error)
 
 
-def test_a_cluster_elsewhere_is_refused(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere = dataclasses.replace(CLUSTER, temp_dir=None, dashboard_url="http://head.example:8265")
-    monkeypatch.setattr(serve_jobs, "find_cluster", lambda address: elsewhere)
-    error = shoal_program("deploy", "fashion").exception
-    assert "http://head.example:8265 is on another machine" in str(error)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

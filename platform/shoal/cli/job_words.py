@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from itertools import takewhile
 
 from shoal.cluster.jobs import Job
@@ -44,6 +45,16 @@ def said(job: Job) -> list[str]:
     """The lines of the job so far, up to an error of ours, which is told at the end."""
     lines = [line for line in job.logs().splitlines() if not _RAYS_OWN.search(line)]
     return list(takewhile(lambda line: not line.startswith(_TYPED), lines))
+
+
+def lines_of(job: Job, timeout_s: float) -> Iterator[str]:
+    """The lines of the job as they come, until it is over. Raises as `Job.follow` does."""
+    begun = ""
+    for piece in job.follow(timeout_s):
+        *lines, begun = (begun + piece).split("\n")
+        yield from (line for line in lines if not _RAYS_OWN.search(line))
+    if begun and not _RAYS_OWN.search(begun):
+        yield begun
 
 
 def failure(job: Job, what: str) -> str:

@@ -27,6 +27,7 @@ from shoal.cli.job_words import (
     failure,
     ignore_further_interrupts,
     job_environment,
+    lines_of,
     new_run_id,
     said,
 )
@@ -43,6 +44,7 @@ from shoal.runs.display import duration, number
 from shoal.runs.origin import COMMAND_VARIABLE, as_typed
 
 ACTORS_END_S = 10.0
+FOLLOWED_FOR_S = 7 * 24 * 3600.0  # a job elsewhere
 
 
 @click.command(
@@ -341,7 +343,7 @@ def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Conso
     try:
         ray_jobs.submit(cluster, entrypoint, env=env, working_dir=folder, submission_id=job.submission_id)
         console.print(f"job {job.submission_id} on {cluster.dashboard_url}")
-        for line in job.follow(timeout_s=7 * 24 * 3600.0):
+        for line in lines_of(job, FOLLOWED_FOR_S):
             console.print(line, markup=False)
     except KeyboardInterrupt:
         ignore_further_interrupts()

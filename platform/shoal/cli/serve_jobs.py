@@ -22,6 +22,7 @@ from shoal.cli.job_words import (
     new_run_id,
 )
 from shoal.cli.serve_display import shares
+from shoal.cli.serve_elsewhere import delete_elsewhere, deploy_elsewhere
 from shoal.client import Client
 from shoal.client.find import GRPC, INFERENCE, FoundEndpoint, find_endpoint, list_endpoints, token_for
 from shoal.cluster.attach import find_cluster
@@ -59,7 +60,7 @@ def deploy(
 
     The endpoint stays until `shoal serve delete`, or until the cluster goes down. An alias is followed: promote another
     version, and the endpoint flips to it. Words A.B=C set fields of the endpoint (docs/serving.md lists them); a YAML
-    file has all of it.
+    file has all of it. On a cluster elsewhere models are those of its own registry, and the current folder is uploaded.
 
     \b
     Examples:
@@ -68,6 +69,7 @@ def deploy(
       shoal serve deploy fashion endpoint.models.fashion.precision=bf16
       shoal serve deploy lenet@3 --into shop
       shoal serve deploy shop.yaml
+      shoal serve deploy fashion --port 8000 --address http://head.example:8265
     """
     if into is not None:
         _deploy_into(into, words, {"name": name, "port": port, "replicas": replicas, "address": address}, timeout_s)
@@ -76,6 +78,10 @@ def deploy(
     options = {"endpoint.port": port, "endpoint.num_replicas": replicas}
     fields += [f"{field}={value}" for field, value in options.items() if value is not None]
     spec = spec_from_words(fields).override(fields)
+    elsewhere = find_cluster(address)
+    if elsewhere is not None and not elsewhere.is_local:
+        deploy_elsewhere(elsewhere, MODULE, spec, fields, timeout_s)
+        return
     check(spec)  # here, where its words can still be mended
     cluster = _cluster(address)
     _require_no_endpoint(cluster)
@@ -120,7 +126,12 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
       shoal serve delete
       shoal serve delete shop
       shoal serve delete shop --model tabular
+      shoal serve delete shop --address http://head.example:8265
     """
+    elsewhere = find_cluster(address)
+    if elsewhere is not None and not elsewhere.is_local and not model:
+        delete_elsewhere(elsewhere, MODULE, endpoint, timeout_s)
+        return
     found = find_endpoint(endpoint)
     if model:
         with Client(found.url, token=token_for(found.url)) as client:
@@ -182,9 +193,6 @@ def _cluster(address: str | None) -> ClusterHandle:
     cluster = find_cluster(address)
     if cluster is None:
         raise ClusterError("no cluster is up, which an endpoint could live on: `shoal up` starts one")
-    if not cluster.is_local:
-        remedy = "endpoints listen on the loopback interface of the head: deploy there"
-        raise ClusterError(f"{cluster.dashboard_url} is on another machine: {remedy}")
     return cluster
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import logging
 import math
 import os
 import secrets
@@ -125,12 +126,15 @@ def _submit_remote(
         runtime_env["working_dir"] = str(working_dir.resolve())
     from ray.job_submission import JobSubmissionClient
 
+    # Ray's client lets its variables win over its argument, and speaks of each file that it leaves out.
+    ours = {"RAY_API_SERVER_ADDRESS": cluster.dashboard_url, "RAY_OVERRIDE_RUNTIME_ENV_DEFAULT_EXCLUDES": ""}
+    logging.getLogger("ray").setLevel(logging.WARNING)
     try:
-        with _api_server(cluster.dashboard_url):
+        with _variables(**ours):
             client = JobSubmissionClient(headers={"Authorization": f"Bearer {cluster.token}"})
-        chosen = client.submit_job(
-            entrypoint=shlex.join(entrypoint), runtime_env=runtime_env, submission_id=submission_id
-        )
+            chosen = client.submit_job(
+                entrypoint=shlex.join(entrypoint), runtime_env=runtime_env, submission_id=submission_id
+            )
     except ConnectionError as error:
         raise ConnectionLost(f"no answer from {cluster.dashboard_url}: {error}") from None
     except (RuntimeError, ValueError) as error:
@@ -147,18 +151,18 @@ def _at_home(working_dir: Path | None) -> list[str]:
 
 
 @contextlib.contextmanager
-def _api_server(url: str) -> Iterator[None]:
-    """Ray's client lets $RAY_API_SERVER_ADDRESS and $RAY_ADDRESS win over its argument: say it there."""
-    name = "RAY_API_SERVER_ADDRESS"
-    before = os.environ.get(name)
-    os.environ[name] = url
+def _variables(**values: str) -> Iterator[None]:
+    """For what Ray reads from nowhere else."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def refuse_shadowing(working_dir: Path) -> None:

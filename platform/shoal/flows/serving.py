@@ -10,6 +10,7 @@ changes, is the controller's affair.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, require
 from shoal.home import access_token
 from shoal.registry import Registry
 from shoal.runs import RunRecorder
-from shoal.serve.sources import registered
+from shoal.serve.sources import ServedModel, registered
 
 if TYPE_CHECKING:
     from shoal.serve.ray_serve import Endpoint
@@ -49,17 +50,22 @@ def serve_models(spec: ServingSpec, job: str) -> None:
         try:
             _require_all_served(endpoint)
             _record_places(endpoint, recorder, "ready")
-            for ref, model in zip(spec.models, served, strict=True):
-                now = Registry().get(ref).ref
-                print(f"serving {ref} (now {now}) at {endpoint.url}/v2/models/{model.name}", flush=True)
-            if endpoint.grpc:
-                print(f"serving gRPC at {endpoint.grpc}", flush=True)
+            print("\n".join(_words(endpoint, spec, served)), flush=True)  # at once: who deploys elsewhere reads it
             _record_until_interrupted(endpoint, recorder)
         finally:
             try:
                 _record_places(endpoint, recorder, "closed")
             finally:
                 endpoint.close()
+
+
+def _words(endpoint: Endpoint, spec: ServingSpec, served: Sequence[ServedModel]) -> list[str]:
+    """What is served, and where."""
+    refs = zip(spec.models, served, strict=True)
+    lines = [
+        f"serving {ref} (now {Registry().get(ref).ref}) at {endpoint.url}/v2/models/{each.name}" for ref, each in refs
+    ]
+    return [*lines, f"serving gRPC at {endpoint.grpc}"] if endpoint.grpc else lines
 
 
 def places(endpoint: Endpoint) -> dict[str, tuple[str, str]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.config import gRPCOptions
 
-from shoal.serve.ray_listen import listen_on_loopback
+from shoal.serve.ray_listen import listen_where_asked
 
 
 class LoopbackOptions(gRPCOptions):  # type: ignore[misc]  # Ray has no types
@@ -21,7 +21,7 @@ class LoopbackOptions(gRPCOptions):  # type: ignore[misc]  # Ray has no types
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         super().__setstate__(state)
-        listen_on_loopback()
+        listen_where_asked()
 
 
 def grpc_options(port: int) -> gRPCOptions:

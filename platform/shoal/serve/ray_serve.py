@@ -33,7 +33,7 @@ from shoal.serve.protocol.limits import Limits
 from shoal.serve.ray_controller import RayController
 from shoal.serve.ray_grpc import grpc_options
 from shoal.serve.ray_kept import this_driver
-from shoal.serve.ray_listen import listen_on_loopback
+from shoal.serve.ray_listen import listen_where_asked
 from shoal.serve.ray_metrics import RayMetrics
 from shoal.serve.ray_owner import remove_abandoned
 from shoal.serve.sources import LiveModel, ServedModel
@@ -52,7 +52,7 @@ class ReplicaWorker:
                 EndpointReplica,
             )  # where it runs: who deploys would load torch for nothing
 
-        listen_on_loopback()
+        listen_where_asked()
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = EndpointReplica(name, spec, live, controller)
         await self._replica.start()

@@ -20,11 +20,14 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
+from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch.config import _TorchBackend
 
 from shoal.errors import RankLost, ShoalError, TrainError
 from shoal.loading import loading
 from shoal.parallel import World
+from shoal.parallel.interface import speak_from
 from shoal.parallel.world import CUDA_BACKEND, TIMEOUT_S
 from shoal.runs.ray_mailbox import CALL_TIMEOUT_S, NO_ANSWER_YET, Message, Posted, start_mailbox
 from shoal.train.journal import Journal, Silent
@@ -41,6 +44,26 @@ class Setting:
     run_id: str
     folder: Path
     working_folder: Path
+
+
+def _speak_by_ray() -> None:
+    """In a worker: by the interface by which Ray reaches its host."""
+    speak_from(ray.util.get_node_ip_address())
+
+
+class _Backend(_TorchBackend):
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        worker_group.execute(_speak_by_ray)
+        super().on_start(worker_group, backend_config)
+
+
+@dataclass
+class GroupConfig(TorchConfig):
+    """How Ray Train forms the group of the ranks, which may be on several hosts."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return _Backend
 
 
 def _train(config: Mapping[str, Any]) -> Outcome:
@@ -114,7 +137,7 @@ class Fit:
         )
         # Not Ray's own choice for CUDA, nccl alone: what is gathered on the host needs a back end, too.
         chosen = spec.parallel.backend or (CUDA_BACKEND if spec.device == "cuda" else None)
-        backend = TorchConfig(backend=chosen, timeout_s=int(TIMEOUT_S))
+        backend = GroupConfig(backend=chosen, timeout_s=int(TIMEOUT_S))
         trainer = TorchTrainer(
             _train, train_loop_config=config, scaling_config=scaling, run_config=storage, torch_config=backend
         )

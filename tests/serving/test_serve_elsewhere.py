@@ -1,0 +1,179 @@
+"""`shoal serve deploy` and `delete` on a cluster of which nothing is seen but its jobs and what they say. No Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from shoal.cli import cli, serve_elsewhere, serve_jobs
+from shoal.cluster.handle import ClusterHandle
+from shoal.cluster.jobs import JobInfo, JobStatus
+from shoal.errors import ClusterError, ConfigError, RunError
+
+URL = "http://head.example:8265"
+SERVING = "Runtime env is set up\nserving tumours (now tumours@2) at http://127.0.0.1:8000/v2/models/tumours\n"
+
+
+@dataclasses.dataclass
+class FakeJob:
+    """A job that is as it was told to be."""
+
+    submission_id: str
+    entrypoint: str = ""
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
+    state: JobStatus = JobStatus.RUNNING
+    said: str = ""
+
+    def logs(self) -> str:
+        return self.said
+
+    def outcome(self) -> JobStatus | None:
+        return self.state if self.state.is_over else None
+
+    def stop(self, timeout_s: float = 30.0) -> JobStatus:
+        self.state = JobStatus.STOPPED
+        return self.state
+
+    end = stop
+
+
+class FakeCluster:
+    """Takes what is submitted; `begin` is called with each job."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, FakeJob] = {}
+        self.begin: Callable[[FakeJob], None] = lambda job: None
+        self.folders: list[Path] = []
+
+    def submit(
+        self,
+        cluster: ClusterHandle,
+        entrypoint: Sequence[str],
+        *,
+        env: dict[str, str],
+        working_dir: Path,
+        submission_id: str,
+    ) -> FakeJob:
+        job = self.job(cluster, submission_id)
+        job.entrypoint, job.env = shlex.join(entrypoint), env
+        self.folders.append(working_dir)
+        self.begin(job)
+        return job
+
+    def job(self, cluster: ClusterHandle, submission_id: str) -> FakeJob:
+        return self.jobs.setdefault(submission_id, FakeJob(submission_id))
+
+    def infos(self, cluster: ClusterHandle) -> list[JobInfo]:
+        return [JobInfo(job.submission_id, job.state, job.entrypoint, "", 0.0) for job in self.jobs.values()]
+
+    def ready(self, job: FakeJob) -> None:
+        job.said = SERVING
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCluster:
+    fake = FakeCluster()
+    fake.begin = fake.ready
+    monkeypatch.setattr(serve_jobs, "find_cluster", lambda address: ClusterHandle(URL, URL, "token", {}))
+    for name, stand_in in {"submit": fake.submit, "Job": fake.job, "list_jobs": fake.infos}.items():
+        monkeypatch.setattr(serve_elsewhere, name, stand_in)
+    monkeypatch.setattr(serve_elsewhere, "end_as_by_ctrl_c", lambda: None)
+    monkeypatch.setattr(serve_elsewhere, "ignore_further_interrupts", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    return fake
+
+
+def shoal_program(*words: str) -> Result:
+    return CliRunner().invoke(cli, ["serve", *words, "--address", URL])
+
+
+def test_deploy_asks_no_registry_of_this_machine_and_says_how_to_reach_the_endpoint(
+    cluster: FakeCluster, tmp_path: Path
+) -> None:
+    result = shoal_program("deploy", "tumours@champion", "--port", "8000", "endpoint.keys=[{name: a, key: hush-hush}]")
+    assert result.exit_code == 0, result.exception
+    (job,) = cluster.jobs.values()
+    words = shlex.split(job.entrypoint)
+    assert words[:3] == ["python", "-m", "shoal.flows.serving"]
+    assert {"models=tumours@champion", "endpoint.port=8000", "endpoint.name=tumours"} <= set(words)
+    assert "hush" not in job.entrypoint
+    assert job.env["SHOAL_RUN_ID"] == job.submission_id
+    assert "SHOAL_HOME" not in job.env  # it is the cluster's
+    assert cluster.folders == [tmp_path]
+    assert f"endpoint tumours is ready at http://127.0.0.1:8000, on the loopback of the head of {URL}" in result.output
+    assert "ssh -N -L 8000:127.0.0.1:8000 HEAD &" in result.output
+
+
+def test_both_addresses_are_reached_through_the_tunnel(cluster: FakeCluster) -> None:
+    cluster.begin = lambda job: setattr(job, "said", f"{SERVING}serving gRPC at 127.0.0.1:8001\n")
+    assert "ssh -N -L 8000:127.0.0.1:8000 -L 8001:127.0.0.1:8001 HEAD &" in shoal_program("deploy", "tumours").output
+
+
+def test_a_job_that_fails_says_why(cluster: FakeCluster) -> None:
+    def fails(job: FakeJob) -> None:
+        job.said = "Traceback ...\nerror: there is no model 'tumours'\n"
+        job.state = JobStatus.FAILED
+
+    cluster.begin = fails
+    error = shoal_program("deploy", "tumours").exception
+    assert isinstance(error, RunError)
+    assert str(error).strip() == "there is no model 'tumours'"
+
+
+def test_what_is_not_ready_in_time_is_ended(cluster: FakeCluster) -> None:
+    cluster.begin = lambda job: None
+    error = shoal_program("deploy", "tumours", "--timeout-s", "0").exception
+    assert isinstance(error, ClusterError)
+    assert "was not ready within 0 s" in str(error)
+    assert [job.state for job in cluster.jobs.values()] == [JobStatus.STOPPED]
+
+
+def test_a_second_endpoint_is_refused_before_anything_is_uploaded(cluster: FakeCluster) -> None:
+    assert shoal_program("deploy", "tumours").exit_code == 0
+    error = shoal_program("deploy", "fashion").exception
+    assert isinstance(error, ClusterError)
+    assert "this cluster has an endpoint, tumours, and cannot have two" in str(error)
+    assert len(cluster.jobs) == 1
+
+
+def test_a_file_goes_with_the_folder_that_it_lies_in(cluster: FakeCluster, tmp_path: Path) -> None:
+    inside, outside = tmp_path / "shop.yaml", tmp_path.parent / "shop-elsewhere.yaml"
+    for file in (inside, outside):
+        file.write_text("models: [tumours]\nendpoint: {name: shop}\n")
+    assert shoal_program("deploy", str(inside)).exit_code == 0
+    (job,) = cluster.jobs.values()
+    assert {"file=shop.yaml", "endpoint.name=shop"} <= set(shlex.split(job.entrypoint))
+    job.stop()
+    error = shoal_program("deploy", str(outside)).exception
+    assert isinstance(error, ConfigError)
+    assert "lies outside" in str(error)
+
+
+@pytest.mark.parametrize("name", [[], ["tumours"]])
+def test_delete_stops_the_job_of_the_endpoint(cluster: FakeCluster, name: list[str]) -> None:
+    assert shoal_program("deploy", "tumours").exit_code == 0
+    cluster.jobs["training"] = FakeJob("training", "python jobs/lenet.py")
+    assert "endpoint tumours is gone" in shoal_program("delete", *name).output
+    assert {job.state for job in cluster.jobs.values()} == {JobStatus.STOPPED, JobStatus.RUNNING}
+    error = shoal_program("delete", *name).exception
+    assert isinstance(error, RunError)
+    assert "`shoal serve deploy` has none there" in str(error)
+
+
+def test_delete_names_what_there_is(cluster: FakeCluster) -> None:
+    assert shoal_program("deploy", "tumours").exit_code == 0
+    error = shoal_program("delete", "fashion").exception
+    assert isinstance(error, RunError)
+    assert f"there is no endpoint fashion on {URL}: there is tumours" in str(error)
+
+
+def test_nothing_to_serve_is_said_here(cluster: FakeCluster) -> None:
+    error = shoal_program("deploy", "--name", "shop").exception
+    assert isinstance(error, ConfigError)
+    assert "there is nothing to serve" in str(error)
+    assert not cluster.jobs
