@@ -119,6 +119,12 @@ def test_status_without_a_terminal_is_a_line_for_each_version(recorded: str) -> 
     assert found[4:] == ["syntax: loading warming up", "replica r-2: ready, at generation 6: version 4 does not fit"]
 
 
+def test_status_counts_the_replicas_that_are_missing_and_the_hosts() -> None:
+    there = [ReplicaStatus(f"r-{number}", number, 7, host=f"node-{number % 2}") for number in range(3)]
+    line, *_ = serve_display.plain_lines(EndpointStatus("shop", num_replicas=4, replicas=there), "http://h")
+    assert line.endswith("replicas 3 of 4 ready on 2 hosts")
+
+
 @pytest.mark.parametrize(("source", "followed"), [("m@champion", True), ("m@3", False), ("m", False)])
 def test_only_what_can_move_is_said_to_be_followed(source: str, followed: bool) -> None:
     status = EndpointStatus("shop", models=[ModelStatus("m", source=source, stable=3, versions=[VersionStatus(3)])])

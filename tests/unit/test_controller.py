@@ -281,6 +281,16 @@ def test_a_forward_that_hangs_is_seen_while_it_does(cluster: Cluster) -> None:
     assert said == {first.name: "a forward has taken 12 s"} | {other.name: "" for other in others}
 
 
+def test_status_says_how_many_replicas_there_are_to_be_and_on_which_host_each_is(cluster: Cluster) -> None:
+    cluster.settle()
+    first, *others = cluster.replicas.values()
+    cluster.controller.report(replace(first.report(), host="node-7"))
+    status = StatusBook(cluster.controller, num_replicas=5).endpoint()
+    assert status["num_replicas"] == 5
+    said = {replica["id"]: replica["host"] for replica in status["replicas"]}
+    assert said == {first.name: "node-7"} | {other.name: "" for other in others}
+
+
 def test_rates_are_of_what_was_counted_meanwhile_whoever_comes_and_goes(cluster: Cluster) -> None:
     """Replicas that have answered for long are heard of one after the other by a controller that was started again."""
     cluster.settle()

@@ -139,7 +139,10 @@ def _replicas(status: EndpointStatus) -> RenderableType:
 
 
 def _num_ready(status: EndpointStatus) -> str:
-    return f"{sum(each.ready for each in status.replicas)} of {len(status.replicas)} ready"
+    hosts = {each.host for each in status.replicas if each.host}
+    on = f" on {len(hosts)} hosts" if len(hosts) > 1 else ""
+    wanted = max(len(status.replicas), status.num_replicas)
+    return f"{sum(each.ready for each in status.replicas)} of {wanted} ready{on}"
 
 
 def _unwell(status: EndpointStatus) -> list[ReplicaStatus]:

@@ -73,13 +73,14 @@ class ModelStatus(msgspec.Struct, frozen=True):
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
     """One replica. It has staged `generation` of the desired state; `error` says why it could not stage the next, or
-    how long its forward has taken so far."""
+    how long its forward has taken so far; `host` is the name of the host that it is on."""
 
     id: str
     pid: int = 0
     generation: int = 0
     ready: bool = True
     error: str = ""
+    host: str = ""
 
 
 class RolloutEvent(msgspec.Struct, frozen=True):
@@ -97,6 +98,7 @@ class EndpointStatus(msgspec.Struct, frozen=True):
     """The whole endpoint. Times are seconds since the epoch; `events` are the newest, oldest first.
 
     grpc: host:port where it speaks gRPC; "" when it does not
+    num_replicas: as many as it is to have; one that scales with its load, at least
     """
 
     endpoint: str
@@ -106,6 +108,7 @@ class EndpointStatus(msgspec.Struct, frozen=True):
     generation: int = 0
     grpc: str = ""
     ready: bool = True
+    num_replicas: int = 0
     replicas: list[ReplicaStatus] = []
     models: list[ModelStatus] = []
     events: list[RolloutEvent] = []

@@ -40,6 +40,7 @@ PATIENCE_S = 30.0  # with a dashboard that fails to answer while the head lives:
 # the same ones, so that no folder or file of ours may fit.
 CACHES = ("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 EXCLUDES = (".git", ".venv", ".venv-*", "venv", "/runs/*/", *CACHES, "*.sqlite", "*.sqlite-*")
+SAYING_EACH_UPLOAD = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")  # loggers
 AT_HOME = ("runs/", "registry/", "endpoints/", "found/", "*token", "audit.jsonl")  # where that is below the folder
 
 
@@ -128,7 +129,8 @@ def _submit_remote(
 
     # Ray's client lets its variables win over its argument, and speaks of each file that it leaves out.
     ours = {"RAY_API_SERVER_ADDRESS": cluster.dashboard_url, "RAY_OVERRIDE_RUNTIME_ENV_DEFAULT_EXCLUDES": ""}
-    logging.getLogger("ray").setLevel(logging.WARNING)
+    for name in SAYING_EACH_UPLOAD:
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         with _variables(**ours):
             client = JobSubmissionClient(headers={"Authorization": f"Bearer {cluster.token}"})
@@ -137,6 +139,8 @@ def _submit_remote(
             )
     except ConnectionError as error:
         raise ConnectionLost(f"no answer from {cluster.dashboard_url}: {error}") from None
+    except OSError as error:
+        raise ClusterError(f"{working_dir} cannot be uploaded: {error}") from None
     except (RuntimeError, ValueError) as error:
         raise ClusterError(f"{cluster.dashboard_url} refused the job: {error}") from None
     return Job(cluster, chosen)

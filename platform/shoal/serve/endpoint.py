@@ -27,6 +27,14 @@ BATCHES_PER_REPLICA = 2
 SpecT = TypeVar("SpecT", bound=Spec)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether nothing outside this machine can reach `host`."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def _said(given: Any) -> Any:
     """As a user would write it: of specs, only what was set."""
     if isinstance(given, Spec):
@@ -125,11 +133,7 @@ class EndpointSpec(Spec):
     @field_validator("host")
     @classmethod
     def _loopback(cls, host: str) -> str:
-        try:
-            loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            loopback = False
-        if not loopback:
+        if not is_loopback(host):
             raise ValueError("an endpoint speaks plain HTTP and listens on loopback; put encryption in front of it")
         return host
 

@@ -8,12 +8,13 @@ the Ray shell in a replica's constructor, which runs before Serve makes any of t
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray.serve._private import default_impl, replica
+
+from shoal.serve.endpoint import is_loopback
 
 EVERYWHERE = "[::]:"
 HEAD = "node:__internal_head__"  # the resource by which Ray marks it
@@ -22,7 +23,7 @@ HEAD = "node:__internal_head__"  # the resource by which Ray marks it
 def listen_where_asked() -> None:
     """Every server that Serve makes in this process from now on. Idempotent."""
     host = ray.util.get_node_ip_address()
-    if ipaddress.ip_address(host).is_loopback:
+    if is_loopback(host):
         default_impl.add_grpc_address = _on(host, default_impl.add_grpc_address)
         replica.add_port_to_grpc_server = _on(host, replica.add_port_to_grpc_server)
     elif not _is_head():
@@ -43,12 +44,8 @@ def _on(host: str, add: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
 
 def _reached_at(host: str, start: Callable[..., Any]) -> Callable[..., Any]:
     def start_there(app: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_loopback(options.host):
+        if is_loopback(options.host):
             options = options.model_copy(update={"host": host})
         return start(app, options, *args, **kwargs)
 
     return start_there
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or ipaddress.ip_address(host).is_loopback

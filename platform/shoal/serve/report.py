@@ -87,6 +87,7 @@ class ReplicaReport:
     refused:  `Access.refused()`
     statuses: all answers over HTTP by status, of inferences and of everything else
     computing_s: how long the forward that is going on has taken; 0 when there is none
+    host:     the name of its host
     """
 
     replica: str
@@ -98,6 +99,7 @@ class ReplicaReport:
     statuses: Mapping[str, int] = field(default_factory=dict)
     refused: tuple[Refused, ...] = ()
     computing_s: float = 0.0
+    host: str = ""
 
 
 def total_forwards(reports: Iterable[Forwards]) -> Forwards:

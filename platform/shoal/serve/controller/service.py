@@ -40,7 +40,7 @@ class ControllerService:
             audit=self._audit.changed,
         )
         self._administration = Administration(self._controller, setting.registry, setting.options)
-        self._status = StatusBook(self._controller, setting.grpc)
+        self._status = StatusBook(self._controller, setting.grpc, setting.num_replicas)
         self._running: asyncio.Task[None] | None = None
         self._asked_s, self._idle_s = time.monotonic(), setting.idle_s
 

@@ -33,6 +33,7 @@ class ControllerSetting:
     idle_s:     when no replica has asked for so long, there is none any more
     driver:     Ray's id of the job that keeps the endpoint up; "" when Serve does (`ray_app`)
     grpc:       host:port where the endpoint speaks gRPC; "" when it does not
+    num_replicas: of the endpoint, at least
     """
 
     name: str
@@ -44,6 +45,7 @@ class ControllerSetting:
     idle_s: float = 120.0
     driver: str = ""
     grpc: str = ""
+    num_replicas: int = 0
 
     @property
     def actor(self) -> str:
@@ -90,5 +92,6 @@ def controller_setting(
         str(Registry().root),
         known,
         grpc=spec.grpc_address,
+        num_replicas=spec.num_replicas,
     )
     return setting, {model.name: model.source for model in models if isinstance(model.source, LiveModel)}

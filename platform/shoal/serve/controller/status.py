@@ -32,12 +32,17 @@ Counts = Mapping[str, Mapping[str, ModelSnapshot]]  # by replica and model
 
 
 class StatusBook:
-    """Describes one endpoint, which speaks gRPC at `grpc`. `sample()` is called once a second or so."""
+    """Describes one endpoint, which speaks gRPC at `grpc` and is to have `num_replicas`. `sample()` is called once a
+    second or so."""
 
     def __init__(
-        self, controller: EndpointController, grpc: str = "", clock: Callable[[], float] = time.monotonic
+        self,
+        controller: EndpointController,
+        grpc: str = "",
+        num_replicas: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._controller, self._grpc, self._clock = controller, grpc, clock
+        self._controller, self._grpc, self._num_replicas, self._clock = controller, grpc, num_replicas, clock
         self._samples: deque[tuple[float, Counts]] = deque(maxlen=int(WINDOW_S / SAMPLE_S))
         self._sampled_s = -SAMPLE_S
 
@@ -61,6 +66,7 @@ class StatusBook:
                 report.generation,
                 report.ready,
                 "; ".join(filter(None, [*_missing(state.models, report), _slow(report)])),
+                report.host,
             )
             for report in reports
         ]
@@ -71,6 +77,7 @@ class StatusBook:
             window_s=WINDOW_S,
             generation=state.generation,
             grpc=self._grpc,
+            num_replicas=self._num_replicas,
             ready=bool(replicas) and all(replica.ready for replica in replicas),
             replicas=replicas,
             models=models,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -181,7 +182,8 @@ class ReplicaHost:
             models[name] = replace(models.get(name, ModelReport()), failure=failure)
         generation = self._plan.generation if self._plan is not None else 0
         computing_s = self._batcher.computing_s
-        return ReplicaReport(self._replica, os.getpid(), generation, self.ready, models, computing_s=computing_s)
+        state = {"computing_s": computing_s, "host": socket.gethostname()}
+        return ReplicaReport(self._replica, os.getpid(), generation, self.ready, models, **state)
 
     def check_health(self) -> None:
         """Raises ShoalError when a thread has died, or a version is being loaded that will never be there."""

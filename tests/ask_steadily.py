@@ -1,0 +1,47 @@
+"""Asks a model at a rate, whatever becomes of it: `python ask_steadily.py URL TOKEN MODEL RATE SECONDS`.
+
+Prints how many requests were answered with which status, as JSON; "lost" are those without an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+
+import httpx
+
+TIMEOUT_S = 100.0  # the endpoint's own is 60 s
+
+
+async def _ask(client: httpx.AsyncClient, url: str, body: object) -> str:
+    try:
+        return str((await client.post(url, json=body)).status_code)
+    except httpx.HTTPError:
+        return "lost"
+
+
+def _say(words: str) -> None:
+    sys.stdout.write(f"{words}\n")
+    sys.stdout.flush()
+
+
+async def main(url: str, token: str, model: str, rate: float, seconds: float) -> None:
+    place = f"{url}/v2/models/{model}"
+    headers, limits = {"Authorization": f"Bearer {token}"}, httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=TIMEOUT_S) as client:
+        (spec,) = (await client.get(place)).json()["inputs"]
+        size = spec["shape"][1]
+        body = {"inputs": [{**spec, "shape": [1, size], "data": [0.0] * size}]}
+        asked = []
+        _say("asking")
+        for _ in range(int(rate * seconds)):
+            asked.append(asyncio.create_task(_ask(client, f"{place}/infer", body)))
+            await asyncio.sleep(1 / rate)
+        _say(json.dumps(Counter(await asyncio.gather(*asked))))
+
+
+if __name__ == "__main__":
+    address, secret, name, *numbers = sys.argv[1:]
+    asyncio.run(main(address, secret, name, float(numbers[0]), float(numbers[1])))

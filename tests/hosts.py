@@ -1,0 +1,173 @@
+"""Hosts on one machine, for tests of what crosses a network: each has network, processes and shared memory of its own.
+
+A host is a process in namespaces of its own, and what runs there is a child of its init: it dies with it, as with a
+host that loses power. They share the file system, as hosts that mount the same one do, but for /dev/shm and Ray's
+folder. Nothing of this is seen outside, and all of it ends with whoever made it, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+NETWORK = "198.18.7"  # of RFC 2544, for tests of networks
+# Bash reaps whom their parents have left, and ends, and with it the host, when nobody holds its standard input.
+_INIT = "hostname {name}; mkdir -p /tmp/ray; mount -t tmpfs ray /tmp/ray; mount -t tmpfs shm /dev/shm; echo up; read -r"
+_SMALL = "--num-cpus=2 --object-store-memory=300000000"
+START_TIMEOUT_S = 180.0
+
+
+def why_none() -> str:
+    """Why there can be no hosts here; "" when there can."""
+    if os.geteuid() != 0:
+        return "hosts are namespaces, which take root to make"
+    missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
+    return f"apt install iproute2 util-linux: there is no {', '.join(missing)}" if missing else ""
+
+
+class Host:
+    """One of them. `home` is its user's, whose programs run in `project`; the others reach it at `address`."""
+
+    def __init__(self, name: str, address: str, folder: Path, shared: Path, init: int) -> None:
+        self.name, self.address, self.home = name, address, folder
+        self.project = folder / "project"
+        self._shared, self._init = shared, init
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """What runs `words` there, from here."""
+        return [
+            "nsenter",
+            "-t",
+            str(self._init),
+            "-m",
+            "-u",
+            "-i",
+            "-n",
+            "-p",
+            "--",
+            "env",
+            "-C",
+            str(self.project),
+            *words,
+        ]
+
+    def environment(self) -> dict[str, str]:
+        """Of a user there: what is not said here, nobody has set."""
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        kept = {name: os.environ[name] for name in ("PYTHONPATH", "LANG") if name in os.environ}
+        return {**kept, "PATH": path, "HOME": str(self.home), "SHOAL_HOME": str(self._shared), "PYTHONUNBUFFERED": "1"}
+
+    def start(self, words: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """A program there, whose output is read as text."""
+        return subprocess.Popen(
+            self.command(words),
+            env={**self.environment(), **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *words: str, timeout_s: float = 60.0) -> str:
+        """A program there, to its end; what it said. Raises AssertionError when it failed."""
+        program = self.start(words)
+        try:
+            said, _ = program.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            said, _ = program.communicate()
+            raise AssertionError(f"{shlex.join(words)} went on for {timeout_s:g} s:\n{said}") from None
+        assert program.returncode == 0, f"{shlex.join(words)} ended with {program.returncode}:\n{said}"
+        return said
+
+
+class Network:
+    """A switch and the hosts at it."""
+
+    def __init__(self, shared: Path, folder: Path) -> None:
+        self._shared, self._folder = shared, folder
+        self._ending = ExitStack()
+        self._switch = self._begin("switch", ["unshare", "--net", "bash", "-c", "echo up; read -r"])
+        self._on_switch("ip", "link", "add", "switch", "type", "bridge")
+        self._on_switch("ip", "link", "set", "switch", "up")
+        self._inits: dict[str, subprocess.Popen[str]] = {}
+
+    def add(self, name: str) -> Host:
+        """A host that is up, and reached by the others at its address."""
+        home = self._folder / name
+        (home / "project").mkdir(parents=True)
+        spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        self._inits[name] = self._begin(name, ["unshare", *spaces, "bash", "-c", _INIT.format(name=name)])
+        init = int(_output("pgrep", "-P", str(self._inits[name].pid)))
+        address = f"{NETWORK}.{9 + len(self._inits)}"
+        port, here = f"to-{name}", ["nsenter", "-t", str(init), "-n", "ip"]
+        self._on_switch("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(init))
+        self._on_switch("ip", "link", "set", port, "master", "switch", "up")
+        for words in ("link set lo up", "link set eth0 up", f"addr add {address}/24 dev eth0"):
+            _output(*here, *words.split())
+        _output(*here, *f"route add default via {NETWORK}.1".split())  # by it Ray finds its own address
+        return Host(name, address, home, self._shared, init)
+
+    def power_off(self, host: Host) -> None:
+        """All at once, and nobody on the network hears a word of it."""
+        self._on_switch("ip", "link", "set", f"to-{host.name}", "down")
+        self._end(self._inits[host.name])
+
+    def close(self) -> None:
+        self._ending.close()
+
+    def _begin(self, name: str, words: Sequence[str]) -> subprocess.Popen[str]:
+        holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._ending.callback(self._end, holder)
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "up\n", f"{name} did not come up"
+        return holder
+
+    @staticmethod
+    def _end(holder: subprocess.Popen[str]) -> None:
+        holder.kill()
+        holder.communicate()
+
+    def _on_switch(self, *words: str) -> None:
+        _output("nsenter", "-t", str(self._switch.pid), "-n", *words)
+
+
+def _output(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, f"{shlex.join(words)}: {done.stderr}"
+    return done.stdout
+
+
+@contextmanager
+def network(folder: Path) -> Iterator[Network]:
+    """A network without hosts, whose files are in `folder`; what they share is `folder/shared`."""
+    (folder / "shared").mkdir()
+    made = Network(folder / "shared", folder)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def start_ray(host: Host, head: Host) -> None:
+    """By the commands of cluster.yaml, without what its launcher does."""
+    cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    if not (venv := host.home / "shoal-venv").exists():
+        venv.symlink_to(sys.prefix)
+    host_environment = next(line for line in cluster["setup_commands"] if "host_environment" in line)
+    in_ray = "shoal.cluster.host_environment /tmp/ray/ha"  # a folder that each host has for itself
+    host.run("bash", "-c", host_environment.replace("shoal.cluster.host_environment", in_ray))
+    kind = "head" if host is head else "worker"
+    start = cluster[f"{kind}_start_ray_commands"][1]  # the one before it ends what was there
+    start = re.sub(r"--autoscaling-config=\S+", "", start) + f" {_SMALL}"
+    host.run("bash", "-c", f"cd; export RAY_HEAD_IP={head.address}; {start}", timeout_s=START_TIMEOUT_S)
