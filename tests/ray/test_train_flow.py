@@ -287,6 +287,35 @@ def test_a_place_that_becomes_free_is_waited_for(fit: type[FakeFit], monkeypatch
     assert next(free, None) is None
 
 
+def _on_a_smaller_cluster(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the first group is lost, and every look counts."""
+    import ray
+
+    monkeypatch.setattr("shoal.flows.training.BEAT_S", 0.0)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1.0 if len(fit.made) == 2 else 4.0})
+
+
+def test_a_group_that_no_host_has_room_for_is_told_of_once(
+    fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _on_a_smaller_cluster(fit, monkeypatch)
+    fit.script = [([logged(1)], RankLost("its host")), ([[], [], [], logged(2), []], ended(tmp_path))]
+    found = run(spec_of())
+    assert found.events()["kind"].tolist().count("hosts_missing") == 1
+    assert found.last_events()["hosts_missing"] | {"wait_s": 0} == {"workers": 2, "fit": 1, "wait_s": 0}
+
+
+def test_a_group_that_no_host_has_room_for_is_given_up(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
+    _on_a_smaller_cluster(fit, monkeypatch)
+    monkeypatch.setattr("shoal.flows.training.HOSTS_S", 0.0)
+    fit.script = [([logged(1)], RankLost("its host")), ([[], [], [], []], RankLost("never asked"))]
+    with pytest.raises(
+        ClusterError, match=r"2 workers have no room on the hosts that are left: go on with resume=.* workers=1"
+    ):
+        run(spec_of())
+    assert all(each.was_closed for each in fit.made)
+
+
 def test_workers_get_gpus_where_there_are_enough(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import shoal.runs
 from shoal.cluster.driver import expected_run_id, job_main
 from shoal.cost import PREDICTED
-from shoal.errors import RankLost, RecordUnwritable, RunError
+from shoal.errors import ClusterError, RankLost, RecordUnwritable, RunError
 from shoal.runs import RunRecorder
 from shoal.runs.ray_mailbox import Message
 from shoal.train.checks import Checked, check
@@ -26,7 +26,7 @@ from shoal.train.ending import end_run
 from shoal.train.interrupts import interrupts
 from shoal.train.journal import Recorded
 from shoal.train.outcome import Outcome
-from shoal.train.ray_room import placed, require_room
+from shoal.train.ray_room import placed, require_room, workers_that_fit
 from shoal.train.recipe import spec_from_words
 from shoal.train.spec import TrainSpec
 from shoal.train.told import Told, in_words
@@ -39,6 +39,7 @@ POLL_S = 0.25
 BEAT_S = 3.0  # how late it hears that another process has resumed the run
 STOP_S = 12.0  # for the workers to save, before whoever asked for an end loses patience
 ROOM_S = 10.0  # for a run that has just ended to give its place back
+HOSTS_S = 600.0  # for a host to take the place of one that is lost
 ATTEMPTS_WITHOUT_PROGRESS = 3
 
 
@@ -85,6 +86,8 @@ class _Flow:
         self.spec, self.checked, self.recorder = placed(spec), checked, recorder
         self._step = -1  # the newest that was heard of
         self._beat_at = time.monotonic()
+        self._has_begun = False  # the attempt of now: something was heard of it
+        self._lacking_since: float | None = None
         self._told = Told(Recorded(recorder), _say)
 
     def run(self) -> None:
@@ -114,6 +117,7 @@ class _Flow:
     def _attempt(self) -> Outcome:
         from shoal.train.ray_train import Fit, Setting  # Ray Train takes a second to load: not for `--check`
 
+        self._has_begun, self._lacking_since = False, None
         setting = Setting(self.spec, self.recorder.id, self.recorder.folder, Path.cwd())
         with interrupts() as asked, closing(Fit(setting)) as fit:
             deadline = math.inf
@@ -143,13 +147,29 @@ class _Flow:
 
     def _listen(self, fit: Fit, timeout_s: float) -> bool:
         messages, is_over = fit.poll(timeout_s)
+        self._has_begun = self._has_begun or bool(messages)
         for message in messages:
             self._record_message(message)
         if time.monotonic() - self._beat_at >= BEAT_S:
             self._beat_at = time.monotonic()
             with suppress(RecordUnwritable):
                 self.recorder.heartbeat()
+            if not self._has_begun:
+                self._look_for_hosts()
         return is_over
+
+    def _look_for_hosts(self) -> None:
+        """A group that no longer fits on the cluster, Ray would let wait for ever, without a word."""
+        fit, now = workers_that_fit(self.spec), time.monotonic()
+        if fit >= self.spec.workers:
+            self._lacking_since = None
+        elif self._lacking_since is None:
+            self._lacking_since = now
+            self._told.event("hosts_missing", workers=self.spec.workers, fit=fit, wait_s=HOSTS_S)
+        elif now - self._lacking_since > HOSTS_S:
+            fewer = f", or with fewer workers: resume={self.recorder.id} workers={fit}" if fit else ""
+            missing = f"{self.spec.workers} workers have no room on the hosts that are left"
+            raise ClusterError(f"{missing}: go on with resume={self.recorder.id} when another has come{fewer}")
 
     def _record_message(self, message: Message) -> None:
         kind, content = message

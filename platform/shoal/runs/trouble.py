@@ -18,6 +18,9 @@ def trouble(kind: str, details: Mapping[str, Any]) -> str:
         case "workers_lost":
             lost = f"workers were lost after step {details['step']:,} ({details['error']})"
             return f"{lost}: going on from the last checkpoint"
+        case "hosts_missing":
+            least = f"{details['workers']} workers have no room on the hosts that are left, which hold {details['fit']}"
+            return f"{least}: waiting up to {details['wait_s'] / 60:.0f} min for another"
         case "invalid_segment":
             return f"{details['actor_id']} sends what is dropped: {details['reason']}: {details['detail']}"
     return "there is no checkpoint: it begins again, at step 0" if kind == NO_CHECKPOINT else ""

@@ -17,10 +17,14 @@ def placed(spec: TrainSpec) -> TrainSpec:
     return spec.model_copy(update={"device": "cuda" if has_gpus else "cpu"})
 
 
+def workers_that_fit(spec: TrainSpec) -> int:
+    """How many the hosts of now could hold, if nothing else were there."""
+    return int(ray.cluster_resources().get(_resource(spec), 0))
+
+
 def require_room(spec: TrainSpec, wait_s: float) -> None:
     """Raises PlanError when the cluster can never hold so many workers, ClusterError when `wait_s` frees no place."""
-    resource = "GPU" if spec.device == "cuda" else "CPU"
-    there = int(ray.cluster_resources().get(resource, 0))
+    resource, there = _resource(spec), workers_that_fit(spec)
     if there < spec.workers:
         remedy = f"use workers={there}, or a larger cluster" if there else f"start a cluster with {resource}s"
         raise PlanError("workers", spec.workers, f"the cluster has {there} {resource}s", remedy)
@@ -28,3 +32,7 @@ def require_room(spec: TrainSpec, wait_s: float) -> None:
     if free < spec.workers:
         problem = f"{spec.workers} workers need a {resource} each, and {int(free)} of {there} are free"
         raise ClusterError(f"{problem}: wait for what runs, or end it (`shoal status`), or use fewer workers")
+
+
+def _resource(spec: TrainSpec) -> str:
+    return "GPU" if spec.device == "cuda" else "CPU"

@@ -200,4 +200,4 @@ class Fit:
 
 
 def _last_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()

@@ -182,8 +182,15 @@ class ReplicaHost:
             models[name] = replace(models.get(name, ModelReport()), failure=failure)
         generation = self._plan.generation if self._plan is not None else 0
         computing_s = self._batcher.computing_s
-        state = {"computing_s": computing_s, "host": socket.gethostname()}
-        return ReplicaReport(self._replica, os.getpid(), generation, self.ready, models, **state)
+        return ReplicaReport(
+            self._replica,
+            os.getpid(),
+            generation,
+            self.ready,
+            models,
+            computing_s=computing_s,
+            host=socket.gethostname(),
+        )
 
     def check_health(self) -> None:
         """Raises ShoalError when a thread has died, or a version is being loaded that will never be there."""
