@@ -23,11 +23,12 @@ from shoal.cli.job_words import (
 )
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.embedded import start
+from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import Job, JobStatus, new_submission_id, submit
 from shoal.config import word_of
-from shoal.errors import ConfigError, RunError
+from shoal.errors import RunError
 from shoal.flows.batch_predict import BatchPredictSpec, check
-from shoal.runs.origin import as_typed
+from shoal.runs.origin import COMMAND_VARIABLE, as_typed
 
 POLL_S = 0.2
 MODULE = "shoal.flows.batch_predict"
@@ -61,7 +62,8 @@ def batch_predict(
     """Answer every row of INPUT, a Parquet or CSV file or a folder of them, and write Parquet into the folder OUTPUT.
 
     The output has the columns of the input, the model's outputs and its version, in the order of the input. It appears
-    whole or not at all. Needs no endpoint; without a cluster (see `shoal up`), one is started for this.
+    whole or not at all. Needs no endpoint; without a cluster (see `shoal up`), one is started for this. On a cluster
+    elsewhere, model and paths are those of its hosts.
 
     \b
     Examples:
@@ -75,12 +77,14 @@ def batch_predict(
     fields += [word_of("keep", [each.strip() for each in keep.split(",")])] if keep else []
     fields += [f"workers={workers}"] if workers else []
     fields += ["skip_errors=true"] if skip_errors else []
-    check(BatchPredictSpec().override(fields))  # before a cluster is started for it
+    spec, cluster = BatchPredictSpec().override(fields), find_cluster(address)
+    if cluster is None or cluster.is_local:
+        check(spec)  # before a cluster is started for it
     end_as_by_ctrl_c()
     console = Console(highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         try:
-            _run(fields, address, console, stack)
+            _run(fields, cluster, console, stack)
         except KeyboardInterrupt:
             ignore_further_interrupts()
             stack.close()
@@ -88,21 +92,21 @@ def batch_predict(
             sys.exit(130)
 
 
-def _run(fields: list[str], address: str | None, console: Console, stack: ExitStack) -> None:
-    cluster = find_cluster(address)
-    if cluster is not None and not cluster.is_local:
-        remedy = "run it on the head, where the files and the registry are"
-        raise ConfigError("address", cluster.dashboard_url, "is a cluster on another machine", remedy)
+def _run(fields: list[str], cluster: ClusterHandle | None, console: Console, stack: ExitStack) -> None:
     if cluster is None:
         console.print("starting a Ray cluster for this run ...")
         embedded = start()
         stack.callback(embedded.stop)
         cluster = embedded
-    environment = job_environment(new_run_id(), as_typed(["shoal", *sys.argv[1:]]))
+    command = as_typed(["shoal", *sys.argv[1:]])
     job = Job(cluster, new_submission_id())
     stack.callback(job.end)  # before it begins: an interruption may come at any moment
-    entrypoint = [sys.executable, "-m", MODULE, *fields]
-    submit(cluster, entrypoint, env=environment, submission_id=job.submission_id)
+    if cluster.is_local:
+        environment, python, folder = job_environment(new_run_id(), command), sys.executable, None
+    else:
+        environment, python, folder = {COMMAND_VARIABLE: command}, "python", Path.cwd()  # where hooks lie
+    words = [python, "-m", MODULE, *fields]
+    submit(cluster, words, env=environment, working_dir=folder, submission_id=job.submission_id)
     if _followed(job, console) is not JobStatus.SUCCEEDED:
         raise RunError(failure(job, "batch prediction"))
 
