@@ -31,8 +31,11 @@ def why_none() -> str:
     """Why there can be no hosts here; "" when there can."""
     if os.geteuid() != 0:
         return "hosts are namespaces, which take root to make"
-    missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
-    return f"apt install iproute2 util-linux: there is no {', '.join(missing)}" if missing else ""
+    missing = [tool for tool in ("ip", "unshare", "nsenter", "pgrep", "hostname") if shutil.which(tool) is None]
+    if missing:
+        return f"apt install iproute2 util-linux procps hostname: there is no {', '.join(missing)}"
+    may = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False)
+    return "" if may.returncode == 0 else "namespaces cannot be made here, for all that this is root"
 
 
 class Host:
@@ -67,10 +70,13 @@ class Host:
         kept = {name: os.environ[name] for name in ("PYTHONPATH", "LANG") if name in os.environ}
         return {**kept, "PATH": path, "HOME": str(self.home), "SHOAL_HOME": str(self._shared), "PYTHONUNBUFFERED": "1"}
 
-    def start(self, words: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """A program there, whose output is read as text."""
+    def start(
+        self, words: Sequence[str], env: Mapping[str, str] | None = None, limit_s: float = 500.0
+    ) -> subprocess.Popen[str]:
+        """A program there, whose output is read as text. It is ended there after `limit_s`: who waits for it here, and
+        could be killed, is only its herald."""
         return subprocess.Popen(
-            self.command(words),
+            self.command(["timeout", "--kill-after=5", f"{limit_s:g}", *words]),
             env={**self.environment(), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -80,13 +86,8 @@ class Host:
 
     def run(self, *words: str, timeout_s: float = 60.0) -> str:
         """A program there, to its end; what it said. Raises AssertionError when it failed."""
-        program = self.start(words)
-        try:
-            said, _ = program.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            program.kill()
-            said, _ = program.communicate()
-            raise AssertionError(f"{shlex.join(words)} went on for {timeout_s:g} s:\n{said}") from None
+        program = self.start(words, limit_s=timeout_s)
+        said, _ = program.communicate()
         assert program.returncode == 0, f"{shlex.join(words)} ended with {program.returncode}:\n{said}"
         return said
 

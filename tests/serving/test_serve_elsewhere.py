@@ -34,6 +34,9 @@ class FakeJob:
     def logs(self) -> str:
         return self.said
 
+    def logs_or_none(self) -> str | None:
+        return self.said
+
     def outcome(self) -> JobStatus | None:
         return self.state if self.state.is_over else None
 
@@ -151,6 +154,10 @@ def test_a_file_goes_with_the_folder_that_it_lies_in(cluster: FakeCluster, tmp_p
     (job,) = cluster.jobs.values()
     assert {"file=shop.yaml", "endpoint.name=shop"} <= set(shlex.split(job.entrypoint))
     job.stop()
+    assert shoal_program("deploy", "file=shop.yaml").exit_code == 0
+    (_, job) = cluster.jobs.values()
+    assert "file=shop.yaml" in shlex.split(job.entrypoint)
+    job.stop()
     error = shoal_program("deploy", str(outside)).exception
     assert isinstance(error, ConfigError)
     assert "lies outside" in str(error)
@@ -165,6 +172,26 @@ def test_delete_stops_the_job_of_the_endpoint(cluster: FakeCluster, name: list[s
     error = shoal_program("delete", *name).exception
     assert isinstance(error, RunError)
     assert "`shoal serve deploy` has none there" in str(error)
+
+
+def test_jobs_of_others_are_passed_over_and_an_endpoint_without_a_name_is_called_like_its_first_model(
+    cluster: FakeCluster,
+) -> None:
+    cluster.jobs["other"] = FakeJob("other", "python x.py # don't")
+    cluster.jobs["local"] = FakeJob("local", "python -m shoal.flows.serving models=fashion@champion,tabular")
+    assert "endpoint fashion is gone" in shoal_program("delete", "fashion").output
+    assert cluster.jobs["local"].state is JobStatus.STOPPED
+
+
+def test_a_word_of_the_models_own_hides_nothing(cluster: FakeCluster) -> None:
+    cluster.begin = lambda job: setattr(job, "said", f"error: no such thing, says a library\n{SERVING}")
+    assert shoal_program("deploy", "tumours").exit_code == 0
+
+
+def test_a_model_is_taken_from_an_endpoint_and_not_from_a_cluster(cluster: FakeCluster) -> None:
+    error = shoal_program("delete", "shop", "--model", "tabular").exception
+    assert isinstance(error, ConfigError)
+    assert "is a cluster's, and a model is taken from an endpoint" in str(error)
 
 
 def test_delete_names_what_there_is(cluster: FakeCluster) -> None:

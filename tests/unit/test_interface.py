@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
-from shoal.parallel.interface import VARIABLE, address_towards, speak_from
+from shoal.parallel import interface
+from shoal.parallel.interface import VARIABLE, address_towards, speak_from, speak_towards
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +33,21 @@ def test_an_address_of_nobody_here_says_nothing() -> None:
     assert VARIABLE not in os.environ
 
 
-@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("no-such-host.invalid", None)])
+@pytest.mark.parametrize(
+    ("host", "address"), [("127.0.0.1", "127.0.0.1"), ("no-such-host.invalid", None), ("a..b", None), ("", None)]
+)
 def test_the_address_by_which_a_host_sees_this_one(host: str, address: str | None) -> None:
     assert address_towards(host) == address
+
+
+@pytest.mark.parametrize(("has_others", "expected"), [(False, "lo"), (True, "eth7")])
+def test_the_first_of_several_hosts_does_not_offer_loopback_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, has_others: bool, expected: str
+) -> None:
+    """Its own name leads there."""
+    towards = {"first": "127.0.0.1", "192.0.2.1": "10.1.2.3"}
+    names = {"lo": [SimpleNamespace(address="127.0.0.1")], "eth7": [SimpleNamespace(address="10.1.2.3")]}
+    monkeypatch.setattr(interface, "address_towards", towards.get)
+    monkeypatch.setattr(interface.psutil, "net_if_addrs", lambda: names)
+    speak_towards("first", has_others)
+    assert os.environ[VARIABLE] == expected

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from shoal.cli.job_words import end_as_by_ctrl_c, failure, ignore_further_interrupts, new_run_id, said
+from shoal.cli.job_words import end_as_by_ctrl_c, failure, ignore_further_interrupts, new_run_id
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import Job, list_jobs, submit
 from shoal.config import last_value, word_of
@@ -79,10 +79,9 @@ def delete_elsewhere(cluster: ClusterHandle, module: str, endpoint: str | None, 
 
 def _within(field: str) -> str:
     """A file is where the current folder is uploaded to. Raises ConfigError for one outside."""
-    name, _, value = field.partition("=")
-    if name != "file":
+    if not (value := last_value([field], "file")):
         return field
-    file, here = Path(value), Path.cwd().resolve()
+    file, here = Path(value).resolve(), Path.cwd().resolve()
     if not file.is_relative_to(here):
         raise ConfigError("file", value, f"lies outside {here}", "deploy from the folder that holds the file")
     return word_of("file", str(file.relative_to(here)))
@@ -92,9 +91,13 @@ def _endpoints(cluster: ClusterHandle, module: str) -> dict[str, str]:
     """Name -> job, of the endpoints that are kept up by jobs of ours."""
     found = {}
     for info in list_jobs(cluster):
-        words = shlex.split(info.entrypoint)
+        try:
+            words = shlex.split(info.entrypoint)
+        except ValueError:
+            continue  # somebody else's, for whom a shell reads it
         if not info.status.is_over and module in words:
-            found[last_value(words, "endpoint.name") or info.submission_id] = info.submission_id
+            first = (last_value(words, "models") or info.submission_id).partition(",")[0]
+            found[last_value(words, "endpoint.name") or split_ref(first)[0]] = info.submission_id
     return found
 
 
@@ -103,7 +106,7 @@ def _wait_until_ready(job: Job, timeout_s: float) -> tuple[str, str]:
     failed, ClusterError when it takes too long."""
     deadline_s = time.monotonic() + timeout_s
     while True:
-        words = "\n".join(said(job))
+        words = job.logs_or_none() or ""
         if ready := _READY.search(words):
             grpc = _GRPC.search(words)
             return ready[1], f"//{grpc[1]}" if grpc else ""

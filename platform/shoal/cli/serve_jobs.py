@@ -128,8 +128,11 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
       shoal serve delete shop --model tabular
       shoal serve delete shop --address http://head.example:8265
     """
-    elsewhere = find_cluster(address)
-    if elsewhere is not None and not elsewhere.is_local and not model:
+    if model and address:
+        remedy = "leave --address out, and give the endpoint's own address for NAME"
+        raise ConfigError("address", address, "is a cluster's, and a model is taken from an endpoint", remedy)
+    elsewhere = None if model else find_cluster(address)
+    if elsewhere is not None and not elsewhere.is_local:
         delete_elsewhere(elsewhere, MODULE, endpoint, timeout_s)
         return
     found = find_endpoint(endpoint)

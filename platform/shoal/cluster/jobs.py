@@ -125,6 +125,7 @@ def _submit_remote(
     if working_dir is not None:
         refuse_shadowing(working_dir)
         runtime_env["working_dir"] = str(working_dir.resolve())
+    import requests  # by which Ray's client speaks
     from ray.job_submission import JobSubmissionClient
 
     # Ray's client lets its variables win over its argument, and speaks of each file that it leaves out.
@@ -138,6 +139,8 @@ def _submit_remote(
                 entrypoint=shlex.join(entrypoint), runtime_env=runtime_env, submission_id=submission_id
             )
     except ConnectionError as error:
+        raise ConnectionLost(f"no answer from {cluster.dashboard_url}: {error}") from None
+    except requests.RequestException as error:
         raise ConnectionLost(f"no answer from {cluster.dashboard_url}: {error}") from None
     except OSError as error:
         raise ClusterError(f"{working_dir} cannot be uploaded: {error}") from None
@@ -228,6 +231,10 @@ class Job:
         with connect(self._cluster) as client:
             text: str = ask(client, "GET", f"{self._path}/logs")["logs"]
             return text
+
+    def logs_or_none(self) -> str | None:
+        """The same for who asks again and again: None without an answer. Raises as `outcome` does."""
+        return self._patiently(self.logs)
 
     def wait(self, timeout_s: float) -> JobStatus:
         """Wait for the end; the state it ended in, SUCCEEDED or STOPPED.

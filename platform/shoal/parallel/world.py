@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shoal.errors import ConfigError
-from shoal.parallel.interface import address_towards, speak_from
+from shoal.parallel.interface import speak_towards
 
 T = TypeVar("T")
 CUDA_BACKEND = "cpu:gloo,cuda:nccl"
@@ -49,8 +49,8 @@ class World:
             return cls.alone(device)
         rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
         chosen = choose_device(device, local)
-        if address := address_towards(os.environ.get("MASTER_ADDR", "")):
-            speak_from(address)
+        has_others = int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size
+        speak_towards(os.environ.get("MASTER_ADDR", ""), has_others)
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
         # torchrun keeps its store over restarts, with the addresses of ranks that are dead.
         life = f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -1,9 +1,10 @@
-"""Where a replica's servers listen: where HAProxy reaches them, and nowhere else.
+"""Where a replica's servers listen: where they are asked, as far as that is one place.
 
 Serve has no setting for it. Its servers of gRPC, for health and for other deployments, listen on every interface
-(`[::]`), which is made loopback where the cluster is. Its server of HTTP listens where the endpoint does, on the
-loopback of a host: but HAProxy runs on the head, and asks a replica on another host by that host's address. Called by
-the Ray shell in a replica's constructor, which runs before Serve makes any of them.
+(`[::]`), which is made loopback where the cluster is. Its server of HTTP listens where the endpoint does, on loopback:
+but HAProxy runs on the head, and asks a replica of another host at that host's address. The head's own are asked on
+loopback by HAProxy, and at the host's address by other deployments, so there gRPC stays everywhere. Called by the Ray
+shell in a replica's constructor, which runs before Serve makes any of them.
 """
 
 from __future__ import annotations
@@ -23,23 +24,26 @@ HEAD = "node:__internal_head__"  # the resource by which Ray marks it
 def listen_where_asked() -> None:
     """Every server that Serve makes in this process from now on. Idempotent."""
     host = ray.util.get_node_ip_address()
-    if is_loopback(host):
+    is_on_head = _is_head(host)
+    if is_loopback(host) or not is_on_head:
         default_impl.add_grpc_address = _on(host, default_impl.add_grpc_address)
         replica.add_port_to_grpc_server = _on(host, replica.add_port_to_grpc_server)
-    elif not _is_head():
+    if not is_on_head:
         replica.start_asgi_http_server = _reached_at(host, replica.start_asgi_http_server)
 
 
-def _is_head() -> bool:
-    here = ray.get_runtime_context().get_node_id()
-    return any(HEAD in node["Resources"] for node in ray.nodes() if node["NodeID"] == here)
+def _is_head(host: str) -> bool:
+    """As HAProxy sees it, which goes by addresses: a second raylet of the head's host is there, too."""
+    return is_loopback(host) or any(
+        HEAD in node["Resources"] for node in ray.nodes() if node["NodeManagerAddress"] == host
+    )
 
 
 def _on(host: str, add: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    def add_on_loopback(server: Any, address: str) -> Any:
-        return add(server, address.replace(EVERYWHERE, f"{host}:"))
+    def add_there(server: Any, address: str) -> Any:
+        return add(server, address.replace(EVERYWHERE, f"[{host}]:" if ":" in host else f"{host}:"))
 
-    return add_on_loopback
+    return add_there
 
 
 def _reached_at(host: str, start: Callable[..., Any]) -> Callable[..., Any]:
