@@ -20,6 +20,7 @@ import pytest
 from hosts import ROOT, Host, Network, network, start_ray, why_none
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
+from waiting import wait_for
 
 pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(600)]
 DASHBOARD = "http://127.0.0.1:8265"
@@ -129,7 +130,7 @@ def test_an_endpoint_whose_second_host_loses_power_answers_on(cluster: Cluster) 
     # What its replicas had in hand is told after 60 s: nothing on the network says that they are gone.
     assert set(answered) <= {"200", "503", "504"}
     assert answered["200"] >= 580, answered
-    assert _hosts(cluster) == {"head"}
+    wait_for(lambda: _hosts(cluster) == {"head"}, 120, "word that the other host is gone")
     assert "of 4 ready" in cluster.shoal("serve", "status", "--once"), "as many as there were are to be"
     assert "gone" in cluster.shoal("serve", "delete", name, "--address", DASHBOARD)
 

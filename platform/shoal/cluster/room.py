@@ -1,14 +1,18 @@
-"""Whether the cluster is large enough, and has room now: asked before anything is started that would wait for it."""
+"""Whether the cluster is large enough, and has room now: asked before anything is started that would wait for it. And
+which of its hosts is the head, for what is to live as long as the cluster."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.errors import ConfigError
 
 POLL_S = 0.05
+_HEAD = "node:__internal_head__"  # the resource by which Ray marks it
 
 
 def require_cpus(num_cpus: float, fields: str) -> None:
@@ -20,6 +24,20 @@ def require_cpus(num_cpus: float, fields: str) -> None:
     if num_cpus > total:
         remedy = f"lower {fields}, or use a larger cluster"
         raise ConfigError("num_cpus", num_cpus, f"is more than the {total:g} of the cluster", remedy)
+
+
+def head_address() -> str:
+    """By which the other hosts reach it."""
+    return str(_head()["NodeManagerAddress"])
+
+
+def on_head() -> NodeAffinitySchedulingStrategy:
+    """For a worker that is to outlive every other host: of several, Ray would choose any."""
+    return NodeAffinitySchedulingStrategy(_head()["NodeID"], soft=False)
+
+
+def _head() -> dict[str, Any]:
+    return next(node for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"])
 
 
 def wait_for_free(resource: str, amount: float, wait_s: float) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from shoal.cluster.room import on_head
 from shoal.errors import ConnectionLost, ShoalError
 from shoal.serve.controller.administration import LOAD_TIMEOUT_S
 from shoal.serve.controller.service import ControllerService
@@ -63,7 +64,11 @@ class RayController:
     def handle(self) -> Any:
         if self._handle is None:
             self._handle = ControllerWorker.options(  # type: ignore[attr-defined]
-                name=self._setting.actor, namespace=NAMESPACE, lifetime="detached", get_if_exists=True
+                name=self._setting.actor,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                scheduling_strategy=on_head(),  # with HAProxy, and with the file of its state
             ).remote(self._setting)
         return self._handle
 

@@ -15,10 +15,10 @@ from typing import Any
 import ray
 from ray.serve._private import default_impl, replica
 
+from shoal.cluster.room import head_address
 from shoal.serve.endpoint import is_loopback
 
 EVERYWHERE = "[::]:"
-HEAD = "node:__internal_head__"  # the resource by which Ray marks it
 
 
 def listen_where_asked() -> None:
@@ -34,9 +34,7 @@ def listen_where_asked() -> None:
 
 def _is_head(host: str) -> bool:
     """As HAProxy sees it, which goes by addresses: a second raylet of the head's host is there, too."""
-    return is_loopback(host) or any(
-        HEAD in node["Resources"] for node in ray.nodes() if node["NodeManagerAddress"] == host
-    )
+    return is_loopback(host) or head_address() == host
 
 
 def _on(host: str, add: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.errors import ConnectionLost
 from shoal.weights.publisher import WeightPublisher
@@ -53,9 +54,11 @@ class WeightStoreWorker:
 
 
 def start_weight_store(run_id: str) -> ActorHandle:
-    """The store of a run: named `weights-{run_id}` in the namespace `shoal`, made when it is not there."""
+    """The store of a run: named `weights-{run_id}` in the namespace `shoal`. Where it is not there, it is made, on the
+    node of who asks: a driver's, whose death ends the run in any case."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"name": f"weights-{run_id}", "namespace": NAMESPACE, "get_if_exists": True}
-    return WeightStoreWorker.options(**options).remote()  # type: ignore[attr-defined]
+    return WeightStoreWorker.options(scheduling_strategy=here, **options).remote()  # type: ignore[attr-defined]
 
 
 class RayWeightSource:
