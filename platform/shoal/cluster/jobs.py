@@ -125,7 +125,6 @@ def _submit_remote(
     if working_dir is not None:
         refuse_shadowing(working_dir)
         runtime_env["working_dir"] = str(working_dir.resolve())
-    import requests  # by which Ray's client speaks
     from ray.job_submission import JobSubmissionClient
 
     # Ray's client lets its variables win over its argument, and speaks of each file that it leaves out.
@@ -140,10 +139,8 @@ def _submit_remote(
             )
     except ConnectionError as error:
         raise ConnectionLost(f"no answer from {cluster.dashboard_url}: {error}") from None
-    except requests.RequestException as error:
-        raise ConnectionLost(f"no answer from {cluster.dashboard_url}: {error}") from None
-    except OSError as error:
-        raise ClusterError(f"{working_dir} cannot be uploaded: {error}") from None
+    except OSError as error:  # of a file that cannot be read, or of a connection that was lost
+        raise ClusterError(f"{cluster.dashboard_url} did not get the job: {error}") from None
     except (RuntimeError, ValueError) as error:
         raise ClusterError(f"{cluster.dashboard_url} refused the job: {error}") from None
     return Job(cluster, chosen)
