@@ -38,13 +38,12 @@ hypothesis.settings.load_profile("shoal")
 
 TESTS = Path(__file__).parent
 _homes = itertools.count()
-WITH_CLUSTER = ("ray", "faults", "e2e")
+WITH_CLUSTER = ("ray", "faults", "e2e", "hosts")
 WITHOUT_RAY = ("unit", "loop", "training", "equivalence", "serving")
 
 # Their tests share what is dear to make, an endpoint or a run; tests of other files go to whichever process is free.
 TOGETHER = (
     "e2e/test_serving.py",
-    "faults/test_hosts.py",
     "faults/test_replica_faults.py",
     "faults/test_serving_faults.py",
     "faults/test_training_faults.py",

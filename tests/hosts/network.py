@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NETWORK = "198.18.7"  # of RFC 2544, for tests of networks
 # Bash reaps whom their parents have left, and ends, and with it the host, when nobody holds its standard input.
 _INIT = "hostname {name}; mkdir -p /tmp/ray; mount -t tmpfs ray /tmp/ray; mount -t tmpfs shm /dev/shm; echo up; read -r"

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from network import ROOT, Host, Network, network, start_ray, why_none
 
-from hosts import ROOT, Host, Network, network, start_ray, why_none
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 from waiting import wait_for
 
 pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(600)]
 DASHBOARD = "http://127.0.0.1:8265"
-ASKER = ROOT / "tests/ask_steadily.py"
+ASKER = ROOT / "tests/hosts/ask_steadily.py"
 
 
 @dataclass
