@@ -28,7 +28,7 @@ demo: $(READY)  ## Run the main job: four external actors teach a policy that an
 
 # Bytecode is kept: else each worker, and each process that a test or a benchmark starts, compiles again what it imports.
 # In the third line, a Ray cluster per process, and the tests that take longest first (see tests/conftest.py). The last has
-# the machine to itself: two hosts are on it, and Ray's own start of one fails when its parts take 15 s to load.
+# the machine to itself: two hosts are on it, and Ray's own start of one fails when that takes 30 s.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY) $(CLIENTS)/.ready  ## Run the whole test suite
 	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit

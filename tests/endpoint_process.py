@@ -37,13 +37,16 @@ INFER = "/v2/models/linear/infer"
 
 
 class EndpointProcess:
-    """A child that serves. Commands raise RuntimeError with the child's last words when it fails."""
+    """A child that serves. Commands raise RuntimeError with the child's last words when it fails.
 
-    def __init__(self, **spec: Any) -> None:
+    answer_s: after which HAProxy gives up a replica that does not answer
+    """
+
+    def __init__(self, answer_s: float = 60.0, **spec: Any) -> None:
         self.temp_dir = Path(tempfile.mkdtemp(prefix="se-", dir="/tmp"))  # short: unix sockets live in it
         self._log = (self.temp_dir / "driver.log").open("w+")
         self._child = subprocess.Popen(
-            [sys.executable, __file__, str(self.temp_dir), json.dumps(spec)],
+            [sys.executable, __file__, str(self.temp_dir), json.dumps(spec), f"{answer_s:g}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -170,8 +173,8 @@ class Load:
 class Client:
     """One keep-alive connection; a new one after a pause, in which the endpoint may have given it up."""
 
-    def __init__(self, url: str) -> None:
-        self._connection = http.client.HTTPConnection(str(urlsplit(url).netloc), timeout=REQUEST_TIMEOUT_S)
+    def __init__(self, url: str, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
+        self._connection = http.client.HTTPConnection(str(urlsplit(url).netloc), timeout=timeout_s)
         self._answered_s = time.monotonic()
 
     def request(self, method: str, path: str, body: str | None = None, **headers: str) -> tuple[int, Any, Any]:
@@ -196,11 +199,11 @@ class Client:
         self._connection.close()
 
 
-def _drive(temp_dir: Path, spec: dict[str, Any]) -> None:
+def _drive(temp_dir: Path, spec: dict[str, Any], answer_s: str) -> None:
     """Serve, and obey the commands of standard input until it ends."""
     from shoal.cluster.serve_environment import serve_environment
 
-    os.environ.update(serve_environment(temp_dir))
+    os.environ.update(serve_environment(temp_dir), RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S=answer_s)
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=os.urandom(32).hex(), RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
     import ray
 
@@ -303,4 +306,4 @@ def answer(content: object) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test decides when it ends
-    _drive(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    _drive(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3])

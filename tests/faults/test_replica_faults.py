@@ -16,13 +16,16 @@ from shoal.registry import Registry
 from waiting import wait_for
 
 STATE_TIMEOUT_S = 120.0
+HELD_S = 400.0
 NUM_SMALL, NUM_LARGE = 8, 4
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(500)
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[EndpointProcess]:
-    process = EndpointProcess(num_replicas=2)
+    # A request that is held is in hand for as long as the test takes to see where it is: the survivor can be asked only
+    # when the other one has been replaced, which takes a busy machine more than a minute.
+    process = EndpointProcess(answer_s=HELD_S, num_replicas=2, hang_s=HELD_S)
     process.publish(1)
     wait_for(lambda: versions(process) == [1, 1], STATE_TIMEOUT_S)
     yield process
@@ -102,7 +105,7 @@ def both_are_asked(endpoint: EndpointProcess) -> bool:
 def infer(endpoint: EndpointProcess, value: float = HANG, padding: str = "") -> tuple[int, str | None]:
     """The status of an answer to a row, by default to one that hangs, and when to come again."""
     tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [value, 1.0]}
-    client = Client(endpoint.url)
+    client = Client(endpoint.url, HELD_S)
     status, headers, _ = client.request("POST", "/v2/models/faulty/infer", json.dumps({"inputs": [tensor]}) + padding)
     client.close()
     return status, headers["retry-after"]
