@@ -14,12 +14,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import yaml
 
 ROOT = Path(__file__).parents[2]
+RAYS = Path("/tmp/ray")  # where each host mounts a folder of its own
 NETWORK = "198.18.7"  # of RFC 2544, for tests of networks
 # Bash reaps whom their parents have left, and ends, and with it the host, when nobody holds its standard input.
 _INIT = "hostname {name}; mkdir -p /tmp/ray; mount -t tmpfs ray /tmp/ray; mount -t tmpfs shm /dev/shm; echo up; read -r"
@@ -158,6 +159,8 @@ def network(folder: Path) -> Iterator[Network]:
         yield made
     finally:
         made.close()
+        with suppress(OSError):  # somebody else's Ray is there
+            RAYS.rmdir()
 
 
 def start_ray(host: Host, head: Host) -> None:
