@@ -28,7 +28,7 @@ LEVELS = [
     {"wire"},
     {"config"},
     {"home"},
-    {"errors", "loading", "batches", "durable"},
+    {"errors", "loading", "batches", "durable", "addresses"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from shoal.addresses import address_towards
 from shoal.parallel import interface
-from shoal.parallel.interface import VARIABLE, address_towards, speak_from, speak_towards
+from shoal.parallel.interface import VARIABLE, speak_from, speak_towards
 
 
 @pytest.fixture(autouse=True)

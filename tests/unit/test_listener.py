@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import zmq
 
+from shoal import addresses
 from shoal.errors import ConfigError
-from shoal.rl import listener
 from shoal.rl.listener import address_of, listen, reachable_host
 from shoal.rl.spec import GatewaySpec
 
@@ -52,7 +52,7 @@ class Lonely(Routed):
 def test_the_host_that_actors_are_told(
     monkeypatch: pytest.MonkeyPatch, host: str, node: str, kind: Any, told: str
 ) -> None:
-    monkeypatch.setattr(listener.sockets, "socket", kind)
+    monkeypatch.setattr(addresses.socket, "socket", kind)
     assert reachable_host(host, node) == told
 
 

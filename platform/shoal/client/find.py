@@ -5,10 +5,10 @@ Called by the command line and by whoever would rather name an endpoint than its
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from shoal.addresses import is_loopback
 from shoal.errors import ConfigError, RunError
 from shoal.home import existing_token
 from shoal.runs import list_running
@@ -58,10 +58,6 @@ def find_endpoint(wanted: str | None = None) -> FoundEndpoint:
 def token_for(url: str) -> str:
     """The access token of this home, for an endpoint of this machine; "" for one elsewhere, which it is not for."""
     host = urlsplit(url).hostname or ""
-    try:
-        is_here = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_here = False
     if urlsplit(url).scheme not in ("http", "https") or not host:
         raise ConfigError("url", url, "is not the address of an endpoint", "write http://HOST:PORT")
-    return existing_token() if is_here else ""
+    return existing_token() if is_loopback(host) else ""

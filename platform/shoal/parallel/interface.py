@@ -6,15 +6,13 @@ nothing resolves becomes loopback as well. Called before a group is formed. Nccl
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import socket
 
 import psutil
 
+from shoal.addresses import ELSEWHERE, address_towards, is_loopback
+
 VARIABLE = "GLOO_SOCKET_IFNAME"  # of torch; what a user has set stays
-_ANY_PORT = 9  # nothing is sent
-_ELSEWHERE = "192.0.2.1"  # of RFC 5737: nobody's
 
 
 def speak_from(address: str) -> None:
@@ -29,18 +27,7 @@ def speak_towards(first_host: str, has_others: bool) -> None:
     """The same by the address that leads to `first_host`, where there are ranks on other hosts, too: of the first host
     itself, whose own name leads to loopback, that which leads out."""
     address = address_towards(first_host)
-    if address is not None and has_others and ipaddress.ip_address(address).is_loopback:
-        address = address_towards(_ELSEWHERE)
+    if address is not None and has_others and is_loopback(address):
+        address = address_towards(ELSEWHERE)
     if address is not None:
         speak_from(address)
-
-
-def address_towards(host: str) -> str | None:
-    """The address by which `host` sees this one; None when there is no way there."""
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as asking:
-            asking.connect(place)
-            return str(asking.getsockname()[0])
-    except (OSError, UnicodeError):  # the latter of what can be no name
-        return None

@@ -5,13 +5,13 @@ Called by the gateway when it starts. Never reads or writes a message.
 
 from __future__ import annotations
 
-import socket as sockets
 import time
 
 import zmq
 
+from shoal.addresses import ELSEWHERE, address_towards, is_loopback
 from shoal.errors import ConfigError
-from shoal.rl.spec import GatewaySpec, is_loopback
+from shoal.rl.spec import GatewaySpec
 
 UNREAD_MESSAGES = 16  # that one connection may have waiting here; further ones wait on its own side
 # A peer that vanished without a word (no network, no power) gives its descriptor back after 60 + 4 * 15 s.
@@ -22,7 +22,6 @@ _KEEPALIVE = (
     (zmq.TCP_KEEPALIVE_CNT, 4),
 )
 WILDCARDS = ("0.0.0.0", "::", "*")
-_ELSEWHERE = "192.0.2.1"  # of RFC 5737: nobody's
 _PORT_WAIT_S = 1.0  # for the gateway that had this port before to let go of it
 
 
@@ -66,14 +65,7 @@ def reachable_host(host: str, node: str) -> str:
     """
     if host not in WILDCARDS:
         return host
-    if not is_loopback(node):
-        return node
-    with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((_ELSEWHERE, 9))  # sends nothing: it asks the routing table
-        except OSError:
-            return node
-        return str(probe.getsockname()[0])
+    return (address_towards(ELSEWHERE) or node) if is_loopback(node) else node
 
 
 def _endpoint(host: str, port: int | str) -> str:

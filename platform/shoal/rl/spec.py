@@ -5,26 +5,18 @@ Called by jobs, by `local.py` and by the Ray shells. Knows the environment only 
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from shoal.addresses import is_loopback
 from shoal.algorithms.impala_config import ImpalaConfig
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.wire.segment import largest_segment_bytes
 from shoal.wire.spec import ExperienceSpec, PolicySpec, TensorSpec
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nothing outside this machine can reach `host`."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class GatewaySpec(Spec):

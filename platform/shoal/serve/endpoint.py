@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Any, Self, TypeVar
 
 from pydantic import (
@@ -17,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from shoal.addresses import is_loopback
 from shoal.config import Spec
 from shoal.serve.options import ApiKey, ModelOptions, usable_secret
 from shoal.serve.protocol.access import Access
@@ -25,14 +25,6 @@ from shoal.serve.tracing import Destination
 # A replica is well used when one full batch is computed while the next one gathers.
 BATCHES_PER_REPLICA = 2
 SpecT = TypeVar("SpecT", bound=Spec)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nothing outside this machine can reach `host`."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _said(given: Any) -> Any:

@@ -15,8 +15,8 @@ from typing import Any
 import ray
 from ray.serve._private import default_impl, replica
 
+from shoal.addresses import is_loopback
 from shoal.cluster.room import head_address
-from shoal.serve.endpoint import is_loopback
 
 EVERYWHERE = "[::]:"
 
