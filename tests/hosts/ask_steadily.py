@@ -1,6 +1,7 @@
 """Asks a model at a rate, whatever becomes of it: `python ask_steadily.py URL TOKEN MODEL RATE SECONDS`.
 
-Prints how many requests were answered with which status, as JSON; "lost" are those without an answer.
+Says "asking" when it has sent a quarter of them, and at last how many were answered with which status, as JSON; "lost"
+are those without an answer.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ async def main(url: str, token: str, model: str, rate: float, seconds: float) ->
         (spec,) = (await client.get(place)).json()["inputs"]
         size = spec["shape"][1]
         body = {"inputs": [{**spec, "shape": [1, size], "data": [0.0] * size}]}
-        asked = []
-        _say("asking")
-        for _ in range(int(rate * seconds)):
+        asked, number = [], int(rate * seconds)
+        for sent in range(number):
+            if sent == number // 4:
+                _say("asking")
             asked.append(asyncio.create_task(_ask(client, f"{place}/infer", body)))
             await asyncio.sleep(1 / rate)
         _say(json.dumps(Counter(await asyncio.gather(*asked))))

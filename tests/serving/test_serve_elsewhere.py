@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from shoal.cli import cli, serve_elsewhere, serve_jobs
+from shoal.cli import cli, job_words, serve_elsewhere, serve_jobs
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.errors import ClusterError, ConfigError, RunError
@@ -88,7 +88,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCluster:
     for name, stand_in in {"submit": fake.submit, "Job": fake.job, "list_jobs": fake.infos}.items():
         monkeypatch.setattr(serve_elsewhere, name, stand_in)
     monkeypatch.setattr(serve_elsewhere, "end_as_by_ctrl_c", lambda: None)
-    monkeypatch.setattr(serve_elsewhere, "ignore_further_interrupts", lambda: None)
+    monkeypatch.setattr(job_words, "ignore_further_interrupts", lambda: None)
     monkeypatch.chdir(tmp_path)
     return fake
 
@@ -136,6 +136,16 @@ def test_what_is_not_ready_in_time_is_ended(cluster: FakeCluster) -> None:
     assert isinstance(error, ClusterError)
     assert "was not ready within 0 s" in str(error)
     assert [job.state for job in cluster.jobs.values()] == [JobStatus.STOPPED]
+
+
+def test_ctrl_c_before_it_is_ready_leaves_no_job(cluster: FakeCluster) -> None:
+    def interrupted(job: FakeJob) -> None:
+        raise KeyboardInterrupt
+
+    cluster.begin = interrupted
+    result = shoal_program("deploy", "tumours")
+    assert (result.exit_code, [job.state for job in cluster.jobs.values()]) == (130, [JobStatus.STOPPED])
+    assert "stopped: nothing is served" in result.output
 
 
 def test_a_second_endpoint_is_refused_before_anything_is_uploaded(cluster: FakeCluster) -> None:

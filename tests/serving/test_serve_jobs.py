@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import shoal.runs
-from shoal.cli import cli, serve_jobs
+from shoal.cli import cli, job_words, serve_jobs
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
@@ -99,7 +99,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     monkeypatch.setattr(serve_jobs, "Job", fake.job)
     monkeypatch.setattr(serve_jobs, "list_jobs", fake.infos)
     monkeypatch.setattr(serve_jobs, "end_as_by_ctrl_c", lambda: None)
-    monkeypatch.setattr(serve_jobs, "ignore_further_interrupts", lambda: None)
+    monkeypatch.setattr(job_words, "ignore_further_interrupts", lambda: None)
     tensors = {"weight": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)}
     tensor = [TensorSignature(name="x", datatype="FP32", shape=[-1, 1])]
     for name in ("fashion", "tabular"):

@@ -8,11 +8,16 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 
+import click
+
 from shoal.cluster.jobs import Job
+from shoal.errors import ClusterError, ConnectionLost
 from shoal.home import access_token, home
 from shoal.runs.origin import COMMAND_VARIABLE
 
@@ -77,6 +82,21 @@ def ignore_further_interrupts() -> None:
     """While this program cleans up, which takes seconds and leaves nothing behind."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
+
+
+@contextmanager
+def ended_when_given_up(end: Callable[[], object]) -> Iterator[None]:
+    """`end` the job of an endpoint that never becomes ready; and the program, when it is interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        ignore_further_interrupts()
+        end()
+        click.echo("stopped: nothing is served", err=True)
+        sys.exit(130)
+    except (ClusterError, ConnectionLost):
+        end()
+        raise
 
 
 def _interrupt(signum: int, frame: object) -> None:

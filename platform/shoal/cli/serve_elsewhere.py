@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 
 import click
 
-from shoal.cli.job_words import end_as_by_ctrl_c, failure, ignore_further_interrupts, new_run_id
+from shoal.cli.job_words import end_as_by_ctrl_c, ended_when_given_up, failure, new_run_id
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import Job, list_jobs, submit
 from shoal.config import last_value, word_of
-from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
+from shoal.errors import ClusterError, ConfigError, RunError
 from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec
 from shoal.registry import split_ref
 from shoal.runs.origin import COMMAND_VARIABLE, apart, as_typed
@@ -46,17 +46,9 @@ def deploy_elsewhere(
     env = {"SHOAL_RUN_ID": run_id, COMMAND_VARIABLE: as_typed(["shoal", *sys.argv[1:]]), **secrets}
     job = Job(cluster, run_id)
     end_as_by_ctrl_c()
-    try:
+    with ended_when_given_up(job.end):
         submit(cluster, ["python", "-m", module, *shown], env=env, working_dir=Path.cwd(), submission_id=run_id)
         url, grpc = _wait_until_ready(job, timeout_s)
-    except KeyboardInterrupt:
-        ignore_further_interrupts()
-        job.end()
-        click.echo("stopped: nothing is served", err=True)
-        sys.exit(130)
-    except (ClusterError, ConnectionLost):
-        job.end()
-        raise
     ports = [f"-L {urlsplit(each).port}:127.0.0.1:{urlsplit(each).port}" for each in (url, grpc) if each]
     click.echo(f"endpoint {name} is ready at {url}, on the loopback of the head of {cluster.dashboard_url}")
     click.echo("what next:")

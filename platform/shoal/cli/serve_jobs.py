@@ -16,8 +16,8 @@ import shoal.runs
 from shoal.cli.first_question import first_question
 from shoal.cli.job_words import (
     end_as_by_ctrl_c,
+    ended_when_given_up,
     failure,
-    ignore_further_interrupts,
     job_environment,
     new_run_id,
 )
@@ -29,7 +29,7 @@ from shoal.cluster.attach import find_cluster
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import Job, list_jobs, submit
 from shoal.config import word_of
-from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
+from shoal.errors import ClusterError, ConfigError, RunError
 from shoal.flows.serving_spec import check, port_for_serve, spec_from_words
 from shoal.registry import Registry
 from shoal.runs import Endpoint
@@ -78,28 +78,20 @@ def deploy(
     options = {"endpoint.port": port, "endpoint.num_replicas": replicas}
     fields += [f"{field}={value}" for field, value in options.items() if value is not None]
     spec = spec_from_words(fields).override(fields)
-    elsewhere = find_cluster(address)
-    if elsewhere is not None and not elsewhere.is_local:
-        deploy_elsewhere(elsewhere, MODULE, spec, fields, timeout_s)
+    cluster = find_cluster(address)
+    if cluster is not None and not cluster.is_local:
+        deploy_elsewhere(cluster, MODULE, spec, fields, timeout_s)
         return
     check(spec)  # here, where its words can still be mended
-    cluster = _cluster(address)
+    cluster = _up(cluster)
     _require_no_endpoint(cluster)
     run_id = new_run_id()
     end_as_by_ctrl_c()
     shown, secrets = apart(fields)
     env = job_environment(run_id, as_typed(["shoal", *sys.argv[1:]])) | secrets
-    try:
+    with ended_when_given_up(lambda: Job(cluster, run_id).end()):
         job = submit(cluster, [sys.executable, "-m", MODULE, *shown], env=env, submission_id=run_id)
         found = _wait_until_ready(job, run_id, timeout_s)
-    except KeyboardInterrupt:
-        ignore_further_interrupts()
-        Job(cluster, run_id).end()
-        click.echo("stopped: nothing is served", err=True)
-        sys.exit(130)
-    except (ClusterError, ConnectionLost):
-        Job(cluster, run_id).end()
-        raise
     grpc = [f", gRPC at {each.address}" for each in _endpoints(run_id) if each.kind == GRPC]
     click.echo(f"endpoint {found.name} is ready at {found.url}{''.join(grpc)}")
     meant = port_for_serve(Path(spec.file)) if spec.file and not spec.endpoint.port else None
@@ -131,9 +123,9 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
     if model and address:
         remedy = "leave --address out, and give the endpoint's own address for NAME"
         raise ConfigError("address", address, "is a cluster's, and a model is taken from an endpoint", remedy)
-    elsewhere = None if model else find_cluster(address)
-    if elsewhere is not None and not elsewhere.is_local:
-        delete_elsewhere(elsewhere, MODULE, endpoint, timeout_s)
+    cluster = None if model else find_cluster(address)
+    if cluster is not None and not cluster.is_local:
+        delete_elsewhere(cluster, MODULE, endpoint, timeout_s)
         return
     found = find_endpoint(endpoint)
     if model:
@@ -144,7 +136,7 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
     if not found.run_id:
         remedy = "give its name, on the machine where it was deployed"
         raise ConfigError("endpoint", found.url, "is an address, and endpoints are ended by name", remedy)
-    job = Job(_cluster(address), found.run_id)
+    job = Job(_up(cluster), found.run_id)
     try:
         job.stop(timeout_s)
     except RunError:
@@ -192,8 +184,7 @@ def _fields(words: Sequence[str]) -> list[str]:
     return fields + [each for each in words if "=" in each]
 
 
-def _cluster(address: str | None) -> ClusterHandle:
-    cluster = find_cluster(address)
+def _up(cluster: ClusterHandle | None) -> ClusterHandle:
     if cluster is None:
         raise ClusterError("no cluster is up, which an endpoint could live on: `shoal up` starts one")
     return cluster
