@@ -6,6 +6,7 @@ answer than is needed to know that it is whole and what it is: the driver must n
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple, Protocol
 
 OK = "ok"
@@ -88,7 +89,9 @@ def _after(head: bytes, mark: bytes) -> bytes:
 
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+OF_STREAM = (DATA, HEADERS, RST_STREAM)
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
+FRAME_HEAD = struct.Struct(">BHBBI")  # length, kind, flags, stream
 WIDEST = 2**31 - 1
 SMALLEST_WINDOW = 65_535
 
@@ -126,26 +129,27 @@ class Grpc:
         return _frame(HEADERS, END_HEADERS, self._stream, self._headers) + data
 
     def feed(self, data: bytes) -> tuple[Answer | None, bytes]:
-        self._buffer += data
-        answer, reply = None, b""
-        while len(self._buffer) >= 9:
-            size = int.from_bytes(self._buffer[:3], "big")
-            if len(self._buffer) < 9 + size:
+        whole = self._buffer + data if self._buffer else data
+        answer, reply, begin, size = None, b"", 0, len(whole)
+        while size - begin >= FRAME_HEAD.size:
+            high, low, kind, flags, stream = FRAME_HEAD.unpack_from(whole, begin)
+            end = begin + FRAME_HEAD.size + (high << 16 | low)
+            if end > size:
                 break
-            kind, flags, is_of_stream = self._buffer[3], self._buffer[4], any(self._buffer[5:9])
-            content, self._buffer = self._buffer[9 : 9 + size], self._buffer[9 + size :]
+            content, begin = whole[begin + FRAME_HEAD.size : end], end
             if kind == WINDOW_UPDATE:
-                self._widened(int.from_bytes(content, "big"), is_of_stream)
+                self._widened(int.from_bytes(content, "big"), stream)
+            elif kind in OF_STREAM:
+                answer = self._of_stream(kind, flags, content) or answer
             elif kind == SETTINGS and not flags & ACK:
                 reply += _frame(SETTINGS, ACK, 0, b"")
             elif kind == PING and not flags & ACK:
                 reply += _frame(PING, ACK, 0, content)
-            else:
-                answer = self._of_stream(kind, flags, content) or answer
+        self._buffer = whole[begin:]
         return answer, reply
 
-    def _widened(self, num_bytes: int, is_of_stream: bool) -> None:
-        if not is_of_stream:  # a call is shorter than the window of its stream
+    def _widened(self, num_bytes: int, stream: int) -> None:
+        if not stream:  # a call is shorter than the window of its stream
             self._window += num_bytes
 
     def _of_stream(self, kind: int, flags: int, content: bytes) -> Answer | None:
@@ -178,8 +182,8 @@ class GrpcStream(Grpc):
         assert min(self._window, self._stream_window) > 0, "the server widens its windows too late for one at a time"
         return _frame(DATA, 0, self._stream, message)
 
-    def _widened(self, num_bytes: int, is_of_stream: bool) -> None:
-        if is_of_stream:
+    def _widened(self, num_bytes: int, stream: int) -> None:
+        if stream:
             self._stream_window += num_bytes
         else:
             self._window += num_bytes

@@ -192,7 +192,7 @@ WRONG: dict[str, tuple[str, bytes, str, int, bytes]] = {
     "half a head": (POST, b"\0\0", "", 3, b"not one message"),
     "half a message": (POST, FRAME[:-1], "", 3, b"not one message"),
     "two messages": (POST, FRAME + FRAME, "", 3, b"not one message"),
-    "no message of protobuf": (POST, b"\0\0\0\0\x02\xff\xff", "", 3, b"not a message of ModelInfer"),
+    "no message of protobuf": (POST, b"\0\0\0\0\x02\xff\xff", "", 3, b"not a ModelInferRequest"),
     "what is not compressed": (POST, b"\1" + FRAME[1:], "grpc-encoding: gzip", 3, b"the body is not gzip"),
     "an unknown compression": (POST, b"\1" + FRAME[1:], "grpc-encoding: zstd", 12, b"not supported"),
     "a timeout that is a word": (POST, FRAME, "grpc-timeout: soon", 3, b"grpc-timeout"),

@@ -33,7 +33,7 @@ FRAME = b"\0\0\0\0\x03\x0a\x01m"  # a request for the model m, without tensors
 WRONG: dict[str, tuple[bytes, str, int, bytes]] = {
     "half a head": (b"\0\0", "", 3, b"the stream ends after 2 bytes of a message"),
     "half a message": (FRAME[:-1], "", 3, b"the stream ends after 7 bytes of a message"),
-    "no message of protobuf": (b"\0\0\0\0\x02\xff\xff", "", 3, b"not a message of ModelStreamInfer"),
+    "no message of protobuf": (b"\0\0\0\0\x02\xff\xff", "", 3, b"not a ModelInferRequest"),
     "what is not compressed": (b"\1" + FRAME[1:], "grpc-encoding: gzip", 3, b"the body is not gzip"),
     "a length of 4 GB": (b"\0\xff\xff\xff\xff", "", 8, b"the message has 4294967295 bytes"),
     "a timeout that is a word": (FRAME, "grpc-timeout: soon", 3, b"grpc-timeout"),

@@ -110,9 +110,10 @@ def test_a_replica_reports_whom_it_refused_over_both_protocols() -> None:
             assert (await infer(replica, shoal_from="10.0.0.7")).status == 401
             assert (await ask(replica, "GET", "/no-such-path", headers={"shoal-from": "10.0.0.8"})).status == 401
             assert replica.report().refused == (Refused("", 401, 2, "10.0.0.8"),)
-            metadata = {"shoal-from": "10.0.0.9", "authorization": "Bearer another"}
+            metadata = {b"shoal-from": b"10.0.0.9", b"authorization": b"Bearer another"}
+            request = pb.ModelInferRequest(model_name="linear").SerializeToString()
             with pytest.raises(InferenceError):
-                await replica.servicer().model_infer(pb.ModelInferRequest(model_name="linear"), Invocation(metadata))
+                await replica.servicer().model_infer(request, Invocation(metadata))
             assert replica.report().refused == (Refused("", 401, 3, "10.0.0.9", "linear"),)
 
     asyncio.run(body())

@@ -19,13 +19,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
-from google.protobuf.message import DecodeError, Message
-
 from shoal.errors import InferenceError
 from shoal.serve.call import Disconnected
 from shoal.serve.protocol.compression import decompressed
 from shoal.serve.protocol.grpc_methods import METHODS, NOT_SERVED, OPEN, SERVICE, Call, Method
-from shoal.serve.protocol.grpc_service import InferenceServicer, Invocation, refusal
+from shoal.serve.protocol.grpc_service import InferenceServicer, Invocation, parsed, refusal
 from shoal.serve.protocol.grpc_stream import HEAD_BYTES, Frame, StreamProgress
 from shoal.serve.protocol.http_messages import Receive, Scope, Send
 from shoal.serve.protocol.in_progress import Progress, RequestsInProgress
@@ -91,13 +89,14 @@ class GrpcOverHttp1:
             raise InferenceError(400, f"not one message of gRPC: a body of {len(body)} bytes")
         request = await self._request(Frame(body[0] != 0, body[HEAD_BYTES:]), asked)
         invocation = Invocation(asked.call.metadata, deadline_s)
-        asked.reply.last = await asked.method.of(self._servicer)(request, invocation)
+        answer = await asked.method.of(self._servicer)(request, invocation)
+        asked.reply.last = answer if asked.method.takes_bytes else answer.SerializeToString()
         asked.call.trailing = invocation.trailing
 
     async def _stream(self, progress: StreamProgress, asked: _Asked) -> None:
         deadline_s = _until_deadline(progress, asked.call)
 
-        async def requests() -> AsyncGenerator[Message, None]:
+        async def requests() -> AsyncGenerator[bytes, None]:
             while (frame := await progress.frame()) is not None:
                 yield await self._request(frame, asked)
 
@@ -109,16 +108,13 @@ class GrpcOverHttp1:
             async for response in responses:
                 await progress.sent(asked.reply.give(response))
 
-    async def _request(self, frame: Frame, asked: _Asked) -> Message:
-        """Raises InferenceError (400, 413, 415)."""
+    async def _request(self, frame: Frame, asked: _Asked) -> Any:
+        """What the method takes. Raises InferenceError (400, 413, 415)."""
         content = frame.content
         if frame.compressed:
-            encoding = asked.call.metadata.get("grpc-encoding", "identity")
-            content = await decompressed(content, encoding.encode("latin-1"), self._limits)
-        try:
-            return asked.method.request.FromString(content)
-        except DecodeError as error:
-            raise InferenceError(400, f"not a message of {asked.method.name}: {error}") from None
+            encoding = asked.call.metadata.get(b"grpc-encoding", b"identity")
+            content = await decompressed(content, encoding, self._limits)
+        return content if asked.method.takes_bytes else parsed(asked.method.request, content)
 
 
 class _Reply:
@@ -129,12 +125,12 @@ class _Reply:
 
     def __init__(self, send: Send, call: Call) -> None:
         self._send, self._call, self.begun = send, call, False
-        self.last: Message | None = None  # goes with the end
+        self.last: bytes | None = None  # goes with the end
 
-    async def give(self, message: Message) -> None:
+    async def give(self, message: bytes) -> None:
         """One message, and more to come."""
         await self._begin()
-        chunk = b"%b\r\n" % _chunk(message.SerializeToString())
+        chunk = b"%b\r\n" % _chunk(message)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def end(self) -> None:
@@ -146,7 +142,7 @@ class _Reply:
             await self._send({"type": "http.response.body", "body": b""})
             return
         await self._begin()
-        chunk = b"" if self.last is None else b"%b\r\n" % _chunk(self.last.SerializeToString())
+        chunk = b"" if self.last is None else b"%b\r\n" % _chunk(self.last)
         end = b"".join((chunk, b"0\r\n", *(b"%b: %b\r\n" % trailer for trailer in trailers), b"\r\n"))
         await self._send({"type": "http.response.body", "body": end})
 
@@ -164,7 +160,7 @@ def _chunk(message: bytes) -> bytes:
 
 def _until_deadline(progress: Progress, call: Call) -> float | None:
     """The call's deadline, at which it is ended. Raises InferenceError (400)."""
-    left_s = _timeout_s(call.metadata.get("grpc-timeout"))
+    left_s = _timeout_s(call.metadata.get(b"grpc-timeout"))
     if left_s is None:
         return None
     deadline_s = time.monotonic() + left_s
@@ -172,10 +168,11 @@ def _until_deadline(progress: Progress, call: Call) -> float | None:
     return deadline_s
 
 
-def _timeout_s(text: str | None) -> float | None:
+def _timeout_s(value: bytes | None) -> float | None:
     """The value of `grpc-timeout`; None for none, or one that means none. Raises InferenceError (400)."""
-    if text is None:
+    if value is None:
         return None
+    text = value.decode("latin-1")
     found = _TIMEOUT.fullmatch(text)
     if found is None:
         raise InferenceError(400, f"grpc-timeout = {text[:40]!r}: expected digits and one of H M S m u n")

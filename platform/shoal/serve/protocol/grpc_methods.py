@@ -45,6 +45,7 @@ STATUSES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+TAKE_BYTES = frozenset({"ModelInfer", "ModelStreamInfer"})
 OPEN = frozenset({"ServerLive", "ServerReady"})  # to everybody
 MAX_DETAILS_CHARS = 2000  # they travel in a header block, which proxies limit
 _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # what `grpc-message` may hold as it is
@@ -65,35 +66,40 @@ class Call:
     """One call: the metadata that came with it, and its status and what goes with that, behind the answer."""
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        self.metadata = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-        self.trailing: list[tuple[str, str]] = []
+        self.metadata = dict(headers)
+        self.trailing: list[tuple[bytes, bytes]] = []
         self._refused: InferenceError | None = None
 
     def refuse(self, error: InferenceError) -> None:
         """Say with a status what was wrong."""
         self._refused = error
-        self.trailing = [] if error.retry_after_s is None else [("retry-after", str(math.ceil(error.retry_after_s)))]
+        self.trailing = (
+            [] if error.retry_after_s is None else [(b"retry-after", b"%d" % math.ceil(error.retry_after_s))]
+        )
 
     def trailers(self) -> list[tuple[bytes, bytes]]:
         """The status, its words, and what goes with it."""
-        found = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self.trailing]
         if self._refused is None:
-            return [(b"grpc-status", b"0"), *found]
+            return [(b"grpc-status", b"0"), *self.trailing]
         status: int = STATUSES.get(self._refused.status, grpc.StatusCode.INTERNAL).value[0]
         words = urllib.parse.quote(str(self._refused)[:MAX_DETAILS_CHARS], safe=_PRINTABLE)[:MAX_DETAILS_CHARS]
         words = re.sub("%[0-9A-F]?$", "", words)
-        return [(b"grpc-status", b"%d" % status), (b"grpc-message", words.encode()), *found]
+        return [(b"grpc-status", b"%d" % status), (b"grpc-message", words.encode()), *self.trailing]
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method of the service. `attribute` is its name in `InferenceServicer`."""
+    """One method of the service. `attribute` is its name in `InferenceServicer`.
+
+    takes_bytes: messages go to it, and come from it, as bytes
+    """
 
     name: str
     attribute: str
     request: type[Message]
     response: type[Message]
     streams: bool
+    takes_bytes: bool
 
     def of(self, servicer: InferenceServicer) -> Callable[..., Any]:
         """What answers it."""
@@ -106,7 +112,8 @@ def _methods() -> dict[str, Method]:
     for each in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
         attribute = re.sub(r"(?<!^)(?=[A-Z])", "_", each.name).lower()
         request, response = getattr(pb, each.input_type.name), getattr(pb, each.output_type.name)
-        found[each.name] = Method(each.name, attribute, request, response, each.server_streaming)
+        takes_bytes = each.name in TAKE_BYTES
+        found[each.name] = Method(each.name, attribute, request, response, each.server_streaming, takes_bytes)
     return found
 
 

@@ -1,8 +1,9 @@
 """The Open Inference Protocol v2 over gRPC: one coroutine for each of its methods, on messages.
 
-Owns what each method means; `grpc_tensors` has the tensors, `grpc_http1` the wire, `model_config` what a model says of
-itself. Called by `grpc_http1`, which answers what is raised here with a status. Knows no socket and no Ray, and the
-models only through `ModelHost`.
+Owns what each method means; `grpc_tensors` has the tensors, `grpc_layouts` what is known of a request from those before
+it (so inferences come and go as bytes), `grpc_http1` the wire, `model_config` what a model says of itself. Called by
+`grpc_http1`, which answers what is raised here with a status. Knows no socket and no Ray, and the models only through
+`ModelHost`.
 
 Metadata that requests may carry: `authorization: Bearer KEY`, and as in HTTP `shoal-deadline-ms`, `shoal-track`,
 `shoal-sticky`, `traceparent`. The deadline of the call itself counts as one. Trailing metadata: `shoal-model-version`.
@@ -23,17 +24,20 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 from google.protobuf import json_format
+from google.protobuf.message import DecodeError, Message
 
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.registry.manifest import Signature
 from shoal.serve.call import Caller, HostedModel, InferCall, ModelHost, origin
 from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.grpc_tensors import GrpcCodec
+from shoal.serve.protocol.grpc_layouts import Layout, Layouts
+from shoal.serve.protocol.grpc_tensors import Asked, GrpcCodec, Inputs, field_head, parameter_value
+from shoal.serve.protocol.http_messages import FROM
 from shoal.serve.protocol.model_config import EXTENSIONS, described, metadata, model_config
 from shoal.serve.protocol.terms import asked_deadline, asked_sticky, asked_track, asked_version
 
@@ -41,9 +45,23 @@ if TYPE_CHECKING:
     from shoal.serve.tracing import RequestTrace, Tracer
 
 logger = logging.getLogger(__name__)
+M = TypeVar("M", bound=Message)
 
 STREAM_WINDOW = 64
-FINAL = "triton_final_response"  # a parameter of every answer in a stream: the last one to its request
+# The field of a ModelStreamInferResponse that an answer is in, and a parameter of every one: the last to its request.
+IN_STREAM = pb.ModelStreamInferResponse.DESCRIPTOR.fields_by_name["infer_response"].number << 3 | 2
+FINAL = pb.ModelInferResponse(
+    parameters={"triton_final_response": pb.InferParameter(bool_param=True)}
+).SerializeToString()
+
+
+class Request(NamedTuple):
+    """A ModelInferRequest. `layout`: its own, when that is known; else there is `message`."""
+
+    content: bytes
+    asked: Asked
+    layout: Layout | None
+    message: pb.ModelInferRequest | None
 
 
 @dataclass(slots=True)
@@ -54,13 +72,14 @@ class Invocation:
     trailing:   metadata that goes back after the answer
     """
 
-    metadata: Mapping[str, str]
+    metadata: Mapping[bytes, bytes]
     deadline_s: float | None = None
-    trailing: list[tuple[str, str]] = field(default_factory=list)
+    trailing: list[tuple[bytes, bytes]] = field(default_factory=list)
 
-    def text(self, name: str) -> str:
+    def text(self, name: bytes) -> str:
         """The value of a metadata field, "" when there is none."""
-        return self.metadata.get(name, "")
+        value = self.metadata.get(name)
+        return "" if value is None else value.decode("latin-1")
 
 
 class InferenceServicer:
@@ -69,6 +88,7 @@ class InferenceServicer:
     def __init__(self, host: ModelHost, access: Access, tracer: Tracer | None = None) -> None:
         self._host, self._access, self._tracer = host, access, tracer
         self._codecs: dict[str, tuple[Signature, GrpcCodec]] = {}
+        self._layouts = Layouts()
 
     async def server_live(self, request: pb.ServerLiveRequest, invocation: Invocation) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
@@ -136,7 +156,7 @@ class InferenceServicer:
         self, request: pb.RepositoryModelLoadRequest, invocation: Invocation
     ) -> pb.RepositoryModelLoadResponse:
         caller = self._admit(invocation, request.model_name, administrator=True)
-        parameters = {name: _value(parameter) for name, parameter in request.parameters.items()}
+        parameters = {name: parameter_value(parameter) for name, parameter in request.parameters.items()}
         await self._host.load(request.model_name, parameters, _by(caller, invocation))
         return pb.RepositoryModelLoadResponse()
 
@@ -147,13 +167,16 @@ class InferenceServicer:
         await self._host.unload(request.model_name, _by(caller, invocation))
         return pb.RepositoryModelUnloadResponse()
 
-    async def model_infer(self, request: pb.ModelInferRequest, invocation: Invocation) -> pb.ModelInferResponse:
+    async def model_infer(self, content: bytes, invocation: Invocation) -> bytes:
+        """A ModelInferRequest to a ModelInferResponse."""
         arrived_s = time.monotonic()
-        caller = self._admit(invocation, request.model_name)
+        request = self._read(content)
+        asked = request.asked
+        caller = self._admit(invocation, asked.model)
         if self._tracer is None:
             return await self._infer(request, invocation, caller, arrived_s, None)
-        parent = invocation.text("traceparent"), invocation.text("tracestate")
-        trace = self._tracer.request("inference.GRPCInferenceService/ModelInfer", request.model_name, *parent)
+        parent = invocation.text(b"traceparent"), invocation.text(b"tracestate")
+        trace = self._tracer.request("inference.GRPCInferenceService/ModelInfer", asked.model, *parent)
         if trace is None:
             return await self._infer(request, invocation, caller, arrived_s, None)
         with trace:
@@ -161,39 +184,58 @@ class InferenceServicer:
 
     async def _infer(
         self,
-        request: pb.ModelInferRequest,
+        request: Request,
         invocation: Invocation,
         caller: Caller,
         arrived_s: float,
         trace: RequestTrace | None,
-    ) -> pb.ModelInferResponse:
-        model = self._host.model(request.model_name)
-        version = asked_version(model, request.model_version)
+    ) -> bytes:
+        asked = request.asked
+        model = self._host.model(asked.model)
+        version = asked_version(model, asked.version)
         codec = self._codec(model)
-        inputs, num_rows, outputs = codec.decode(request)
+        inputs = self._inputs(request, codec)
         call = InferCall(
-            inputs,
-            num_rows,
+            inputs.arrays,
+            inputs.num_rows,
             version=version,
-            deadline_s=_deadline_s(arrived_s, request, invocation, model.options.deadline_s),
+            deadline_s=_deadline_s(arrived_s, asked.timeout_us, invocation, model.options.deadline_s),
             tenant=caller.name,
-            sticky=asked_sticky(invocation.text("shoal-sticky")),
-            track=asked_track(invocation.text("shoal-track")),
-            outputs=outputs,
+            sticky=asked_sticky(invocation.text(b"shoal-sticky")),
+            track=asked_track(invocation.text(b"shoal-track")),
+            outputs=inputs.wanted,
             trace=trace,
         )
         prediction = await model.infer(call)
         if trace is not None:
-            trace.computed(prediction, num_rows)
-        invocation.trailing.append(("shoal-model-version", str(prediction.version)))
-        return codec.encode(request, prediction.version, prediction.outputs)
+            trace.computed(prediction, inputs.num_rows)
+        invocation.trailing.append((b"shoal-model-version", b"%d" % prediction.version))
+        return codec.encode(asked, prediction.version, prediction.outputs)
+
+    def _read(self, content: bytes) -> Request:
+        """What a message asks. Raises InferenceError (400)."""
+        layout = self._layouts.find(content)
+        if layout is not None:
+            return Request(content, layout.asked, layout, None)
+        message = parsed(pb.ModelInferRequest, content)
+        return Request(content, Asked.by(message), None, message)
+
+    def _inputs(self, request: Request, codec: GrpcCodec) -> Inputs:
+        """Its tensors. Raises InferenceError (400, 422)."""
+        if request.layout is not None and request.layout.codec is codec:
+            return request.layout.inputs(request.content)
+        message = request.message or parsed(pb.ModelInferRequest, request.content)
+        inputs = codec.decode(message)
+        self._layouts.learn(request.content, message, request.asked, codec, inputs)
+        return inputs
 
     async def model_stream_infer(
-        self, requests: AsyncIterator[pb.ModelInferRequest], invocation: Invocation
-    ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
+        self, requests: AsyncIterator[bytes], invocation: Invocation
+    ) -> AsyncGenerator[bytes, None]:
+        """Each a ModelInferRequest, to a ModelStreamInferResponse."""
         room = asyncio.Semaphore(STREAM_WINDOW)
-        answers: asyncio.Queue[asyncio.Task[pb.ModelStreamInferResponse] | None] = asyncio.Queue()
-        tasks: set[asyncio.Task[pb.ModelStreamInferResponse]] = set()
+        answers: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
+        tasks: set[asyncio.Task[bytes]] = set()
 
         async def read() -> None:
             try:
@@ -217,22 +259,18 @@ class InferenceServicer:
                 each.cancel()
             await asyncio.gather(reader, *tasks, return_exceptions=True)
 
-    async def _stream_answer(
-        self, request: pb.ModelInferRequest, invocation: Invocation
-    ) -> pb.ModelStreamInferResponse:
+    async def _stream_answer(self, content: bytes, invocation: Invocation) -> bytes:
         """The answer to one request of a stream, or what was wrong with it."""
         alone = Invocation(invocation.metadata, invocation.deadline_s)
         try:
-            answer = await self.model_infer(request, alone)
+            answer = await self.model_infer(content, alone)
         except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
             refused = refusal(error)
-            if invocation.text("triton_grpc_error") == "true":
+            if invocation.text(b"triton_grpc_error") == "true":
                 raise refused from None
-            return pb.ModelStreamInferResponse(
-                error_message=str(refused), infer_response=pb.ModelInferResponse(id=request.id)
-            )
-        answer.parameters[FINAL].bool_param = True
-        return pb.ModelStreamInferResponse(infer_response=answer)
+            of = pb.ModelInferResponse(id=self._read(content).asked.id)
+            return pb.ModelStreamInferResponse(error_message=str(refused), infer_response=of).SerializeToString()
+        return b"".join((field_head(IN_STREAM, len(answer) + len(FINAL)), answer, FINAL))
 
     def require_known(self, invocation: Invocation) -> None:
         """Before a request is read. Raises InferenceError (401)."""
@@ -255,7 +293,8 @@ class InferenceServicer:
         known = self._codecs.get(model.name)
         if known is not None and known[0] is signature:
             return known[1]
-        codec = GrpcCodec(described(signature.inputs), described(signature.outputs), model.options.max_batch_size)
+        tensors = described(signature.inputs), described(signature.outputs)
+        codec = GrpcCodec(model.name, *tensors, model.options.max_batch_size)
         self._codecs[model.name] = signature, codec
         return codec
 
@@ -270,12 +309,17 @@ def refusal(error: Exception) -> InferenceError:
     return InferenceError(500, f"this request failed: {type(error).__name__}: {error}")
 
 
-def _deadline_s(
-    arrived_s: float, request: pb.ModelInferRequest, invocation: Invocation, default_s: float | None
-) -> float | None:
+def parsed(kind: type[M], content: bytes) -> M:
+    """A message of this kind. Raises InferenceError (400)."""
+    try:
+        return kind.FromString(content)
+    except DecodeError as error:
+        raise InferenceError(400, f"not a {kind.DESCRIPTOR.name}: {error}") from None
+
+
+def _deadline_s(arrived_s: float, timeout_us: object, invocation: Invocation, default_s: float | None) -> float | None:
     """The earliest of those that the client has named, the call's own among them; else the model's."""
-    timeout_us = _value(request.parameters["timeout"]) if "timeout" in request.parameters else None
-    deadline_ms = invocation.text("shoal-deadline-ms")
+    deadline_ms = invocation.text(b"shoal-deadline-ms")
     called_s = invocation.deadline_s
     asked_s = asked_deadline(arrived_s, timeout_us, deadline_ms, default_s if called_s is None else None)
     if called_s is None or asked_s is None:
@@ -283,20 +327,14 @@ def _deadline_s(
     return min(called_s, asked_s)
 
 
-def _value(parameter: pb.InferParameter | pb.ModelRepositoryParameter) -> Any:
-    """What a parameter holds; None when it holds nothing."""
-    choice = parameter.WhichOneof("parameter_choice")
-    return None if choice is None else getattr(parameter, choice)
-
-
 def _shown(invocation: Invocation) -> tuple[bytes, bytes]:
     """The key as it is shown, and from where."""
-    return invocation.text("authorization").encode("latin-1"), invocation.text("shoal-from").encode("latin-1")
+    return invocation.metadata.get(b"authorization", b""), invocation.metadata.get(FROM, b"")
 
 
 def _by(caller: Caller, invocation: Invocation) -> str:
     """Who asks, and from where as far as the ingress knows: for the record of changes."""
-    return origin(caller.name, invocation.text("shoal-from"))
+    return origin(caller.name, invocation.text(FROM))
 
 
 def _may_see(caller: Caller, model: str) -> bool:

@@ -4,12 +4,18 @@ Called by `grpc_service`, one codec for each model. Elements come raw, one blob 
 that the datatype has; the answer is raw when the request was, and when an output has no typed field. Nothing is
 allocated for what a request declares before its bytes are seen to be there. Complaints are InferenceErrors: 400 for
 what is not a request, 422 for a tensor that does not fit, naming it, what was expected and what came.
+
+An answer is made as the bytes of its message, which may come in any order of fields: what all answers of a shape and
+version begin with is made once, and the elements and the request's id follow it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from shoal.errors import InferenceError
@@ -36,21 +42,64 @@ FIELDS = {
     "BYTES": "bytes_contents",
 }
 
+MAX_HEADS = 256  # of answers, kept for each model
+# Keys of fields: their number, and that a length follows.
+ID, RAW_OUTPUT = (
+    pb.ModelInferResponse.DESCRIPTOR.fields_by_name[name].number << 3 | 2 for name in ("id", "raw_output_contents")
+)
+
 Input = pb.ModelInferRequest.InferInputTensor
+
+
+class Asked(msgspec.Struct, frozen=True, gc=False):
+    """What a request asks, beside its tensors.
+
+    timeout_us: the parameter `timeout`, whatever it holds; None when there is none
+    outputs:    the names of those that are wanted, in this order; () for all
+    raw:        whether the tensors came raw
+    """
+
+    model: str
+    version: str
+    id: str
+    timeout_us: object
+    outputs: tuple[str, ...]
+    raw: bool
+
+    @classmethod
+    def by(cls, request: pb.ModelInferRequest) -> Asked:
+        """What this message asks."""
+        return cls(
+            request.model_name,
+            request.model_version,
+            request.id,
+            parameter_value(request.parameters["timeout"]) if "timeout" in request.parameters else None,
+            tuple([output.name for output in request.outputs]),
+            bool(request.raw_input_contents),
+        )
+
+
+class Inputs(msgspec.Struct, frozen=True, gc=False):
+    """The tensors of a request: by name, the rows of each, and the outputs that are wanted (None for all)."""
+
+    arrays: dict[str, np.ndarray]
+    num_rows: int
+    wanted: frozenset[str] | None
 
 
 class GrpcCodec:
     """Reads requests for, and writes answers of, one model."""
 
-    def __init__(self, inputs: Sequence[TensorMetadata], outputs: Sequence[TensorMetadata], max_rows: int) -> None:
+    def __init__(
+        self, model: str, inputs: Sequence[TensorMetadata], outputs: Sequence[TensorMetadata], max_rows: int
+    ) -> None:
+        self._model = model
         self._expectation = Expectation(inputs, outputs, max_rows)
         self._datatypes = {spec.name: spec.datatype for spec in outputs}
+        self._heads: dict[tuple[int, tuple[tuple[str, tuple[int, ...]], ...]], bytes] = {}
 
-    def decode(self, request: pb.ModelInferRequest) -> tuple[dict[str, np.ndarray], int, frozenset[str] | None]:
-        """The inputs by name, the rows of each, and the outputs that are wanted (None for all).
-
-        Arrays that came raw are views of the request's bytes. Raises InferenceError (400, 422).
-        """
+    def decode(self, request: pb.ModelInferRequest) -> Inputs:
+        """Arrays that came raw are views of the request's bytes. Raises InferenceError (400, 422)."""
         raw = request.raw_input_contents
         if raw and len(raw) != len(request.inputs):
             problem = f"raw_input_contents has {len(raw)} entries for {len(request.inputs)} inputs"
@@ -69,24 +118,59 @@ class GrpcCodec:
         wanted = self._expectation.wanted(output.name for output in request.outputs)
         for output in request.outputs:
             _refuse(output.parameters, f"output {output.name!r}")
-        return arrays, self._expectation.complete(arrays), wanted
+        return Inputs(arrays, self._expectation.complete(arrays), wanted)
 
-    def encode(
-        self, request: pb.ModelInferRequest, version: int, outputs: Mapping[str, np.ndarray]
-    ) -> pb.ModelInferResponse:
-        """The answer, its outputs in the order in which they were asked for, else in the model's."""
-        names = [output.name for output in request.outputs] or list(self._datatypes)
-        raw = bool(request.raw_input_contents) or any(self._datatypes[name] not in FIELDS for name in names)
-        answer = pb.ModelInferResponse(model_name=request.model_name, model_version=str(version), id=request.id)
-        for name in names:
-            datatype, array = self._datatypes[name], outputs[name]
+    def encode(self, asked: Asked, version: int, outputs: Mapping[str, np.ndarray]) -> bytes:
+        """A ModelInferResponse, its outputs in the order in which they were asked for, else in the model's."""
+        names = asked.outputs or tuple(self._datatypes)
+        arrays = [(name, self._datatypes[name], outputs[name]) for name in names]
+        for name, datatype, array in arrays:
             assert array.dtype == NUMPY[datatype], f"output {name!r}: expected {datatype}, got {array.dtype}"
-            tensor = answer.outputs.add(name=name, datatype=datatype, shape=array.shape)
-            if raw:
-                answer.raw_output_contents.append(bytes(to_binary(datatype, array)))
-            else:
+        parts: list[bytes | memoryview] = []
+        if asked.raw or any(datatype not in FIELDS for _, datatype, _ in arrays):
+            shapes = version, tuple([(name, array.shape) for name, _, array in arrays])
+            head = self._heads.get(shapes)
+            if head is None:
+                if len(self._heads) == MAX_HEADS:
+                    self._heads.clear()
+                head = self._heads[shapes] = self._head(version, arrays).SerializeToString()
+            parts.append(head)
+            for _, datatype, array in arrays:
+                part = to_binary(datatype, array)
+                parts += (field_head(RAW_OUTPUT, len(part)), part)
+        else:
+            answer = self._head(version, arrays)
+            for tensor, (_, datatype, array) in zip(answer.outputs, arrays, strict=True):
                 getattr(tensor.contents, FIELDS[datatype]).extend(array.ravel().tolist())
+            parts.append(answer.SerializeToString())
+        if asked.id:
+            identifier = asked.id.encode()
+            parts += (field_head(ID, len(identifier)), identifier)
+        return b"".join(parts)
+
+    def _head(self, version: int, arrays: Sequence[tuple[str, str, np.ndarray]]) -> pb.ModelInferResponse:
+        """All of an answer but its elements and its id."""
+        answer = pb.ModelInferResponse(model_name=self._model, model_version=str(version))
+        for name, datatype, array in arrays:
+            answer.outputs.add(name=name, datatype=datatype, shape=array.shape)
         return answer
+
+
+def parameter_value(parameter: pb.InferParameter | pb.ModelRepositoryParameter) -> Any:
+    """What a parameter holds; None when it holds nothing."""
+    choice = parameter.WhichOneof("parameter_choice")
+    return None if choice is None else getattr(parameter, choice)
+
+
+@lru_cache(1024)
+def field_head(key: int, size_bytes: int) -> bytes:
+    """What stands before a field's content: its key, of one byte, and the length, seven bits in each byte."""
+    found = bytearray((key,))
+    while size_bytes > 127:
+        found.append(size_bytes & 127 | 128)
+        size_bytes >>= 7
+    found.append(size_bytes)
+    return bytes(found)
 
 
 def _from_typed(tensor: Input, shape: list[int]) -> np.ndarray:

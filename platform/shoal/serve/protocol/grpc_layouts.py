@@ -1,0 +1,124 @@
+"""Requests of gRPC that differ from an earlier one in their elements alone: read without taking the message apart.
+
+A client asks much the same again and again. Where all bytes of a request but those of its raw tensors are, at the same
+places, those of an earlier one, it is the same message with other elements: what it asks, its names and its shapes have
+been read and found right, and its arrays are views of its bytes. (To take it apart and to put its answer together was
+half of what the application took for a small request, and copied what was large: docs/log.md.)
+
+Called by `grpc_service`, on one event loop. Requests with an id of their own, or with typed contents, have no layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+
+from shoal.open_inference import inference_pb2 as pb
+from shoal.open_inference.binary_tensors import from_binary
+from shoal.serve.protocol.grpc_tensors import Asked, GrpcCodec, Inputs, field_head
+
+MAX_LAYOUTS = 256
+MAX_OF_A_LENGTH = 8  # each costs a comparison
+MAX_HEAD_BYTES = 4096
+RAW_INPUT = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | 2
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The bytes that requests have in common, and what those mean.
+
+    head:    all before the first tensor's elements
+    between: what stands before the elements of each other tensor, and where
+    tensors: name, datatype and shape of each, and where its elements begin and end
+    codec:   whose inputs these are; it has accepted them
+    """
+
+    asked: Asked
+    codec: GrpcCodec
+    head: bytes
+    between: Sequence[tuple[int, bytes]]
+    tensors: Sequence[tuple[str, str, list[int], int, int]]
+    num_rows: int
+    wanted: frozenset[str] | None
+
+    def is_of(self, content: bytes) -> bool:
+        """Whether a message of the same length differs in elements alone."""
+        return content.startswith(self.head) and all(content.startswith(piece, at) for at, piece in self.between)
+
+    def inputs(self, content: bytes) -> Inputs:
+        """The arrays of such a message, as views of it. Raises InferenceError (422) for elements that are none."""
+        view = memoryview(content)
+        arrays = {
+            name: from_binary(name, datatype, shape, view[begin:end])
+            for name, datatype, shape, begin, end in self.tensors
+        }
+        return Inputs(arrays, self.num_rows, self.wanted)
+
+
+@dataclass(slots=True)
+class Layouts:
+    """Those that were seen twice in a row: what never comes again is not worth keeping."""
+
+    _by_length: dict[int, list[Layout]] = field(default_factory=dict)
+    _num: int = 0
+    _last_length: int = -1
+
+    def find(self, content: bytes) -> Layout | None:
+        """The layout of a request, if it is known."""
+        for layout in self._by_length.get(len(content), ()):
+            if layout.is_of(content):
+                return layout
+        return None
+
+    def learn(
+        self, content: bytes, request: pb.ModelInferRequest, asked: Asked, codec: GrpcCodec, inputs: Inputs
+    ) -> None:
+        """`request`, read from `content`, had no layout, and `codec` has found it right."""
+        earlier, self._last_length = self._last_length, len(content)
+        if asked.id or not asked.raw or len(content) != earlier:
+            return
+        layout = _layout(content, request, asked, codec, inputs)
+        if layout is None:
+            return
+        if self._num == MAX_LAYOUTS:
+            self._by_length.clear()
+            self._num = 0
+        same = self._by_length.setdefault(len(content), [])
+        # One that was learnt by a codec that is gone leaves its place.
+        kept = [each for each in same if not each.is_of(content)][: MAX_OF_A_LENGTH - 1]
+        self._num += 1 + len(kept) - len(same)
+        self._by_length[len(content)] = [layout, *kept]
+
+
+def _layout(
+    content: bytes, request: pb.ModelInferRequest, asked: Asked, codec: GrpcCodec, inputs: Inputs
+) -> Layout | None:
+    """None when the elements are not the last fields of the message, as its usual form has them."""
+    raw = request.raw_input_contents
+    pieces = [field_head(RAW_INPUT, len(elements)) for elements in raw]
+    begin = len(content) - sum(map(len, pieces)) - sum(map(len, raw))
+    head = b""
+    between: list[tuple[int, bytes]] = []
+    tensors: list[tuple[str, str, list[int], int, int]] = []
+    for tensor, piece, elements in zip(request.inputs, pieces, raw, strict=True):
+        if not content.startswith(piece, begin):
+            return None
+        between.append((begin, piece))
+        begin += len(piece)
+        if not head:
+            head = content[:begin]
+        tensors.append((tensor.name, tensor.datatype, list(tensor.shape), begin, begin + len(elements)))
+        begin += len(elements)
+    if len(head) > MAX_HEAD_BYTES or not _is_whole(content[: between[0][0]]):
+        return None
+    return Layout(asked, codec, head, between[1:], tensors, inputs.num_rows, inputs.wanted)
+
+
+def _is_whole(beginning: bytes) -> bool:
+    """Whether a message may end here, with no tensor before."""
+    try:
+        return not pb.ModelInferRequest.FromString(beginning).raw_input_contents
+    except DecodeError:
+        return False
