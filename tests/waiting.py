@@ -10,7 +10,7 @@ POLL_S = 0.02
 T = TypeVar("T")
 
 
-def wait_for(predicate: Callable[[], T], timeout_s: float = 10.0, what: str = "") -> T:
+def wait_for(predicate: Callable[[], T], timeout_s: float = 60.0, what: str = "") -> T:
     """The first true value of `predicate`. Fails, naming `what` and the last value, after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := predicate()):

@@ -15,10 +15,10 @@ from shoal.cluster.serve_environment import BUFFER_BYTES
 from shoal.registry import Registry
 from waiting import wait_for
 
-STATE_TIMEOUT_S = 120.0
+STATE_TIMEOUT_S = 400.0
 HELD_S = 400.0
 NUM_SMALL, NUM_LARGE = 8, 4
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(1500)
 
 
 @pytest.fixture(scope="module")

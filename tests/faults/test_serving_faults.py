@@ -24,11 +24,11 @@ from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 from waiting import wait_for
 
-STATE_TIMEOUT_S = 120.0
+STATE_TIMEOUT_S = 400.0
 RATE = 80.0
 SECONDS = 3.0
 REPLICA, SERVE_CONTROLLER, HAPROXY = "ray::ServeReplica", "ray::ServeController", "haproxy.cfg"
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TASK = f"{Path(__file__).parents[1] / 'train_task.py'}:Toy"
 SAMPLES, STEPS, SAVED_EVERY = 256, 16, 3  # two epochs of eight steps
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(1200)
 
 
 def spec_of(notes: Path, **args: Any) -> TrainSpec:

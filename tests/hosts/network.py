@@ -25,7 +25,7 @@ NETWORK = "198.18.7"  # of RFC 2544, for tests of networks
 # Bash reaps whom their parents have left, and ends, and with it the host, when nobody holds its standard input.
 _INIT = "hostname {name}; mkdir -p /tmp/ray; mount -t tmpfs ray /tmp/ray; mount -t tmpfs shm /dev/shm; echo up; read -r"
 _SMALL = "--num-cpus=2 --object-store-memory=300000000"
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 400.0
 
 
 def why_none() -> str:
@@ -145,7 +145,7 @@ class Network:
 
 
 def _output(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{shlex.join(words)}: {done.stderr}"
     return done.stdout
 

@@ -21,7 +21,7 @@ from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 from waiting import wait_for
 
-pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(2400)]
 DASHBOARD = "http://127.0.0.1:8265"
 ASKER = ROOT / "tests/hosts/ask_steadily.py"
 
@@ -87,11 +87,11 @@ def test_an_actor_elsewhere_teaches_a_policy_that_both_hosts_serve(cluster: Clus
         command = [sys.executable, *shlex.split(before[-1])[1:]]
         nobodys = {"SHOAL_HOME": str(cluster.client.home), "SHOAL_TOKEN": cluster.token}
         actors = [cluster.client.start(command, nobodys) for _ in range(2)]
-        said, _ = learning.communicate(timeout=280)
+        said, _ = learning.communicate(timeout=900)
         assert learning.returncode == 0, "".join(before) + said
         assert re.search(r"cartpole@1 \(champion\): mean return", said), said
         for actor in actors:
-            told, _ = actor.communicate(timeout=60)
+            told, _ = actor.communicate(timeout=300)
             assert actor.returncode == 0, told
     finally:
         learning.kill()
@@ -139,6 +139,6 @@ def _hosts(cluster: Cluster) -> set[str]:
 
 
 def _answered(asking: subprocess.Popen[str]) -> dict[str, int]:
-    said, _ = asking.communicate(timeout=150)
+    said, _ = asking.communicate(timeout=400)
     counts: dict[str, int] = json.loads(said)
     return counts

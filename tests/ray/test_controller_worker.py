@@ -13,7 +13,7 @@ from shoal.serve.options import ModelOptions
 from shoal.serve.ray_controller import NAMESPACE, RayController
 from waiting import wait_for
 
-STATE_TIMEOUT_S = 60.0
+STATE_TIMEOUT_S = 400.0
 
 
 def is_there(setting: ControllerSetting) -> bool:

@@ -23,7 +23,7 @@ from shoal.serve.sources import LiveModel, ServedModel, registered
 from shoal.weights import WeightSnapshot, WeightStore
 from waiting import wait_for
 
-STATE_TIMEOUT_S = 120.0
+STATE_TIMEOUT_S = 400.0
 DRIVER = """
 import sys, ray
 ray.init(namespace="shoal", log_to_driver=False)
@@ -189,7 +189,6 @@ def test_a_controller_whose_endpoint_never_came_to_be_is_ended() -> None:
     assert serve.done == [f"end endpoint-old-0a1b2c3d@{GONE}", "make", "start", "run"]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Serve's own specs
 def test_an_endpoint_whose_driver_was_killed_makes_room_on_a_cluster(cluster: EmbeddedCluster) -> None:
     from shoal.serve import ray_kept, ray_serve

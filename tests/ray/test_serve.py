@@ -25,9 +25,9 @@ from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.protocol.grpc_methods import METHODS, SERVICE
 from waiting import wait_for
 
-STATE_TIMEOUT_S = 120.0
+STATE_TIMEOUT_S = 400.0
 MAX_BODY_BYTES = 200_000
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

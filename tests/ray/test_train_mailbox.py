@@ -123,7 +123,7 @@ def heard(fit: Any) -> list[Any]:
         messages.extend(new)
         return bool(over)
 
-    wait_for(is_over, 30, "the end of the attempt")
+    wait_for(is_over, 120, "the end of the attempt")
     return messages
 
 
@@ -134,7 +134,7 @@ def test_a_mailbox_that_does_not_answer_stops_nobody_and_loses_nothing(handle: H
     posted = Posted(handle)
     for step in range(100):
         posted.log(step, {"loss": 1.0})
-    wait_for(lambda: not handle.troubles, 30, "three calls without an answer")
+    wait_for(lambda: not handle.troubles, 120, "three calls without an answer")
     posted.event("stopped", reason="steps")
     posted.close()
     messages, _ = handle.mailbox.take(0)

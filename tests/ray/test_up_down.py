@@ -34,7 +34,7 @@ class Shell:
     def run(self, command: str, **more: str) -> subprocess.CompletedProcess[str]:
         environment = {**self.environment, **more}
         words = shlex.split(command)
-        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=400, check=False)
 
 
 @pytest.fixture
