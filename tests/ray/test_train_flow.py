@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import sqlite3
 from collections.abc import Callable
@@ -64,12 +65,26 @@ class FakeFit:
         self.was_closed = True
 
 
+class FakeGroup:
+    """Fulfils what the flow asks of a Group: is in one of these states at each look, then in the last."""
+
+    states: tuple[str, ...] = ()
+
+    def state(self) -> str:
+        if len(self.states) > 1:
+            type(self).states, state = self.states[1:], self.states[0]
+            return state
+        return self.states[0] if self.states else "CREATED"
+
+
 @pytest.fixture
 def fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeFit]:
     import ray
 
     made = type("Fit", (FakeFit,), {"script": [], "made": [], "on_poll": staticmethod(lambda: None)})
     monkeypatch.setattr("shoal.train.ray_train.Fit", made)
+    monkeypatch.setattr("shoal.flows.training.Group", FakeGroup)
+    monkeypatch.setattr(FakeGroup, "states", ())
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 4.0})
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
@@ -307,10 +322,59 @@ def test_a_group_that_no_host_has_room_for_is_told_of_once(
 
 def test_a_group_that_no_host_has_room_for_is_given_up(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
     _on_a_smaller_cluster(fit, monkeypatch)
-    monkeypatch.setattr("shoal.flows.training.HOSTS_S", 0.0)
+    monkeypatch.setattr("shoal.flows.training.WAIT_S", 0.0)
     fit.script = [([logged(1)], RankLost("its host")), ([[], [], [], []], RankLost("never asked"))]
     with pytest.raises(
         ClusterError, match=r"2 workers have no room on the hosts that are left: go on with resume=.* workers=1"
+    ):
+        run(spec_of())
+    assert all(each.was_closed for each in fit.made)
+
+
+def _beside_what_runs(monkeypatch: pytest.MonkeyPatch, *states: str) -> None:
+    """Where one place is free once the workers are to begin, and every look counts, and is told at once."""
+    import ray
+
+    from shoal.flows import training
+
+    monkeypatch.setattr(training, "BEAT_S", 0.0)
+    monkeypatch.setattr(training, "PLACES", dataclasses.replace(training.PLACES, told_after_s=0.0))
+    monkeypatch.setattr(FakeGroup, "states", states)
+    free = iter([{"CPU": 4.0}])
+    monkeypatch.setattr(ray, "available_resources", lambda: next(free, {"CPU": 1.0}))
+
+
+def test_a_group_whose_room_something_else_has_taken_is_told_of_once(
+    fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray Train makes it anew each minute: between two there is none."""
+    _beside_what_runs(monkeypatch, "", "PENDING", "PENDING", "", "PENDING", "CREATED")
+    fit.script = [([[], [], [], [], [], [], logged(2), []], ended(tmp_path))]
+    found = run(spec_of())
+    assert found.events()["kind"].tolist().count("room_taken") == 1
+    assert found.last_events()["room_taken"] == {"workers": 2, "fit": 1, "wait_s": 600.0}
+
+
+def test_a_group_that_soon_has_its_room_is_not_told_of(
+    fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from shoal.flows import training
+
+    told_after_s = training.PLACES.told_after_s
+    _beside_what_runs(monkeypatch, "PENDING", "PENDING", "CREATED")
+    monkeypatch.setattr(training, "PLACES", dataclasses.replace(training.PLACES, told_after_s=told_after_s))
+    fit.script = [([[], [], [], logged(2), []], ended(tmp_path))]
+    assert "room_taken" not in run(spec_of()).events()["kind"].tolist()
+
+
+def test_a_group_whose_room_something_else_has_taken_is_given_up(
+    fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _beside_what_runs(monkeypatch, "PENDING")
+    monkeypatch.setattr("shoal.flows.training.WAIT_S", 0.0)
+    fit.script = [([[], [], []], RankLost("never asked"))]
+    with pytest.raises(
+        ClusterError, match=r"2 workers have no room beside what runs: go on with resume=.* that has ended.* workers=1"
     ):
         run(spec_of())
     assert all(each.was_closed for each in fit.made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from shoal.open_inference.messages import TensorMetadata
 from shoal.serve.call import Arrays
 from shoal.serve.protocol import grpc_layouts
 from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.grpc_layouts import MAX_LAYOUTS, MAX_OF_A_LENGTH, Layout, Layouts
+from shoal.serve.protocol.grpc_layouts import MAX_LAYOUTS, MAX_OF_A_LENGTH, MAX_SEEN, Layout, Layouts
 from shoal.serve.protocol.grpc_service import InferenceServicer, Invocation
 from shoal.serve.protocol.grpc_tensors import Asked, GrpcCodec, Inputs
 
@@ -119,15 +120,23 @@ def test_whatever_a_layout_is_found_for_is_read_as_by_protobuf(seed: int, change
         assert_same(layout, bytes(content))
 
 
-def test_only_what_comes_twice_in_a_row_is_learnt() -> None:
+def test_only_what_begins_like_an_earlier_one_is_learnt() -> None:
+    """Whatever came between: clients take turns."""
     layouts = Layouts()
     first, second = (request_of(arrays_of(num_rows, 0)).SerializeToString() for num_rows in (1, 2))
-    for content in (first, second, first):
+    for content in (first, second):
         learn(layouts, content)
-        assert layouts.find(first) is None
-    learn(layouts, first)
-    assert layouts.find(first) is not None
-    assert layouts.find(second) is None
+        assert layouts.find(content) is None
+    for content in (first, second):
+        learn(layouts, content)
+        assert layouts.find(content) is not None
+
+
+def test_of_the_beginnings_that_came_once_no_more_are_kept_than_the_limit_says() -> None:
+    layouts = Layouts()
+    for version in range(3 * MAX_SEEN):
+        learn(layouts, request_of(arrays_of(1, 0), model_version=str(version)).SerializeToString())
+        assert len(layouts._seen) <= MAX_SEEN
 
 
 def test_elements_that_come_before_other_fields_have_no_layout() -> None:
@@ -230,6 +239,44 @@ def test_the_third_request_of_a_kind_is_not_taken_apart() -> None:
         assert (answer.model_name, answer.model_version, answer.id) == ("m", "7", "")
         assert (output.name, output.datatype, list(output.shape)) == ("x", "FP32", [1, 3])
         assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == [number] * 3
+
+
+def test_a_layout_goes_when_a_load_has_changed_how_many_rows_a_request_may_have() -> None:
+    model = FakeModel("m", tensors(x=("FP32", [-1, 3])))
+    request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(24)])
+    request.inputs.add(name="x", datatype="FP32", shape=[2, 3])
+    content = request.SerializeToString()
+    servicer = InferenceServicer(FakeHost(model), Access(None, []))  # type: ignore[arg-type]
+
+    async def body() -> None:
+        for _ in range(3):
+            await servicer.model_infer(content, Invocation({}))
+        model.options = model.options.model_copy(update={"max_batch_size": 1})
+        with pytest.raises(InferenceError, match="expected 1 to 1 rows") as caught:
+            await servicer.model_infer(content, Invocation({}))
+        assert caught.value.status == 422
+
+    asyncio.run(body())
+
+
+def test_a_stream_ends_at_what_is_no_message_and_nothing_behind_it_is_computed() -> None:
+    model = FakeModel("m", tensors(x=("FP32", [-1, 3])))
+    request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(12)])
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 3])
+    servicer = InferenceServicer(FakeHost(model), Access(None, []))  # type: ignore[arg-type]
+
+    async def contents() -> AsyncIterator[bytes]:
+        for content in (request.SerializeToString(), b"\xff\xff", request.SerializeToString()):
+            yield content
+
+    async def body() -> None:
+        answers = servicer.model_stream_infer(contents(), Invocation({}))
+        await anext(answers)
+        with pytest.raises(InferenceError, match="not a ModelInferRequest"):
+            await anext(answers)
+
+    asyncio.run(body())
+    assert len(model.calls) == 1
 
 
 def test_elements_that_are_none_are_refused_by_a_layout_too() -> None:

@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from shoal.train.ending import end_run
 from shoal.train.interrupts import interrupts
 from shoal.train.journal import Recorded
 from shoal.train.outcome import Outcome
-from shoal.train.ray_room import placed, require_room, workers_that_fit
+from shoal.train.ray_room import Group, free_places, placed, require_room, workers_that_fit
 from shoal.train.recipe import spec_from_words
 from shoal.train.spec import TrainSpec
 from shoal.train.told import Told, in_words
@@ -39,7 +40,7 @@ POLL_S = 0.25
 BEAT_S = 3.0  # how late it hears that another process has resumed the run
 STOP_S = 12.0  # for the workers to save, before whoever asked for an end loses patience
 ROOM_S = 10.0  # for a run that has just ended to give its place back
-HOSTS_S = 600.0  # for a host to take the place of one that is lost
+WAIT_S = 600.0  # for a host to take the place of one that is lost, or for what has taken the room to end
 ATTEMPTS_WITHOUT_PROGRESS = 3
 
 
@@ -79,6 +80,20 @@ def run_training(spec: TrainSpec, job: str, checked: Checked | None = None) -> s
     return recorder.id
 
 
+@dataclass(frozen=True, slots=True)
+class _Lack:
+    """What workers may wait for: the event that tells of it, and when; where there is no room, and until when."""
+
+    event: str
+    told_after_s: float
+    where: str
+    until: str
+
+
+HOSTS = _Lack("hosts_missing", 0.0, "on the hosts that are left", "another has come")
+PLACES = _Lack("room_taken", ROOM_S, "beside what runs", "that has ended")
+
+
 class _Flow:
     """One run, over all attempts that it takes."""
 
@@ -87,7 +102,8 @@ class _Flow:
         self._step = -1  # the newest that was heard of
         self._beat_at = time.monotonic()
         self._has_begun = False  # the attempt of now: something was heard of it
-        self._lacking_since: float | None = None
+        self._lack: _Lack | None = None  # what it waits for
+        self._lack_since, self._lack_is_told = 0.0, False
         self._told = Told(Recorded(recorder), _say)
 
     def run(self) -> None:
@@ -117,11 +133,12 @@ class _Flow:
     def _attempt(self) -> Outcome:
         from shoal.train.ray_train import Fit, Setting  # Ray Train takes a second to load: not for `--check`
 
-        self._has_begun, self._lacking_since = False, None
+        self._has_begun, self._lack = False, None
+        group = Group()
         setting = Setting(self.spec, self.recorder.id, self.recorder.folder, Path.cwd())
         with interrupts() as asked, closing(Fit(setting)) as fit:
             deadline = math.inf
-            while not self._listen_or_refuse(fit):
+            while not self._listen_or_refuse(fit, group):
                 if asked.is_set() and deadline == math.inf:
                     print("stopping: saving a checkpoint ...", flush=True)
                     fit.stop()
@@ -135,9 +152,9 @@ class _Flow:
                     raise KeyboardInterrupt from None  # nobody wants another attempt
                 raise
 
-    def _listen_or_refuse(self, fit: Fit) -> bool:
+    def _listen_or_refuse(self, fit: Fit, group: Group) -> bool:
         try:
-            return self._listen(fit, POLL_S)
+            return self._listen(fit, group, POLL_S)
         except RunError as error:  # another process has resumed the run: its checkpoints are not the workers' any more
             fit.refuse(str(error))
             deadline = time.monotonic() + STOP_S
@@ -145,7 +162,7 @@ class _Flow:
                 pass
             raise
 
-    def _listen(self, fit: Fit, timeout_s: float) -> bool:
+    def _listen(self, fit: Fit, group: Group, timeout_s: float) -> bool:
         messages, is_over = fit.poll(timeout_s)
         self._has_begun = self._has_begun or bool(messages)
         for message in messages:
@@ -155,21 +172,33 @@ class _Flow:
             with suppress(RecordUnwritable):
                 self.recorder.heartbeat()
             if not self._has_begun:
-                self._look_for_hosts()
+                self._look_for_room(group)
         return is_over
 
-    def _look_for_hosts(self) -> None:
-        """A group that no longer fits on the cluster, Ray would let wait for ever, without a word."""
-        fit, now = workers_that_fit(self.spec), time.monotonic()
-        if fit >= self.spec.workers:
-            self._lacking_since = None
-        elif self._lacking_since is None:
-            self._lacking_since = now
-            self._told.event("hosts_missing", workers=self.spec.workers, fit=fit, wait_s=HOSTS_S)
-        elif now - self._lacking_since > HOSTS_S:
+    def _look_for_room(self, group: Group) -> None:
+        """A group that has no place on the cluster, Ray would let wait for ever, without a word."""
+        fit = workers_that_fit(self.spec)
+        if fit < self.spec.workers:
+            self._wait_for(HOSTS, fit)
+            return
+        state = group.state()
+        if state == "PENDING":
+            self._wait_for(PLACES, free_places(self.spec))
+        elif state == "CREATED":  # of groups that Ray Train makes anew there is none for a moment
+            self._lack = None
+
+    def _wait_for(self, lack: _Lack, fit: int) -> None:
+        """It is told once, and given up in the end. fit: of the workers, so many would have room."""
+        now = time.monotonic()
+        if self._lack is not lack:
+            self._lack, self._lack_since, self._lack_is_told = lack, now, False
+        if now - self._lack_since > WAIT_S:
             fewer = f", or with fewer workers: resume={self.recorder.id} workers={fit}" if fit else ""
-            missing = f"{self.spec.workers} workers have no room on the hosts that are left"
-            raise ClusterError(f"{missing}: go on with resume={self.recorder.id} when another has come{fewer}")
+            missing = f"{self.spec.workers} workers have no room {lack.where}"
+            raise ClusterError(f"{missing}: go on with resume={self.recorder.id} when {lack.until}{fewer}")
+        if now - self._lack_since >= lack.told_after_s and not self._lack_is_told:
+            self._lack_is_told = True
+            self._told.event(lack.event, workers=self.spec.workers, fit=fit, wait_s=WAIT_S)
 
     def _record_message(self, message: Message) -> None:
         kind, content = message

@@ -21,6 +21,9 @@ def trouble(kind: str, details: Mapping[str, Any]) -> str:
         case "hosts_missing":
             least = f"{details['workers']} workers have no room on the hosts that are left, which hold {details['fit']}"
             return f"{least}: waiting up to {details['wait_s'] / 60:.0f} min for another"
+        case "room_taken":
+            places = f"{details['workers']} workers have no room beside what runs ({details['fit']} places are free)"
+            return f"{places}: waiting up to {details['wait_s'] / 60:.0f} min for it to end"
         case "invalid_segment":
             return f"{details['actor_id']} sends what is dropped: {details['reason']}: {details['detail']}"
     return "there is no checkpoint: it begins again, at step 0" if kind == NO_CHECKPOINT else ""

@@ -22,6 +22,7 @@ from shoal.serve.protocol.grpc_tensors import Asked, GrpcCodec, Inputs, field_he
 MAX_LAYOUTS = 256
 MAX_OF_A_LENGTH = 8  # each costs a comparison
 MAX_HEAD_BYTES = 4096
+MAX_SEEN = 256
 RAW_INPUT = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | 2
 
 
@@ -42,6 +43,7 @@ class Layout:
     tensors: Sequence[tuple[str, str, list[int], int, int]]
     num_rows: int
     wanted: frozenset[str] | None
+    raw_sizes: tuple[int, ...]
 
     def is_of(self, content: bytes) -> bool:
         """Whether a message of the same length differs in elements alone."""
@@ -54,16 +56,16 @@ class Layout:
             name: from_binary(name, datatype, shape, view[begin:end])
             for name, datatype, shape, begin, end in self.tensors
         }
-        return Inputs(arrays, self.num_rows, self.wanted)
+        return Inputs(arrays, self.num_rows, self.wanted, self.raw_sizes)
 
 
 @dataclass(slots=True)
 class Layouts:
-    """Those that were seen twice in a row: what never comes again is not worth keeping."""
+    """Those of requests whose beginning was seen before: what never comes again is not worth keeping."""
 
     _by_length: dict[int, list[Layout]] = field(default_factory=dict)
     _num: int = 0
-    _last_length: int = -1
+    _seen: set[tuple[int, bytes]] = field(default_factory=set)
 
     def find(self, content: bytes) -> Layout | None:
         """The layout of a request, if it is known."""
@@ -76,10 +78,13 @@ class Layouts:
         self, content: bytes, request: pb.ModelInferRequest, asked: Asked, codec: GrpcCodec, inputs: Inputs
     ) -> None:
         """`request`, read from `content`, had no layout, and `codec` has found it right."""
-        earlier, self._last_length = self._last_length, len(content)
-        if asked.id or not asked.raw or len(content) != earlier:
+        if asked.id or not inputs.raw_sizes:
             return
-        layout = _layout(content, request, asked, codec, inputs)
+        pieces = [field_head(RAW_INPUT, size) for size in inputs.raw_sizes]
+        begin = len(content) - sum(map(len, pieces)) - sum(inputs.raw_sizes)
+        if begin > MAX_HEAD_BYTES or not self._has_come(content, begin):
+            return
+        layout = _layout(content, begin, pieces, request, asked, codec, inputs)
         if layout is None:
             return
         if self._num == MAX_LAYOUTS:
@@ -91,29 +96,46 @@ class Layouts:
         self._num += 1 + len(kept) - len(same)
         self._by_length[len(content)] = [layout, *kept]
 
+    def _has_come(self, content: bytes, begin: int) -> bool:
+        """Whether one as long began like this; the next one has."""
+        beginning = len(content), content[:begin]
+        if beginning in self._seen:
+            return True
+        if len(self._seen) == MAX_SEEN:
+            self._seen.clear()
+        self._seen.add(beginning)
+        return False
+
 
 def _layout(
-    content: bytes, request: pb.ModelInferRequest, asked: Asked, codec: GrpcCodec, inputs: Inputs
+    content: bytes,
+    begin: int,
+    pieces: Sequence[bytes],
+    request: pb.ModelInferRequest,
+    asked: Asked,
+    codec: GrpcCodec,
+    inputs: Inputs,
 ) -> Layout | None:
-    """None when the elements are not the last fields of the message, as its usual form has them."""
-    raw = request.raw_input_contents
-    pieces = [field_head(RAW_INPUT, len(elements)) for elements in raw]
-    begin = len(content) - sum(map(len, pieces)) - sum(map(len, raw))
+    """None when the elements are not the last fields of the message, as its usual form has them.
+
+    begin:  where they would begin
+    pieces: what would stand before those of each tensor
+    """
     head = b""
     between: list[tuple[int, bytes]] = []
     tensors: list[tuple[str, str, list[int], int, int]] = []
-    for tensor, piece, elements in zip(request.inputs, pieces, raw, strict=True):
+    for tensor, piece, size in zip(request.inputs, pieces, inputs.raw_sizes, strict=True):
         if not content.startswith(piece, begin):
             return None
         between.append((begin, piece))
         begin += len(piece)
         if not head:
             head = content[:begin]
-        tensors.append((tensor.name, tensor.datatype, list(tensor.shape), begin, begin + len(elements)))
-        begin += len(elements)
-    if len(head) > MAX_HEAD_BYTES or not _is_whole(content[: between[0][0]]):
+        tensors.append((tensor.name, tensor.datatype, list(tensor.shape), begin, begin + size))
+        begin += size
+    if not _is_whole(content[: between[0][0]]):
         return None
-    return Layout(asked, codec, head, between[1:], tensors, inputs.num_rows, inputs.wanted)
+    return Layout(asked, codec, head, between[1:], tensors, inputs.num_rows, inputs.wanted, inputs.raw_sizes)
 
 
 def _is_whole(beginning: bytes) -> bool:

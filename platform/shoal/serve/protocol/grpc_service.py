@@ -56,8 +56,12 @@ FINAL = pb.ModelInferResponse(
 
 
 class Request(NamedTuple):
-    """A ModelInferRequest. `layout`: its own, when that is known; else there is `message`."""
+    """A ModelInferRequest. `layout`: its own, when that is known; else there is `message`.
 
+    arrived_s: when, on the clock of `time.monotonic()`
+    """
+
+    arrived_s: float
     content: bytes
     asked: Asked
     layout: Layout | None
@@ -87,7 +91,7 @@ class InferenceServicer:
 
     def __init__(self, host: ModelHost, access: Access, tracer: Tracer | None = None) -> None:
         self._host, self._access, self._tracer = host, access, tracer
-        self._codecs: dict[str, tuple[Signature, GrpcCodec]] = {}
+        self._codecs: dict[str, tuple[Signature, int, GrpcCodec]] = {}
         self._layouts = Layouts()
 
     async def server_live(self, request: pb.ServerLiveRequest, invocation: Invocation) -> pb.ServerLiveResponse:
@@ -169,26 +173,22 @@ class InferenceServicer:
 
     async def model_infer(self, content: bytes, invocation: Invocation) -> bytes:
         """A ModelInferRequest to a ModelInferResponse."""
-        arrived_s = time.monotonic()
-        request = self._read(content)
+        return await self._answer(self._read(content), invocation)
+
+    async def _answer(self, request: Request, invocation: Invocation) -> bytes:
         asked = request.asked
         caller = self._admit(invocation, asked.model)
         if self._tracer is None:
-            return await self._infer(request, invocation, caller, arrived_s, None)
+            return await self._infer(request, invocation, caller, None)
         parent = invocation.text(b"traceparent"), invocation.text(b"tracestate")
         trace = self._tracer.request("inference.GRPCInferenceService/ModelInfer", asked.model, *parent)
         if trace is None:
-            return await self._infer(request, invocation, caller, arrived_s, None)
+            return await self._infer(request, invocation, caller, None)
         with trace:
-            return await self._infer(request, invocation, caller, arrived_s, trace)
+            return await self._infer(request, invocation, caller, trace)
 
     async def _infer(
-        self,
-        request: Request,
-        invocation: Invocation,
-        caller: Caller,
-        arrived_s: float,
-        trace: RequestTrace | None,
+        self, request: Request, invocation: Invocation, caller: Caller, trace: RequestTrace | None
     ) -> bytes:
         asked = request.asked
         model = self._host.model(asked.model)
@@ -199,7 +199,7 @@ class InferenceServicer:
             inputs.arrays,
             inputs.num_rows,
             version=version,
-            deadline_s=_deadline_s(arrived_s, asked.timeout_us, invocation, model.options.deadline_s),
+            deadline_s=_deadline_s(request.arrived_s, asked.timeout_us, invocation, model.options.deadline_s),
             tenant=caller.name,
             sticky=asked_sticky(invocation.text(b"shoal-sticky")),
             track=asked_track(invocation.text(b"shoal-track")),
@@ -214,11 +214,12 @@ class InferenceServicer:
 
     def _read(self, content: bytes) -> Request:
         """What a message asks. Raises InferenceError (400)."""
+        arrived_s = time.monotonic()
         layout = self._layouts.find(content)
         if layout is not None:
-            return Request(content, layout.asked, layout, None)
+            return Request(arrived_s, content, layout.asked, layout, None)
         message = parsed(pb.ModelInferRequest, content)
-        return Request(content, Asked.by(message), None, message)
+        return Request(arrived_s, content, Asked.by(message), None, message)
 
     def _inputs(self, request: Request, codec: GrpcCodec) -> Inputs:
         """Its tensors. Raises InferenceError (400, 422)."""
@@ -232,16 +233,16 @@ class InferenceServicer:
     async def model_stream_infer(
         self, requests: AsyncIterator[bytes], invocation: Invocation
     ) -> AsyncGenerator[bytes, None]:
-        """Each a ModelInferRequest, to a ModelStreamInferResponse."""
+        """Each a ModelInferRequest, to a ModelStreamInferResponse. One that is none ends it, behind other answers."""
         room = asyncio.Semaphore(STREAM_WINDOW)
         answers: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
         tasks: set[asyncio.Task[bytes]] = set()
 
         async def read() -> None:
             try:
-                async for request in requests:
+                async for content in requests:
                     await room.acquire()
-                    task = asyncio.create_task(self._stream_answer(request, invocation))
+                    task = asyncio.create_task(self._stream_answer(self._read(content), invocation))
                     tasks.add(task)
                     answers.put_nowait(task)
             finally:
@@ -259,16 +260,16 @@ class InferenceServicer:
                 each.cancel()
             await asyncio.gather(reader, *tasks, return_exceptions=True)
 
-    async def _stream_answer(self, content: bytes, invocation: Invocation) -> bytes:
+    async def _stream_answer(self, request: Request, invocation: Invocation) -> bytes:
         """The answer to one request of a stream, or what was wrong with it."""
         alone = Invocation(invocation.metadata, invocation.deadline_s)
         try:
-            answer = await self.model_infer(content, alone)
+            answer = await self._answer(request, alone)
         except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
             refused = refusal(error)
             if invocation.text(b"triton_grpc_error") == "true":
                 raise refused from None
-            of = pb.ModelInferResponse(id=self._read(content).asked.id)
+            of = pb.ModelInferResponse(id=request.asked.id)
             return pb.ModelStreamInferResponse(error_message=str(refused), infer_response=of).SerializeToString()
         return b"".join((field_head(IN_STREAM, len(answer) + len(FINAL)), answer, FINAL))
 
@@ -288,14 +289,14 @@ class InferenceServicer:
         return model
 
     def _codec(self, model: HostedModel) -> GrpcCodec:
-        """The codec of a model, made anew when a load has changed its signature."""
-        signature = model.signature
+        """The codec of a model, made anew when a load has changed what it goes by."""
+        signature, max_rows = model.signature, model.options.max_batch_size
         known = self._codecs.get(model.name)
-        if known is not None and known[0] is signature:
-            return known[1]
+        if known is not None and known[0] is signature and known[1] == max_rows:
+            return known[2]
         tensors = described(signature.inputs), described(signature.outputs)
-        codec = GrpcCodec(model.name, *tensors, model.options.max_batch_size)
-        self._codecs[model.name] = signature, codec
+        codec = GrpcCodec(model.name, *tensors, max_rows)
+        self._codecs[model.name] = signature, max_rows, codec
         return codec
 
 

@@ -80,11 +80,15 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
 
 
 class Inputs(msgspec.Struct, frozen=True, gc=False):
-    """The tensors of a request: by name, the rows of each, and the outputs that are wanted (None for all)."""
+    """The tensors of a request: by name, the rows of each, and the outputs that are wanted (None for all).
+
+    raw_sizes: the bytes that the elements of each had, in the request's order; () when they did not come raw
+    """
 
     arrays: dict[str, np.ndarray]
     num_rows: int
     wanted: frozenset[str] | None
+    raw_sizes: tuple[int, ...]
 
 
 class GrpcCodec:
@@ -105,6 +109,7 @@ class GrpcCodec:
             problem = f"raw_input_contents has {len(raw)} entries for {len(request.inputs)} inputs"
             raise InferenceError(400, f"{problem}: expected one for each, or none and typed contents")
         arrays: dict[str, np.ndarray] = {}
+        sizes: list[int] = []
         for index, tensor in enumerate(request.inputs):
             name, shape = tensor.name, list(tensor.shape)
             self._expectation.declare(name, tensor.datatype, shape, arrays)
@@ -112,13 +117,15 @@ class GrpcCodec:
             if raw:
                 if tensor.HasField("contents"):
                     raise InferenceError(400, f"input {name!r}: expected contents or raw_input_contents, got both")
-                arrays[name] = from_binary(name, tensor.datatype, shape, raw[index])
+                elements = raw[index]  # copied, each time that it is taken from its message
+                sizes.append(len(elements))
+                arrays[name] = from_binary(name, tensor.datatype, shape, elements)
             else:
                 arrays[name] = _from_typed(tensor, shape)
         wanted = self._expectation.wanted(output.name for output in request.outputs)
         for output in request.outputs:
             _refuse(output.parameters, f"output {output.name!r}")
-        return Inputs(arrays, self._expectation.complete(arrays), wanted)
+        return Inputs(arrays, self._expectation.complete(arrays), wanted, tuple(sizes))
 
     def encode(self, asked: Asked, version: int, outputs: Mapping[str, np.ndarray]) -> bytes:
         """A ModelInferResponse, its outputs in the order in which they were asked for, else in the model's."""
