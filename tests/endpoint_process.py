@@ -29,10 +29,12 @@ NUM_FEATURES = 4
 NUM_OUTPUTS = 2
 REQUEST_TIMEOUT_S = 30.0
 IDLE_S = 2.0
+END_S = 120.0
 BODY = json.dumps(
     {"inputs": [{"name": "x", "shape": [1, NUM_FEATURES], "datatype": "FP32", "data": [0.5] * NUM_FEATURES}]}
 )
 NUM_REGISTERED = 3
+STORE_BYTES = 200 * 1024 * 1024
 INFER = "/v2/models/linear/infer"
 
 
@@ -43,10 +45,10 @@ class EndpointProcess:
     """
 
     def __init__(self, answer_s: float = 60.0, **spec: Any) -> None:
-        self.temp_dir = Path(tempfile.mkdtemp(prefix="se-", dir="/tmp"))  # short: unix sockets live in it
+        self.temp_dir = Path(tempfile.mkdtemp(prefix="se-", dir="/tmp"))
         self._log = (self.temp_dir / "driver.log").open("w+")
         self._child = subprocess.Popen(
-            [sys.executable, __file__, str(self.temp_dir), json.dumps(spec), f"{answer_s:g}"],
+            [sys.executable, __file__, json.dumps(spec), f"{answer_s:g}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -86,15 +88,14 @@ class EndpointProcess:
         return list(self.command("stats"))
 
     def close(self) -> None:
-        if self._child.poll() is None:
-            assert self._child.stdin is not None
-            self._child.stdin.close()
-            try:
-                self._child.wait(60)
-            except subprocess.TimeoutExpired:
-                self._child.kill()
-                self._child.wait()
+        assert self._child.stdin is not None
         assert self._child.stdout is not None
+        self._child.stdin.close()
+        try:
+            self._child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
         self._child.stdout.close()
         self._log.close()
         shutil.rmtree(self.temp_dir, ignore_errors=True)
@@ -199,34 +200,29 @@ class Client:
         self._connection.close()
 
 
-def _drive(temp_dir: Path, spec: dict[str, Any], answer_s: str) -> None:
+def _drive(spec: dict[str, Any], answer_s: str) -> None:
     """Serve, and obey the commands of standard input until it ends."""
-    from shoal.cluster.serve_environment import serve_environment
+    from shoal.cluster import embedded
 
-    os.environ.update(serve_environment(temp_dir), RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S=answer_s)
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=os.urandom(32).hex(), RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
-    import ray
+    environment = {"RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": answer_s}
+    with embedded.start(num_cpus=4, object_store_memory_bytes=STORE_BYTES, environment=environment) as cluster:
+        os.environ.update(cluster.environment)  # before anything imports Ray
+        import ray
 
-    from shoal.errors import ShoalError
+        from shoal.cluster.driver import connect, disconnect
+        from shoal.errors import ShoalError
 
-    ray.init(
-        _temp_dir=str(temp_dir / "ray"),
-        _node_ip_address="127.0.0.1",
-        num_cpus=4,
-        object_store_memory=200 * 1024 * 1024,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    served = _Served(spec)
-    answer({"url": served.endpoint.url, "grpc": served.endpoint.grpc})
-    for line in sys.stdin:
-        name, arguments = json.loads(line)
-        try:
-            answer({"result": getattr(served, name)(**arguments)})
-        except (ShoalError, ray.exceptions.RayError) as error:
-            answer({"error": str(error)})
-    served.close()
-    ray.shutdown()
+        connect()
+        served = _Served(spec)
+        answer({"url": served.endpoint.url, "grpc": served.endpoint.grpc})
+        for line in sys.stdin:
+            name, arguments = json.loads(line)
+            try:
+                answer({"result": getattr(served, name)(**arguments)})
+            except (ShoalError, ray.exceptions.RayError) as error:
+                answer({"error": str(error)})
+        served.close()
+        disconnect()
 
 
 class _Served:
@@ -306,4 +302,4 @@ def answer(content: object) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test decides when it ends
-    _drive(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3])
+    _drive(json.loads(sys.argv[1]), sys.argv[2])

@@ -144,8 +144,8 @@ def test_an_actor_that_is_killed_returns_as_a_new_incarnation(loop: Loop) -> Non
     assert len(actors) == 1
     assert actors[0]["incarnation"] > old
     kinds = [kind for _, kind, _ in loop.workers.events()]
-    assert kinds.count("actor_joined") == 2
-    assert "actor_restarted" in kinds
+    assert kinds.count("actor_restarted") == 1  # it may have been lost, and joined again, in between
+    assert kinds.count("actor_joined") >= 2
     assert_balanced(loop.close())
 
 

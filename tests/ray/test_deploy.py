@@ -45,12 +45,20 @@ class FakeServe:
     def __init__(self, *applications: str, message: str = "the disk burns", **fails: BaseException) -> None:
         self.applications = {name: SimpleNamespace(deployments={}) for name in applications}
         self.fails, self.message, self.done = fails, message, list[str]()
-        self.proxies = {"node": "HEALTHY"} if applications else {}
+        self.is_there = bool(applications)
+        self.looks_until_gone: int | None = None
+
+    def has_serve(self) -> bool:
+        if self.looks_until_gone is not None:
+            self.looks_until_gone -= 1
+            self.is_there = self.looks_until_gone > 0
+        return self.is_there
 
     def status(self) -> SimpleNamespace:
-        return SimpleNamespace(applications=self.applications, proxies=self.proxies)
+        return SimpleNamespace(applications=self.applications)
 
     def start(self, **options: object) -> None:
+        assert not self.is_there, "it would join one that is ending"
         self._call("start")
 
     def run(self, application: object, name: str, route_prefix: str) -> object:
@@ -64,7 +72,8 @@ class FakeServe:
 
     def shutdown(self) -> None:
         self._call("shutdown")
-        self.applications, self.proxies = {}, {}
+        self.applications = {}
+        self.looks_until_gone = 3
 
     def _call(self, name: str) -> None:
         self.done.append(name)
@@ -95,6 +104,7 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
         patch.setattr(ray_serve, "this_driver", lambda: LIVING)
         patch.setattr(ray_kept, "living_drivers", lambda: {LIVING})
         patch.setattr(ray_kept, "_controllers", lambda: list(actors))
+        patch.setattr(ray_owner, "has_serve", serve.has_serve)
         patch.setattr(ray_owner, "end_controller", lambda actor: serve.done.append(f"end {actor}"))
         yield
 
@@ -167,10 +177,25 @@ def test_an_endpoint_whose_driver_is_gone_makes_room() -> None:
 @pytest.mark.parametrize("applications", [(), ("old",)], ids=["while it starts", "up"])
 def test_an_endpoint_whose_driver_lives_is_named_also_while_it_starts(applications: tuple[str, ...]) -> None:
     serve = FakeServe(*applications)
-    serve.proxies = {"node": "HEALTHY"}
+    serve.is_there = True
     with pytest.raises(ClusterError, match=r"Serve runs on this cluster \(old\): close that endpoint first"):
         deploy(serve, f"endpoint-old-0a1b2c3d@{LIVING}")
     assert serve.done == []
+
+
+def test_a_serve_that_is_ending_is_waited_for_and_one_that_stays_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.serve import ray_owner
+
+    ending = FakeServe()
+    ending.is_there, ending.looks_until_gone = True, 4
+    deploy(ending)
+    assert ending.done == ["make", "start", "run"]
+    stays = FakeServe()
+    stays.is_there = True
+    monkeypatch.setattr(ray_owner, "END_S", 0.0)
+    with pytest.raises(ClusterError, match=r"Serve runs on this cluster \(without an application\)"):
+        deploy(stays)
+    assert stays.done == []
 
 
 def test_who_would_need_an_endpoint_is_refused_before_anything_starts() -> None:

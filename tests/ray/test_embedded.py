@@ -294,12 +294,22 @@ def test_an_interrupted_start_leaves_nothing(folders: list[Path]) -> None:
 
 
 def test_a_start_that_fails_says_why_and_leaves_nothing(folders: list[Path]) -> None:
-    with pytest.raises(ClusterError, match=r"ended while starting.*object.store"):
+    with pytest.raises(ClusterError, match=r"^Ray could not start: .*object.store"):
         embedded.start(object_store_memory_bytes=1, environment={"FAILURE_TEST": "1"})
     with pytest.raises(ClusterError, match=r"not ready within 0\.01 s"):
         embedded.start(timeout_s=0.01, environment={"FAILURE_TEST": "1"})
     assert marked("FAILURE_TEST", "1") == []
     assert [folder.exists() for folder in folders] == [False, False]
+
+
+def test_of_a_part_of_ray_that_has_ended_the_last_words_are_those_that_tell_something(tmp_path: Path) -> None:
+    from shoal.cluster.ray_head import last_words
+
+    assert last_words(tmp_path, "raylet") == "it said nothing"
+    (tmp_path / "raylet.err").write_text("[2026-11-23 04:15:48,161 E 1 1] (raylet) main.cc:5: no agent\n\n")
+    (tmp_path / "raylet.out").write_text("[2026-11-23 04:15:48,162 I 1 1] (raylet) stats.h:176: has shutdown.\n")
+    (tmp_path / "gcs_server.err").write_text("another\n")
+    assert last_words(tmp_path, "raylet") == "[2026-11-23 04:15:48,161 E 1 1] (raylet) main.cc:5: no agent"
 
 
 OWNER = """

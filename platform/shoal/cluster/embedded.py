@@ -186,6 +186,7 @@ def _cluster_environment(
         # An actor for each training run, which would hear of this machine being taken away by a provider.
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_agent_register_timeout_ms": "180000",  # how long the raylet looks for an agent that starts slowly
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "180",
         "RAY_JOB_STOP_WAIT_TIME_S": "15",  # a job that is asked to stop may save what it has
         "TMPDIR": str(temp_dir / "tmp"),  # where Ray's own Python processes leave sockets when they are ended
         "DASHBOARD_METRIC_PORT": str(free_port()),
@@ -202,6 +203,8 @@ def _wait_until_ready(head: subprocess.Popen[bytes], temp_dir: Path, timeout_s: 
     line = head.stdout.readline() if readable else b""
     if line:
         report: dict[str, str] = json.loads(line)
+        if "failed" in report:
+            raise ClusterError(f"Ray could not start: {report['failed']}. `shoal doctor` checks this machine")
         return report
     problem = "ended while starting" if readable else f"was not ready within {timeout_s:g} s"
     raise ClusterError(f"Ray {problem}. {_last_words(temp_dir)} `shoal doctor` checks this machine")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -36,6 +37,8 @@ from shoal.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
 CHECK_PERIOD_S = 0.5
+LAST_LINES = 3
+INFORMATION = re.compile(r"\[\S+ \S+ I ")  # a line's beginning, in the logs of Ray's servers
 
 
 class HeadOptions(TypedDict):
@@ -74,7 +77,8 @@ class _HeadNode(Node):
         """
         while not (self._has_raylet() and self._has_dashboard_agent() and self._port_of(RUNTIME_ENV_AGENT_PORT_NAME)):
             if dead := [name for name, _ in self.dead_processes()]:
-                raise ClusterError(f"{', '.join(dead)} ended: {self.get_logs_dir_path()} says why")
+                logs = Path(self.get_logs_dir_path())
+                raise ClusterError("; ".join(f"{name} ended: {last_words(logs, name)}" for name in dead))
             time.sleep(CHECK_PERIOD_S / 10)
 
     def _has_raylet(self) -> bool:
@@ -95,6 +99,14 @@ class _HeadNode(Node):
         """The port that an agent has told; "" when it has not, "-1" when it has none."""
         file = Path(self.get_session_dir_path()) / get_port_filename(self.node_id, name)
         return file.read_text().strip() if file.exists() else ""
+
+
+def last_words(logs: Path, name: str) -> str:
+    """What one of Ray's processes wrote last that is no mere information."""
+    files = sorted(logs.glob(f"{name}.*"), key=lambda file: file.stat().st_mtime)
+    lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
+    telling = [line for line in lines if line.strip() and not INFORMATION.match(line)]
+    return " / ".join(telling[-LAST_LINES:]) or "it said nothing"
 
 
 class _ParentWatch(threading.Thread):
@@ -136,10 +148,14 @@ def _stay(options: HeadOptions, temp_dir: Path, ready: int) -> None:
     """Start Ray and stay; exits with status 1 when a part of Ray dies, 0 after SIGTERM."""
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
-    node = _HeadNode(_parameters(options), head=True, shutdown_at_exit=False, spawn_reaper=True)
-    # A job's driver looks its cluster up in this file when several Rays run on the machine.
-    write_ray_address(node.address, str(temp_dir / "ray"))
     with os.fdopen(ready, "w") as parent:
+        try:
+            node = _HeadNode(_parameters(options), head=True, shutdown_at_exit=False, spawn_reaper=True)
+        except Exception as error:
+            parent.write(json.dumps({"failed": str(error).rstrip(".")}) + "\n")
+            raise
+        # A job's driver looks its cluster up in this file when several Rays run on the machine.
+        write_ray_address(node.address, str(temp_dir / "ray"))
         parent.write(json.dumps({"address": node.address, "dashboard_url": f"http://{node.webui_url}"}) + "\n")
     while not node.dead_processes():
         time.sleep(CHECK_PERIOD_S)

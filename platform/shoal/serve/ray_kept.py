@@ -16,6 +16,7 @@ from shoal.errors import ClusterError
 from shoal.serve.controller.setting import kept_endpoint
 from shoal.serve.ray_controller import NAMESPACE
 
+SERVE_CONTROLLER_NAME, SERVE_NAMESPACE = "SERVE_CONTROLLER_ACTOR", "serve"  # Serve's own, which takes long to load
 REMEDY = (
     "the end of its run, or `shoal serve delete` (what Serve's own commands started, with `serve shutdown`),"
     " or use another cluster (`--address local`)"
@@ -56,8 +57,14 @@ def require_no_endpoint() -> None:
 
 def occupied(endpoints: list[str]) -> ClusterError:
     """The error that says so: a cluster has one."""
-    there = ", ".join(endpoints)
+    there = ", ".join(endpoints) or "without an application"
     return ClusterError(f"Serve runs on this cluster ({there}): close that endpoint first, with {REMEDY}")
+
+
+def has_serve() -> bool:
+    """Whether Serve runs on this cluster, also while it ends."""
+    named = list_named_actors(all_namespaces=True)
+    return {"name": SERVE_CONTROLLER_NAME, "namespace": SERVE_NAMESPACE} in named
 
 
 def _controllers() -> list[str]:
