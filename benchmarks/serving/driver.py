@@ -99,6 +99,8 @@ class Line:
         self._socket = socket.socket()
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # To be woken for an answer, not for less: by HTTP/2 the windows are widened in a segment of their own before it.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, exchange.fewest_bytes)
         status = self._socket.connect_ex((driver.plan.host, driver.plan.port))
         self._out = memoryview(exchange.opening())
         self.busy, self.open = False, status in (0, *IN_BACKGROUND)

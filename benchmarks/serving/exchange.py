@@ -25,9 +25,10 @@ class Answer(NamedTuple):
 
 
 class Exchange(Protocol):
-    """One side of a connection. `begun` says whether part of an answer has come."""
+    """One side of a connection. `begun` says whether part of an answer has come; none has fewer than `fewest_bytes`."""
 
     begun: bool
+    fewest_bytes: int
 
     def opening(self) -> bytes:
         """What a fresh connection sends first."""
@@ -44,6 +45,8 @@ class Exchange(Protocol):
 
 class Http1:
     """`payload` is the whole request, head and body."""
+
+    fewest_bytes = 1
 
     def __init__(self) -> None:
         self.begun = False
@@ -98,6 +101,8 @@ SMALLEST_WINDOW = 65_535
 
 class Grpc:
     """Unary calls of one method. `payload` is the serialised message, of at most one frame (16 kB)."""
+
+    fewest_bytes = 2 * (FRAME_HEAD.size + 4) + 1  # more than two frames that widen a window
 
     def __init__(self, authority: str, path: str) -> None:
         self.begun = False
