@@ -19,7 +19,7 @@ from benchmarks.serving.grpc_call import INFER_PATH, messages
 from benchmarks.serving.servers import MOSEC, OURS, UVICORN, Server, server_of
 
 CONNECTIONS = (1, 16, 64)
-TURNS = 5  # of our ways, each of a second: a machine that others use is not the same for long
+TURNS = 8  # of our ways, each of less than a second: a machine that others use is not the same for long
 JSON, BINARY, GRPC, STREAM = "JSON", "binary over HTTP", "gRPC", "gRPC, one stream"
 PEERS = (MOSEC, UVICORN)
 METRICS: tuple[tuple[str, str, str, Better], ...] = (
@@ -43,7 +43,7 @@ def targets(server: Server) -> dict[str, Target]:
 def measure(folder: Path, turns: int, found: Found) -> None:
     """One run of everything."""
 
-    def keep(server: Server, way: str, target: Target, num: int, seconds: float = 1.0) -> None:
+    def keep(server: Server, way: str, target: Target, num: int, seconds: float = 0.7) -> None:
         before_s = server.child.cpu_s()
         outcome = closed(folder, target, num, seconds, seconds / 4)
         used_s = (server.child.cpu_s() - before_s) / 1.25

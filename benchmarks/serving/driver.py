@@ -99,7 +99,7 @@ class Line:
         self._socket = socket.socket()
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # To be woken for an answer, not for less: by HTTP/2 the windows are widened in a segment of their own before it.
+        # To be woken for an answer, and not before: by HTTP/2 windows are widened in a segment of their own.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, exchange.fewest_bytes)
         status = self._socket.connect_ex((driver.plan.host, driver.plan.port))
         self._out = memoryview(exchange.opening())

@@ -31,7 +31,7 @@ from shoal.serve.protocol.limits import Limits
 
 PREFIX = f"/{SERVICE}/"
 TYPE = (b"content-type", b"application/grpc")
-CHUNKED = [TYPE, (b"transfer-encoding", b"chunked"), (b"trailer", b"grpc-status")]
+CHUNKED = [TYPE, (b"transfer-encoding", b"chunked")]
 UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
 FOREVER_S = 1e9  # gRPC's word for no deadline is one in some hundred years
