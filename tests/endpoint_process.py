@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,7 +91,8 @@ class EndpointProcess:
     def close(self) -> None:
         assert self._child.stdin is not None
         assert self._child.stdout is not None
-        self._child.stdin.close()
+        with suppress(BrokenPipeError):  # a command that the child did not live to read
+            self._child.stdin.close()
         try:
             self._child.wait(END_S)
         except subprocess.TimeoutExpired:

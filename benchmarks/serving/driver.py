@@ -292,6 +292,8 @@ class Driver:
 
     def _look(self, now_s: float) -> None:
         for line in list(self.lines.values()):
+            if line.busy and now_s - line.sent_s > LOOK_EVERY_S:
+                line.read()  # what is too short to be woken for
             if line.busy and now_s - line.sent_s > self.plan.timeout_s:
                 line.drop("hung")
 

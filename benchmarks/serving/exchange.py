@@ -25,7 +25,10 @@ class Answer(NamedTuple):
 
 
 class Exchange(Protocol):
-    """One side of a connection. `begun` says whether part of an answer has come; none has fewer than `fewest_bytes`."""
+    """One side of a connection. `begun` says whether part of an answer has come.
+
+    fewest_bytes: that are worth being woken for; what is shorter, a refusal that is a frame alone, is found later
+    """
 
     begun: bool
     fewest_bytes: int

@@ -43,7 +43,7 @@ class FakeServe:
     """Ray Serve as `deploy` uses it. `fails` says which call raises what; `done` is what was asked, of others too."""
 
     def __init__(self, *applications: str, message: str = "the disk burns", **fails: BaseException) -> None:
-        self.applications = {name: SimpleNamespace(deployments={}) for name in applications}
+        self.applications = {name: SimpleNamespace(deployments={}, status="RUNNING") for name in applications}
         self.fails, self.message, self.done = fails, message, list[str]()
         self.is_there = bool(applications)
         self.looks_until_gone: int | None = None
@@ -63,7 +63,7 @@ class FakeServe:
 
     def run(self, application: object, name: str, route_prefix: str) -> object:
         deployments = {"ReplicaWorker": SimpleNamespace(message=self.message)}
-        self.applications[name] = SimpleNamespace(deployments=deployments)
+        self.applications[name] = SimpleNamespace(deployments=deployments, status="RUNNING")
         self._call("run")
         return object()
 
@@ -186,16 +186,36 @@ def test_an_endpoint_whose_driver_lives_is_named_also_while_it_starts(applicatio
 def test_a_serve_that_is_ending_is_waited_for_and_one_that_stays_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.serve import ray_owner
 
-    ending = FakeServe()
-    ending.is_there, ending.looks_until_gone = True, 4
-    deploy(ending)
-    assert ending.done == ["make", "start", "run"]
+    for ending in (FakeServe(), FakeServe("old")):
+        ending.is_there, ending.looks_until_gone = True, 4
+        for application in ending.applications.values():
+            application.status = "DELETING"
+        deploy(ending)
+        assert ending.done == ["make", "start", "run"]
     stays = FakeServe()
     stays.is_there = True
     monkeypatch.setattr(ray_owner, "END_S", 0.0)
     with pytest.raises(ClusterError, match=r"Serve runs on this cluster \(without an application\)"):
         deploy(stays)
     assert stays.done == []
+
+
+def test_an_endpoint_that_another_driver_makes_meanwhile_stays() -> None:
+    """Its controller comes between two looks, and is there before its Serve is."""
+    from shoal.serve import ray_kept, ray_owner
+
+    serve, actors = FakeServe(), [f"endpoint-old-0a1b2c3d@{GONE}"]
+
+    def has_serve() -> bool:
+        actors.append(f"endpoint-new-0a1b2c3d@{LIVING}")
+        return True
+
+    with faked(serve), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_kept, "_controllers", lambda: list(actors))
+        patch.setattr(ray_owner, "has_serve", has_serve)
+        with pytest.raises(ClusterError, match=r"Serve runs on this cluster \(new\)"):
+            ray_owner.remove_abandoned()
+    assert serve.done == []
 
 
 def test_who_would_need_an_endpoint_is_refused_before_anything_starts() -> None:

@@ -308,6 +308,8 @@ def test_of_a_part_of_ray_that_has_ended_the_last_words_are_those_that_tell_some
     assert last_words(tmp_path, "raylet") == "it said nothing"
     (tmp_path / "raylet.err").write_text("[2026-11-23 04:15:48,161 E 1 1] (raylet) main.cc:5: no agent\n\n")
     (tmp_path / "raylet.out").write_text("[2026-11-23 04:15:48,162 I 1 1] (raylet) stats.h:176: has shutdown.\n")
+    (tmp_path / "dashboard.log").write_text("no module\n2026-11-23 04:15:48,162\tINFO head.py:1 -- ends\n")
+    assert last_words(tmp_path, "dashboard") == "no module"
     (tmp_path / "gcs_server.err").write_text("another\n")
     assert last_words(tmp_path, "raylet") == "[2026-11-23 04:15:48,161 E 1 1] (raylet) main.cc:5: no agent"
 

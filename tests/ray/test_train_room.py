@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from shoal.cluster.embedded import EmbeddedCluster
 from shoal.train.ray_room import Group, free_places, workers_that_fit
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
 
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
 STATE_S = 400.0
 
 
 def test_a_group_is_seen_while_it_waits_and_once_it_has_a_place(cluster: EmbeddedCluster) -> None:
+    import ray
     from ray.util import placement_group, remove_placement_group
 
+    @ray.remote(num_cpus=0)
+    class Controller:
+        """As Ray Train's own makes them: not in the driver."""
+
+        def make(self) -> PlacementGroup:
+            return placement_group([{"CPU": 1}] * 2)
+
     spec = TrainSpec.parse({"task": "tests/train_task.py:Toy", "workers": 2})
-    beside = placement_group([{"CPU": workers_that_fit(spec) - 1}])
-    assert beside.wait(STATE_S)
-    wait_for(lambda: free_places(spec) == 1, STATE_S, "one place that is free")
-    group = Group()
-    assert group.state() == ""
-    first = placement_group([{"CPU": 1}] * 2)
-    wait_for(lambda: group.state() == "PENDING", STATE_S, "a group that waits")
-    remove_placement_group(first)
-    wait_for(lambda: group.state() == "", STATE_S, "a group that was given up")
-    second = placement_group([{"CPU": 1}] * 2)
-    wait_for(lambda: group.state() == "PENDING", STATE_S, "the next, which waits")
-    remove_placement_group(beside)
-    wait_for(lambda: group.state() == "CREATED", STATE_S, "a group with its place")
-    assert Group().state() == ""
-    remove_placement_group(second)
+    controller = Controller.remote()
+    made = [placement_group([{"CPU": workers_that_fit(spec) - 1}])]
+    try:
+        assert made[0].wait(STATE_S)
+        wait_for(lambda: free_places(spec) == 1, STATE_S, "one place that is free")
+        group = Group()
+        assert group.state() == ""
+        made.append(ray.get(controller.make.remote()))
+        wait_for(lambda: group.state() == "PENDING", STATE_S, "a group that waits")
+        remove_placement_group(made[1])
+        wait_for(lambda: group.state() == "", STATE_S, "a group that was given up")
+        made.append(ray.get(controller.make.remote()))
+        wait_for(lambda: group.state() == "PENDING", STATE_S, "the next, which waits")
+        remove_placement_group(made[0])
+        wait_for(lambda: group.state() == "CREATED", STATE_S, "a group with its place")
+        assert Group().state() == ""
+    finally:
+        for each in made:
+            remove_placement_group(each)
+        ray.kill(controller)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.open_inference.binary_tensors import to_binary
 from shoal.open_inference.datatypes import NUMPY
+from shoal.open_inference.expectation import Expectation
 from shoal.open_inference.messages import TensorMetadata
 from shoal.serve.call import Arrays
 from shoal.serve.protocol import grpc_layouts
@@ -71,7 +72,7 @@ def assert_same(layout: Layout, content: bytes) -> None:
     _, asked, expected = read(content)
     found = layout.inputs(content)
     assert layout.asked == asked
-    assert (found.num_rows, found.wanted) == (expected.num_rows, expected.wanted)
+    assert (found.num_rows, found.wanted, found.outputs) == (expected.num_rows, expected.wanted, expected.outputs)
     assert list(found.arrays) == list(expected.arrays)
     for name, array in expected.arrays.items():
         assert found.arrays[name].dtype == array.dtype
@@ -259,6 +260,28 @@ def test_a_layout_goes_when_a_load_has_changed_how_many_rows_a_request_may_have(
     asyncio.run(body())
 
 
+def test_of_the_outputs_that_are_asked_for_no_more_are_looked_at_than_the_model_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request of some kilobytes, compressed, can name millions."""
+    looked_at: list[str] = []
+
+    class Counted(Expectation):
+        def wanted(self, names: Iterable[str]) -> frozenset[str] | None:
+            return super().wanted(looked_at.append(name) or name for name in names)
+
+    monkeypatch.setattr("shoal.serve.protocol.grpc_tensors.Expectation", Counted)
+    request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(12)])
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 3])
+    for _ in range(1000):
+        request.outputs.add(name="x")
+    asked = Asked.by(request)
+    assert not [field for field in asked.__struct_fields__ if isinstance(getattr(asked, field), tuple)]
+    with pytest.raises(InferenceError, match="asked for twice"):
+        asked_of(FakeHost(FakeModel("m", tensors(x=("FP32", [-1, 3])))), request)
+    assert len(looked_at) == 2
+
+
 def test_a_stream_ends_at_what_is_no_message_and_nothing_behind_it_is_computed() -> None:
     model = FakeModel("m", tensors(x=("FP32", [-1, 3])))
     request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(12)])
@@ -303,7 +326,7 @@ def test_an_answer_is_the_message_that_protobuf_would_make(
         array = outputs[spec.name]
         expected.outputs.add(name=spec.name, datatype=spec.datatype, shape=array.shape)
         expected.raw_output_contents.append(bytes(to_binary(spec.datatype, array)))
-    asked = Asked("m", "", identifier, None, (), raw=True)
+    asked = Asked("m", "", identifier, None, raw=True)
     for _ in range(1 + known):
-        content = codec.encode(asked, 5, outputs)
+        content = codec.encode(asked, (), 5, outputs)
     assert pb.ModelInferResponse.FromString(content) == expected

@@ -186,7 +186,7 @@ def _cluster_environment(
         # An actor for each training run, which would hear of this machine being taken away by a provider.
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_agent_register_timeout_ms": "180000",  # how long the raylet looks for an agent that starts slowly
-        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "180",
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "150",  # less than the patience of `start`, who could not say why
         "RAY_JOB_STOP_WAIT_TIME_S": "15",  # a job that is asked to stop may save what it has
         "TMPDIR": str(temp_dir / "tmp"),  # where Ray's own Python processes leave sockets when they are ended
         "DASHBOARD_METRIC_PORT": str(free_port()),

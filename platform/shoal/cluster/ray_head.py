@@ -38,7 +38,7 @@ from shoal.errors import ClusterError
 LOOPBACK = "127.0.0.1"
 CHECK_PERIOD_S = 0.5
 LAST_LINES = 3
-INFORMATION = re.compile(r"\[\S+ \S+ I ")  # a line's beginning, in the logs of Ray's servers
+INFORMATION = re.compile(r"\[\S+ \S+ I |\S+ \S+\s(INFO|DEBUG) ")  # the beginning of a line of Ray's servers, or agents
 
 
 class HeadOptions(TypedDict):
@@ -103,8 +103,7 @@ class _HeadNode(Node):
 
 def last_words(logs: Path, name: str) -> str:
     """What one of Ray's processes wrote last that is no mere information."""
-    files = sorted(logs.glob(f"{name}.*"), key=lambda file: file.stat().st_mtime)
-    lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
+    lines = [line for file in sorted(logs.glob(f"{name}.*")) for line in file.read_text(errors="replace").splitlines()]
     telling = [line for line in lines if line.strip() and not INFORMATION.match(line)]
     return " / ".join(telling[-LAST_LINES:]) or "it said nothing"
 

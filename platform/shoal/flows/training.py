@@ -181,19 +181,27 @@ class _Flow:
         if fit < self.spec.workers:
             self._wait_for(HOSTS, fit)
             return
+        if self._lack is HOSTS:
+            self._lack = None
         state = group.state()
         if state == "PENDING":
-            self._wait_for(PLACES, free_places(self.spec))
+            free = free_places(self.spec)
+            if self._lack is PLACES or free < self.spec.workers:  # else it is about to have them
+                self._wait_for(PLACES, free)
         elif state == "CREATED":  # of groups that Ray Train makes anew there is none for a moment
             self._lack = None
 
     def _wait_for(self, lack: _Lack, fit: int) -> None:
-        """It is told once, and given up in the end. fit: of the workers, so many would have room."""
+        """It is told once, and given up when it has lasted too long. fit: of the workers, so many would have room."""
         now = time.monotonic()
         if self._lack is not lack:
             self._lack, self._lack_since, self._lack_is_told = lack, now, False
         if now - self._lack_since > WAIT_S:
-            fewer = f", or with fewer workers: resume={self.recorder.id} workers={fit}" if fit else ""
+            fewer = (
+                f", or with fewer workers: resume={self.recorder.id} workers={fit}"
+                if 0 < fit < self.spec.workers
+                else ""
+            )
             missing = f"{self.spec.workers} workers have no room {lack.where}"
             raise ClusterError(f"{missing}: go on with resume={self.recorder.id} when {lack.until}{fewer}")
         if now - self._lack_since >= lack.told_after_s and not self._lack_is_told:

@@ -43,6 +43,7 @@ class Layout:
     tensors: Sequence[tuple[str, str, list[int], int, int]]
     num_rows: int
     wanted: frozenset[str] | None
+    outputs: tuple[str, ...]
     raw_sizes: tuple[int, ...]
 
     def is_of(self, content: bytes) -> bool:
@@ -56,7 +57,7 @@ class Layout:
             name: from_binary(name, datatype, shape, view[begin:end])
             for name, datatype, shape, begin, end in self.tensors
         }
-        return Inputs(arrays, self.num_rows, self.wanted, self.raw_sizes)
+        return Inputs(arrays, self.num_rows, self.wanted, self.outputs, self.raw_sizes)
 
 
 @dataclass(slots=True)
@@ -69,8 +70,11 @@ class Layouts:
 
     def find(self, content: bytes) -> Layout | None:
         """The layout of a request, if it is known."""
-        for layout in self._by_length.get(len(content), ()):
+        same = self._by_length.get(len(content), [])
+        for index, layout in enumerate(same):
             if layout.is_of(content):
+                if index:  # it is looked at first the next time
+                    same.insert(0, same.pop(index))
                 return layout
         return None
 
@@ -135,7 +139,8 @@ def _layout(
         begin += size
     if not _is_whole(content[: between[0][0]]):
         return None
-    return Layout(asked, codec, head, between[1:], tensors, inputs.num_rows, inputs.wanted, inputs.raw_sizes)
+    rest = inputs.num_rows, inputs.wanted, inputs.outputs, inputs.raw_sizes
+    return Layout(asked, codec, head, between[1:], tensors, *rest)
 
 
 def _is_whole(beginning: bytes) -> bool:

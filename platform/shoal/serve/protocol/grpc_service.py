@@ -210,7 +210,7 @@ class InferenceServicer:
         if trace is not None:
             trace.computed(prediction, inputs.num_rows)
         invocation.trailing.append((b"shoal-model-version", b"%d" % prediction.version))
-        return codec.encode(asked, prediction.version, prediction.outputs)
+        return codec.encode(asked, inputs.outputs, prediction.version, prediction.outputs)
 
     def _read(self, content: bytes) -> Request:
         """What a message asks. Raises InferenceError (400)."""

@@ -55,7 +55,6 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
     """What a request asks, beside its tensors.
 
     timeout_us: the parameter `timeout`, whatever it holds; None when there is none
-    outputs:    the names of those that are wanted, in this order; () for all
     raw:        whether the tensors came raw
     """
 
@@ -63,7 +62,6 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
     version: str
     id: str
     timeout_us: object
-    outputs: tuple[str, ...]
     raw: bool
 
     @classmethod
@@ -74,7 +72,6 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
             request.model_version,
             request.id,
             parameter_value(request.parameters["timeout"]) if "timeout" in request.parameters else None,
-            tuple([output.name for output in request.outputs]),
             bool(request.raw_input_contents),
         )
 
@@ -82,12 +79,14 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
 class Inputs(msgspec.Struct, frozen=True, gc=False):
     """The tensors of a request: by name, the rows of each, and the outputs that are wanted (None for all).
 
+    outputs:   the names of those that are wanted, in the order in which they were asked for; () for all
     raw_sizes: the bytes that the elements of each had, in the request's order; () when they did not come raw
     """
 
     arrays: dict[str, np.ndarray]
     num_rows: int
     wanted: frozenset[str] | None
+    outputs: tuple[str, ...]
     raw_sizes: tuple[int, ...]
 
 
@@ -123,13 +122,14 @@ class GrpcCodec:
             else:
                 arrays[name] = _from_typed(tensor, shape)
         wanted = self._expectation.wanted(output.name for output in request.outputs)
+        names = tuple([output.name for output in request.outputs])  # no more than there are: that was seen
         for output in request.outputs:
             _refuse(output.parameters, f"output {output.name!r}")
-        return Inputs(arrays, self._expectation.complete(arrays), wanted, tuple(sizes))
+        return Inputs(arrays, self._expectation.complete(arrays), wanted, names, tuple(sizes))
 
-    def encode(self, asked: Asked, version: int, outputs: Mapping[str, np.ndarray]) -> bytes:
-        """A ModelInferResponse, its outputs in the order in which they were asked for, else in the model's."""
-        names = asked.outputs or tuple(self._datatypes)
+    def encode(self, asked: Asked, wanted: Sequence[str], version: int, outputs: Mapping[str, np.ndarray]) -> bytes:
+        """A ModelInferResponse, with the outputs that are wanted, in this order; () for all, in the model's."""
+        names = wanted or tuple(self._datatypes)
         arrays = [(name, self._datatypes[name], outputs[name]) for name in names]
         for name, datatype, array in arrays:
             assert array.dtype == NUMPY[datatype], f"output {name!r}: expected {datatype}, got {array.dtype}"
