@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.children import OUR_PYTHON, PEERS_PYTHON, Child
 from benchmarks.serving.drive import BINARY_HEADER, BINARY_TYPE, JSON_TYPE, Target, http_request
 from benchmarks.serving.workloads import WORKLOADS, Forward, body_of, examples, head_bytes
-from shoal.cluster.serve_environment import free_port
+from shoal.cluster.ports import free_port
 
 START_TIMEOUT_S = 120.0
 TOLERANCE = 1e-4

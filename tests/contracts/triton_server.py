@@ -18,7 +18,7 @@ import uvicorn
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
-from shoal.cluster.serve_environment import free_port
+from shoal.cluster.ports import free_port
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import DATATYPES
 from shoal.serve.call import Arrays

@@ -6,11 +6,13 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -24,6 +26,7 @@ from shoal.cluster import embedded, jobs
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.embedded import EmbeddedCluster
 from shoal.cluster.handle import ClusterHandle
+from shoal.cluster.ports import held_ports
 from shoal.cluster.processes import MARKER, is_alive, remove_folder
 from shoal.errors import ClusterError, RunError
 from shoal.home import access_token, home
@@ -312,6 +315,34 @@ def test_of_a_part_of_ray_that_has_ended_the_last_words_are_those_that_tell_some
     assert last_words(tmp_path, "dashboard") == "no module"
     (tmp_path / "gcs_server.err").write_text("another\n")
     assert last_words(tmp_path, "raylet") == "[2026-11-23 04:15:48,161 E 1 1] (raylet) main.cc:5: no agent"
+    (tmp_path / "raylet.err").write_text("dashboard_agent failed\n")
+    (tmp_path / "dashboard_agent.log").write_text(
+        "2026-11-23 04:15:48,162\tINFO agent.py:1 -- begins\nOSError: taken\n"
+    )
+    assert last_words(tmp_path, "raylet") == "dashboard_agent failed / dashboard_agent: OSError: taken"
+
+
+def test_what_an_agent_told_is_nothing_while_ray_replaces_its_file(tmp_path: Path) -> None:
+    from shoal.cluster.ray_head import told_port
+
+    assert told_port(tmp_path / "port") == ""
+    (tmp_path / "port").write_text("52365\n")
+    assert told_port(tmp_path / "port") == "52365"
+
+
+def test_a_port_that_somebody_has_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+
+        @contextmanager
+        def one_of_them_is_taken(count: int) -> Iterator[list[int]]:
+            with held_ports(count) as ports:
+                names = ["metrics", *embedded._PORTS]
+                yield [taken if name == "metrics_agent_port" else port for name, port in zip(names, ports, strict=True)]
+
+        monkeypatch.setattr(embedded, "held_ports", one_of_them_is_taken)
+        with pytest.raises(ClusterError, match=f"raylet ended: .*dashboard_agent: .*{taken}"):
+            embedded.start()
 
 
 OWNER = """

@@ -15,7 +15,7 @@ def test_on_loopback_when_ray_does(monkeypatch: pytest.MonkeyPatch, node: str, e
     import ray
     from ray.serve._private import default_impl, replica
 
-    from shoal.cluster.serve_environment import free_port
+    from shoal.cluster.ports import free_port
     from shoal.serve import ray_listen
     from shoal.serve.ray_listen import listen_where_asked
 

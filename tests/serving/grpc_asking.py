@@ -20,7 +20,7 @@ from serving.fake_host import FakeHost
 from serving.grpc_replica import TIMEOUT_S
 from serving.grpc_replica import served as replica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
-from shoal.cluster.serve_environment import free_port
+from shoal.cluster.ports import free_port
 from shoal.open_inference import inference_pb2 as pb
 from shoal.serve.protocol.access import Access
 from shoal.serve.protocol.grpc_methods import METHODS, SERVICE

@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 from serve_template import serves_config
-from shoal.cluster.serve_environment import free_port, serve_environment
+from shoal.cluster.ports import free_port
+from shoal.cluster.serve_environment import serve_environment
 from waiting import wait_for
 
 UNCHECKED = r"/timeout check/d; s/ check\b.*//; /check/d"  # edits: without Serve nobody answers HAProxy's health checks

@@ -17,7 +17,7 @@ from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.grpc_asking import request, until
 from serving.grpc_replica import LIMITS, TIMEOUT_S, exchange, served
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
-from shoal.cluster.serve_environment import free_port
+from shoal.cluster.ports import free_port
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.serve.protocol.access import Access

@@ -10,7 +10,7 @@ import pytest
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.grpc_replica import LIMITS, TIMEOUT_S, exchange, served
-from shoal.cluster.serve_environment import free_port
+from shoal.cluster.ports import free_port
 from shoal.open_inference import inference_pb2 as pb
 from shoal.serve.protocol.grpc_methods import SERVICE
 from shoal.serve.protocol.grpc_service import STREAM_WINDOW

@@ -20,7 +20,8 @@ import pytest
 from serving.fake_replica import FakeReplica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster import haproxy
-from shoal.cluster.serve_environment import BUFFER_BYTES, free_port
+from shoal.cluster.ports import free_port
+from shoal.cluster.serve_environment import BUFFER_BYTES
 from waiting import wait_for
 
 # Shorter than an endpoint's, so that the tests need not wait long for what must happen after them.

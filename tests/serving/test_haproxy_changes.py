@@ -14,7 +14,7 @@ import pytest
 from serving.fake_replica import FakeReplica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster import haproxy
-from shoal.cluster.serve_environment import free_port
+from shoal.cluster.ports import free_port
 from shoal.serve.controller.administration import LOAD_TIMEOUT_S
 from shoal.serve.controller.changes import MAX_TIMEOUT_S
 

@@ -22,8 +22,9 @@ from types import TracebackType
 from typing import Self
 
 from shoal.cluster.handle import FOLDER_VARIABLE, ClusterHandle
+from shoal.cluster.ports import held_ports
 from shoal.cluster.processes import MARKER, end_cluster, folder_of, members
-from shoal.cluster.serve_environment import free_port, serve_environment
+from shoal.cluster.serve_environment import serve_environment
 from shoal.errors import ClusterError
 from shoal.home import ray_token_path
 
@@ -33,7 +34,11 @@ _FOREIGN = (
     *("RAY_GCS_SERVER_PORT", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RAYLET_PID", "RAY_OVERRIDE_NODE_ID_FOR_TESTING"),
 )
 
-_AGENT_PORTS = ("dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
+# What Ray listens on where it is told, by Ray's names for it in `RayParams`.
+_PORTS = (
+    *("dashboard_port", "dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port"),
+    "runtime_env_agent_port",
+)
 
 
 class EmbeddedCluster(ClusterHandle):
@@ -97,7 +102,7 @@ def start(
     """
     cluster_id = uuid.uuid4().hex
     temp_dir = folder_of(cluster_id)
-    with contextlib.ExitStack() as on_failure:
+    with contextlib.ExitStack() as on_failure, held_ports(len(_PORTS) + 1) as (metrics_port, *ports):
         on_failure.callback(end_cluster, cluster_id, temp_dir, grace_s=0.5)  # an interruption may come at any moment
         temp_dir.mkdir(0o700)
         (temp_dir / "cluster-id").write_text(cluster_id)
@@ -105,14 +110,14 @@ def start(
         serve = serve_environment(temp_dir)
         options = {
             "temp_dir": str(temp_dir),
-            "dashboard_port": free_port(),
-            "agent_ports": {name: free_port() for name in _AGENT_PORTS},
+            "ports": dict(zip(_PORTS, ports, strict=True)),
             "num_cpus": num_cpus,
             "num_gpus": num_gpus,
             "object_store_memory_bytes": object_store_memory_bytes,
             "watch_parent": not detached,
         }
-        head = _launch(options, _cluster_environment(temp_dir, cluster_id, serve, environment or {}), detached)
+        extra = {"DASHBOARD_METRIC_PORT": str(metrics_port), **(environment or {})}
+        head = _launch(options, _cluster_environment(temp_dir, cluster_id, serve, extra), detached)
         on_failure.callback(_stop, head, cluster_id, temp_dir, 0.5)
         report = _wait_until_ready(head, temp_dir, timeout_s)
         handle = _handle(report, temp_dir, cluster_id, head.pid, serve)
@@ -189,7 +194,6 @@ def _cluster_environment(
         "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "150",  # less than the patience of `start`, who could not say why
         "RAY_JOB_STOP_WAIT_TIME_S": "15",  # a job that is asked to stop may save what it has
         "TMPDIR": str(temp_dir / "tmp"),  # where Ray's own Python processes leave sockets when they are ended
-        "DASHBOARD_METRIC_PORT": str(free_port()),
         "PATH": bin_folder + os.pathsep + inherited.get("PATH", os.defpath),  # `python` in a job is this one
         **extra,
         MARKER: cluster_id,

@@ -38,6 +38,7 @@ from shoal.errors import ClusterError
 LOOPBACK = "127.0.0.1"
 CHECK_PERIOD_S = 0.5
 LAST_LINES = 3
+AGENTS = ("dashboard_agent", "runtime_env_agent")  # the raylet ends when one of them does
 INFORMATION = re.compile(r"\[\S+ \S+ I |\S+ \S+\s(INFO|DEBUG) ")  # the beginning of a line of Ray's servers, or agents
 
 
@@ -45,8 +46,7 @@ class HeadOptions(TypedDict):
     """What the parent says on the command line, as JSON."""
 
     temp_dir: str
-    dashboard_port: int
-    agent_ports: dict[str, int]  # free ones, by Ray's names for them
+    ports: dict[str, int]  # that the parent holds, by Ray's names for them
     num_cpus: int | None
     num_gpus: int | None
     object_store_memory_bytes: int | None
@@ -97,15 +97,28 @@ class _HeadNode(Node):
 
     def _port_of(self, name: str) -> str:
         """The port that an agent has told; "" when it has not, "-1" when it has none."""
-        file = Path(self.get_session_dir_path()) / get_port_filename(self.node_id, name)
-        return file.read_text().strip() if file.exists() else ""
+        return told_port(Path(self.get_session_dir_path()) / get_port_filename(self.node_id, name))
+
+
+def told_port(file: Path) -> str:
+    """What the file of an agent's port says; "" when there is none: Ray removes it before another takes its place."""
+    try:
+        return file.read_text().strip()
+    except FileNotFoundError:
+        return ""
 
 
 def last_words(logs: Path, name: str) -> str:
-    """What one of Ray's processes wrote last that is no mere information."""
+    """What one of Ray's processes wrote last that is no mere information; then what an agent did that it names."""
+    words = _telling(logs, name)
+    agents = [agent for agent in AGENTS if name == "raylet" and any(agent in line for line in words)]
+    parts = [words, *([f"{agent}: {line}" for line in _telling(logs, agent)] for agent in agents)]
+    return " / ".join(line for part in parts for line in part) or "it said nothing"
+
+
+def _telling(logs: Path, name: str) -> list[str]:
     lines = [line for file in sorted(logs.glob(f"{name}.*")) for line in file.read_text(errors="replace").splitlines()]
-    telling = [line for line in lines if line.strip() and not INFORMATION.match(line)]
-    return " / ".join(telling[-LAST_LINES:]) or "it said nothing"
+    return [line for line in lines if line.strip() and not INFORMATION.match(line)][-LAST_LINES:]
 
 
 class _ParentWatch(threading.Thread):
@@ -171,9 +184,8 @@ def _parameters(options: HeadOptions) -> RayParams:
         node_name=LOOPBACK,
         gcs_server_port=0,
         dashboard_host=LOOPBACK,
-        dashboard_port=options["dashboard_port"],
         # Not 0: the raylet would wait for the agents to tell it, too, and give up after 15 s (ray-project/ray#65983).
-        **options["agent_ports"],
+        **options["ports"],
         include_dashboard=True,
         include_log_monitor=True,
         no_monitor=True,

@@ -8,15 +8,12 @@ Ray; imports no Ray.
 
 from __future__ import annotations
 
-import itertools
-import secrets
 import shlex
-import socket
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from shoal.cluster import haproxy
+from shoal.cluster.ports import free_port
 from shoal.errors import ClusterError, ConfigError
 
 # Serve puts HAProxy's sockets into FOLDER/NODE_ID/, and HAProxy binds them as NAME.PID.tmp first.
@@ -28,9 +25,6 @@ MAX_CONNECTIONS = 4096
 CLIENT_TIMEOUT_S = 30
 BUFFER_BYTES = 32 * 1024
 
-EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-FIRST_PORT = 20_000  # below are those that programs have by default, Ray's workers among them
-_turn = itertools.count(secrets.randbelow(1 << 16))
 
 # What remains: an answer whose replica is killed between its head and its body reaches the client cut short, who sees
 # it by Content-Length.
@@ -42,39 +36,6 @@ done
 [ -z "$config" ] || {python} -I -S {rewrite} "$config" {errors} || exit 1
 exec {program} "$@"
 """
-
-
-def ports_to_choose(ephemeral: Path = EPHEMERAL_PORTS) -> range:
-    """The ports that the kernel gives to nobody by itself, neither to who connects nor to who listens on any port.
-
-    Below its own, or above when there are more; empty when all are its own. `ephemeral` is a file that names its first
-    and last.
-    """
-    try:
-        first, last = map(int, ephemeral.read_text().split())
-    except FileNotFoundError:  # not Linux
-        first, last = 32_768, 65_535
-    return max(range(FIRST_PORT, max(FIRST_PORT, first)), range(max(FIRST_PORT, last + 1), 65_536), key=len)
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free on `host` a moment ago, and that only somebody who asks for it can take meanwhile.
-
-    A process is given each port once before it is given one again, and begins where others hardly do.
-    """
-    ports = ports_to_choose()
-    for _ in ports:
-        with suppress(OSError):
-            return _bound(host, ports[next(_turn) % len(ports)])
-    return _bound(host, 0)
-
-
-def _bound(host: str, port: int) -> int:
-    """The port that `port` is when it is bound. Raises OSError when it is taken."""
-    with socket.socket() as probe:
-        probe.bind((host, port))
-        bound: int = probe.getsockname()[1]
-        return bound
 
 
 def serve_environment(temp_dir: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from shoal.cluster.serve_environment import free_port
+from shoal.cluster.ports import free_port
 from shoal.errors import ClusterError, ConnectionLost
 from shoal.loading import loading
 from shoal.serve.complaints import own_words
