@@ -25,6 +25,7 @@ from shoal.cluster.handle import FOLDER_VARIABLE, ClusterHandle
 from shoal.cluster.ports import held_ports
 from shoal.cluster.processes import MARKER, end_cluster, folder_of, members
 from shoal.cluster.serve_environment import serve_environment
+from shoal.cluster.worker_launch import ADDRESS_VARIABLE
 from shoal.errors import ClusterError
 from shoal.home import ray_token_path
 
@@ -33,6 +34,8 @@ _FOREIGN = (
     *("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_REDIS_ADDRESS", "RAY_TMPDIR", "RAY_JOB_ID"),
     *("RAY_GCS_SERVER_PORT", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RAYLET_PID", "RAY_OVERRIDE_NODE_ID_FOR_TESTING"),
 )
+
+FORK_VARIABLE = "SHOAL_FORK_WORKERS"  # "0": workers are started as Ray does it
 
 # What Ray listens on where it is told, by Ray's names for it in `RayParams`.
 _PORTS = (
@@ -115,6 +118,7 @@ def start(
             "num_gpus": num_gpus,
             "object_store_memory_bytes": object_store_memory_bytes,
             "watch_parent": not detached,
+            "fork_workers": _may_fork(),
         }
         extra = {"DASHBOARD_METRIC_PORT": str(metrics_port), **(environment or {})}
         head = _launch(options, _cluster_environment(temp_dir, cluster_id, serve, extra), detached)
@@ -129,6 +133,12 @@ def start(
             atexit.register(cluster.stop)
         on_failure.pop_all()
     return cluster
+
+
+def _may_fork() -> bool:
+    """Whether workers are forked: not where a driver of an accelerator might be initialised before (decision 012)."""
+    has_accelerator = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    return sys.platform == "linux" and os.environ.get(FORK_VARIABLE) != "0" and not has_accelerator
 
 
 def _launch(options: Mapping[str, object], environment: dict[str, str], detached: bool) -> subprocess.Popen[bytes]:
@@ -196,6 +206,7 @@ def _cluster_environment(
         "TMPDIR": str(temp_dir / "tmp"),  # where Ray's own Python processes leave sockets when they are ended
         "PATH": bin_folder + os.pathsep + inherited.get("PATH", os.defpath),  # `python` in a job is this one
         **extra,
+        ADDRESS_VARIABLE: str(temp_dir / "fork.sock"),
         MARKER: cluster_id,
     }
 

@@ -13,6 +13,7 @@ import os
 import re
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ from ray._raylet import (  # type: ignore[attr-defined]  # its stub file does no
 )
 from ray.dashboard.consts import DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX
 
+from shoal.cluster import worker_launch
 from shoal.cluster.processes import MARKER, end_cluster
 from shoal.errors import ClusterError
 
@@ -51,6 +53,7 @@ class HeadOptions(TypedDict):
     num_gpus: int | None
     object_store_memory_bytes: int | None
     watch_parent: bool
+    fork_workers: bool
 
 
 class _HeadNode(Node):
@@ -158,6 +161,8 @@ def main() -> None:
 
 def _stay(options: HeadOptions, temp_dir: Path, ready: int) -> None:
     """Start Ray and stay; exits with status 1 when a part of Ray dies, 0 after SIGTERM."""
+    if options["fork_workers"]:
+        _start_fork_server()
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     with os.fdopen(ready, "w") as parent:
@@ -177,6 +182,15 @@ def _stay(options: HeadOptions, temp_dir: Path, ready: int) -> None:
     sys.exit(0 if stopping.is_set() else 1)
 
 
+def _start_fork_server() -> None:
+    """Workers are started by Ray until it has imported what it forks, and when it has died. It ends with this process.
+
+    Before anything of Ray, since it takes as long as all of that.
+    """
+    command = [sys.executable, "-P", "-m", "shoal.cluster.fork_server", os.environ[worker_launch.ADDRESS_VARIABLE]]
+    subprocess.Popen(command, stdin=subprocess.PIPE)
+
+
 def _parameters(options: HeadOptions) -> RayParams:
     """Ports that are not given bind to free ones. With a loopback address every Ray process listens on loopback."""
     return RayParams(
@@ -193,6 +207,7 @@ def _parameters(options: HeadOptions) -> RayParams:
         num_gpus=options["num_gpus"],
         object_store_memory=options["object_store_memory_bytes"],
         temp_dir=str(Path(options["temp_dir"]) / "ray"),
+        setup_worker_path=worker_launch.__file__ if options["fork_workers"] else None,
     )
 
 

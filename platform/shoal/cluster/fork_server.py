@@ -1,0 +1,216 @@
+"""The process that Ray workers are forked from: `python -m shoal.cluster.fork_server SOCKET`, with torch imported.
+
+A fresh worker spends seconds of a processor on imports, torch's above all, and Ray starts Python twice for it. This
+process, a child of the embedded cluster's head, imports once what workers import, and forks itself for each: what a
+worker imports is then there. `worker_launch` asks it, in the raylet's name. It never imports Ray, whose C++ part does
+not survive a fork, nor shoal, which a job may bring along itself.
+
+A forked worker finds what a fresh one would: its own environment, folder, streams, `sys.path` and `__main__`; random
+numbers of its own; and as many threads of torch as its `OMP_NUM_THREADS` says when it first imports torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+import numpy
+import torch
+
+from shoal.cluster.worker_launch import OOM_SCORE, READ_AT_START, Request
+
+# What workers import sooner or later, and what may be forked: no threads but numpy's, whose library minds forks, and no
+# connections. So neither pyarrow, which has a thread, nor pandas, which imports it. torch's compiler is what the first
+# step of an optimiser imports.
+LIBRARIES = (
+    *("numpy", "requests", "jsonschema", "google.protobuf", "yaml", "msgpack", "click"),  # Ray's
+    *("aiohttp", "fastapi", "uvicorn", "pydantic", "httpx", "msgspec", "rich.console"),  # an endpoint's
+    *("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "safetensors.torch"),
+)
+OF_TORCH = ("torch", "torchgen", "functorch", "safetensors")  # packages that a worker is shown as not yet imported
+
+REQUEST_TIMEOUT_S = 10.0
+BACKLOG = 128
+CHUNK_BYTES = 64 * 1024
+
+
+class Imported(MetaPathFinder, Loader):
+    """Packages that are in memory, as they look to a process that has not imported them yet.
+
+    Their modules are hidden. The first import of one of them brings all back, and calls `restored`: that is when a
+    fresh process would have read its environment.
+    """
+
+    def __init__(self, packages: Sequence[str], restored: Callable[[], None]) -> None:
+        self._modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in packages}
+        self._specs = {name: module.__spec__ for name, module in self._modules.items()}
+        self._restored = restored
+        for name in self._modules:
+            del sys.modules[name]
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in self._modules:
+            return None
+        return ModuleSpec(name, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._specs[module.__name__]
+        sys.meta_path.remove(self)
+        sys.modules.update(self._modules)
+        self._restored()
+
+
+def main() -> None:
+    """Import, then fork for whoever asks at the socket that argument 1 names, until ended. Returns in no process."""
+    environment = dict(os.environ)
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    _take_environment(environment)  # torch's compiler has written to it, and will again in who uses it
+    gc.collect()
+    gc.freeze()  # else a worker's first search for garbage would copy the pages of all that it shares
+    become(_worker_of_this_process(sys.argv[1]))
+
+
+def _worker_of_this_process(address: str) -> Request:
+    """Returns in each process that is forked, with the worker that it is to become."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets workers that have ended
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        while True:
+            # Nothing is ever written to standard input: it closes when the head ends, however that does.
+            if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
+                sys.exit()
+            connection, _ = listener.accept()
+            with connection:
+                worker = _answer(connection)
+                if worker is not None:
+                    return worker
+
+
+def _answer(connection: socket.socket) -> Request | None:
+    """Fork if that gives the worker that is asked for; what it is, in the new process, and None in this one.
+
+    Raises OSError in the new process when who asked has given up waiting.
+    """
+    connection.settimeout(REQUEST_TIMEOUT_S)
+    streams: list[int] = []
+    try:
+        head, streams, _, _ = socket.recv_fds(connection, 8, 3)
+        worker: Request = json.loads(_received(connection, int.from_bytes(head, "big")))
+        is_worker = fits(worker) and os.fork() == 0
+    except (OSError, EOFError):  # who asked has ended, or there may be no more processes
+        is_worker = False
+    for number, stream in enumerate(streams):
+        if is_worker:
+            os.dup2(stream, number)
+        os.close(stream)
+    if not is_worker:
+        return None
+    connection.sendall(b"+")  # from here on there is a worker
+    return worker
+
+
+def _received(connection: socket.socket, size_bytes: int) -> bytes:
+    text = bytearray()
+    while len(text) < max(1, size_bytes):
+        part = connection.recv(CHUNK_BYTES)
+        if not part:
+            raise EOFError
+        text += part
+    return bytes(text)
+
+
+def fits(worker: Request) -> bool:
+    """Whether a fork of this process is what a fresh one would be: what it has read and imported is what that would."""
+    names = {name for name in (*os.environ, *worker["environment"]) if name.startswith(READ_AT_START)}
+    names -= {"PYTHONPATH"}
+    if any(os.environ.get(name) != worker["environment"].get(name) for name in names):
+        return False
+    ours, theirs = python_path(os.environ), python_path(worker["environment"])
+    if not set(ours) <= set(theirs):
+        return False
+    added = [folder for folder in theirs if folder not in ours]
+    return not any(_is_found(name, added) for name in (*_imported_packages(), "sitecustomize", "usercustomize"))
+
+
+def _is_found(name: str, folders: list[str]) -> bool:
+    spec = PathFinder.find_spec(name, folders) if folders else None
+    return spec is not None and spec.loader is not None  # a folder of that name is none
+
+
+def _imported_packages() -> set[str]:
+    """The packages that were imported and are no part of Python; shoal is, for a worker, not imported either."""
+    names = {name.partition(".")[0] for name in sys.modules}
+    return names - sys.stdlib_module_names - {"shoal", "__main__"}
+
+
+def python_path(environment: Mapping[str, str]) -> list[str]:
+    """The folders of PYTHONPATH, as they come to stand in `sys.path`."""
+    return [os.path.abspath(folder) for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+
+
+def become(worker: Request) -> None:
+    """Make this process the worker, and run it."""
+    script = worker["command"][0]
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, worker["blocked_signals"])
+    soft, hard = worker["open_files"]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    os.setpriority(os.PRIO_PROCESS, 0, worker["niceness"])
+    Path(OOM_SCORE).write_text(worker["oom_score"])
+    os.setpgid(0, 0)  # the raylet ends the group of a worker that has ended
+    os.chdir(worker["folder"])
+    ours = python_path(os.environ)
+    sys.path[:] = [
+        str(Path(script).parent),
+        *python_path(worker["environment"]),
+        *(p for p in sys.path if p not in ours),
+    ]
+    _take_environment(worker["environment"])
+    sys.argv[:] = worker["command"]
+    numpy.random.seed()  # Python's own generator does so by itself
+    for name in [name for name in sys.modules if name.partition(".")[0] == "shoal"]:
+        del sys.modules[name]
+    Imported(OF_TORCH, _begin_torch)
+    module = ModuleType("__main__")
+    module.__file__ = script
+    sys.modules["__main__"] = module
+    exec(compile(Path(script).read_bytes(), script, "exec"), vars(module))
+
+
+def _take_environment(environment: Mapping[str, str]) -> None:
+    """Change what differs: to set all anew would move what the process's title is written over."""
+    for name in [name for name in os.environ if name not in environment]:
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def _begin_torch() -> None:
+    """What torch does as it is loaded: draw a seed, and read how many processors Ray says that the worker has."""
+    torch.default_generator.seed()
+    number = os.environ.get("OMP_NUM_THREADS", "")
+    if number.isdecimal():
+        torch.set_num_threads(min(int(number), torch.get_num_threads()))  # never more than there are
+
+
+if __name__ == "__main__":
+    main()

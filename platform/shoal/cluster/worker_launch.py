@@ -1,0 +1,97 @@
+"""What the raylet runs to start a worker, in place of Ray's `setup_worker.py`: asks the fork server for a process.
+
+Run as a script by the embedded cluster's raylet, once for each worker, so it imports nothing but a few modules of the
+standard library (importing `shoal.cluster` would cost more than it saves). A worker that cannot be forked, or when
+nobody forks, is started as Ray does it: this process becomes Ray's own. See docs/decisions/012-forked-workers.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from importlib.util import find_spec
+from typing import TypedDict
+
+ADDRESS_VARIABLE = "SHOAL_FORK_SERVER"  # the path of its unix socket
+PATIENCE_S = 30.0  # for a fork server that has taken the request, on a busy machine
+
+# Libraries, and Python itself, read these once as they are loaded, which the fork server has done.
+READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "TORCH")
+OOM_SCORE = "/proc/self/oom_score_adj"
+_CONTEXT = "--serialized-runtime-env-context="
+_PYTHON = "--language=PYTHON"
+
+
+class Request(TypedDict):
+    """What a worker is, as JSON over the socket; its standard streams go with it."""
+
+    command: list[str]  # the worker's script, and its arguments
+    environment: dict[str, str]
+    folder: str
+    # What the raylet gives to its children.
+    niceness: int
+    oom_score: str
+    blocked_signals: list[int]
+    open_files: tuple[int, int]  # the limits, soft and hard
+
+
+def worker_of(arguments: list[str], environment: dict[str, str]) -> Request | None:
+    """The worker that the arguments of `setup_worker.py` ask for; None when it is to be started as Ray does it."""
+    contexts = [word.removeprefix(_CONTEXT) for word in arguments if word.startswith(_CONTEXT)]
+    command = [word for word in arguments if not word.startswith((_CONTEXT, "--language="))]
+    if _PYTHON not in arguments or not command or command[0].startswith("-"):
+        return None
+    context = json.loads((contexts or ["{}"])[0])
+    variables = context.get("env_vars") or {}
+    is_plain = not (context.get("command_prefix") or context.get("override_worker_entrypoint"))
+    if not is_plain or context.get("py_executable", sys.executable) != sys.executable:
+        return None
+    if any("$" in value for value in variables.values()):  # Ray expands it
+        return None
+    with open(OOM_SCORE) as oom_score:
+        return Request(
+            command=command,
+            environment=environment | variables,
+            folder=os.getcwd(),
+            niceness=os.getpriority(os.PRIO_PROCESS, 0),
+            oom_score=oom_score.read(),
+            blocked_signals=[int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+            open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        )
+
+
+def ask(address: str, worker: Request) -> bool:
+    """Whether the fork server at `address` has started the worker, with the standard streams of this process."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.settimeout(PATIENCE_S)
+        try:
+            server.connect(address)
+            text = json.dumps(worker).encode()
+            socket.send_fds(server, [len(text).to_bytes(8, "big")], [0, 1, 2])
+            server.sendall(text)
+            return server.recv(1) == b"+"  # the worker says it; nobody else can
+        except OSError:
+            return False
+
+
+def main() -> None:
+    """Have the worker forked, or become what Ray runs."""
+    address = os.environ.get(ADDRESS_VARIABLE, "")
+    worker = worker_of(sys.argv[1:], dict(os.environ))
+    if worker is None or not ask(address, worker):
+        os.execv(sys.executable, [sys.executable, _setup_worker(), *sys.argv[1:]])
+
+
+def _setup_worker() -> str:
+    ray = find_spec("ray")  # imports nothing
+    assert ray is not None
+    assert ray.origin is not None
+    return os.path.join(os.path.dirname(ray.origin), "_private", "workers", "setup_worker.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Workers of the embedded cluster that are forked, not started: they are Ray's workers in all else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from shoal.cluster.embedded import FORK_VARIABLE, EmbeddedCluster, _may_fork
+from waiting import wait_for
+
+pytestmark = pytest.mark.skipif(not _may_fork(), reason="workers are not forked on this machine")
+
+
+@ray.remote(num_cpus=1)
+class Worker:
+    def parent(self) -> int:
+        return os.getppid()
+
+    def finds(self) -> dict[str, Any]:
+        was_imported = "torch" in sys.modules
+        import torch
+
+        return {"torch": was_imported, "threads": torch.get_num_threads(), "said": os.environ.get("OMP_NUM_THREADS")}
+
+    def imports(self, name: str) -> str | None:
+        return __import__(name).__file__
+
+    def starts(self) -> int:
+        return subprocess.Popen(["sleep", "600"]).pid
+
+    def ends(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def fork_server(cluster: EmbeddedCluster) -> psutil.Process:
+    return server_of(cluster)
+
+
+def server_of(cluster: EmbeddedCluster) -> psutil.Process:
+    assert cluster.temp_dir is not None
+    socket = cluster.temp_dir / "fork.sock"
+    wait_for(socket.exists, timeout_s=180, what="fork server")
+    children = psutil.Process(cluster.head_pid).children()
+    return next(process for process in children if "shoal.cluster.fork_server" in process.cmdline())
+
+
+def test_an_actor_is_forked_and_has_its_processors(fork_server: psutil.Process) -> None:
+    worker: Any = Worker.remote()
+    assert ray.get(worker.parent.remote()) == fork_server.pid
+    assert ray.get(worker.finds.remote()) == {"torch": False, "threads": 1, "said": "1"}
+
+
+def test_what_a_job_brings_along_is_found_first(fork_server: psutil.Process, tmp_path: Path) -> None:
+    for name in ("brought_along", "uvicorn"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / f"{name}.py").touch()
+        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        worker: Any = Worker.options(runtime_env={"env_vars": {"PYTHONPATH": path}}).remote()
+        assert ray.get(worker.imports.remote(name)) == str(folder / f"{name}.py")
+        assert (ray.get(worker.parent.remote()) == fork_server.pid) == (name != "uvicorn")
+
+
+def test_who_says_how_many_threads_has_them(fork_server: psutil.Process) -> None:
+    worker: Any = Worker.options(runtime_env={"env_vars": {"OMP_NUM_THREADS": "2"}}).remote()
+    assert ray.get(worker.finds.remote())["said"] == "2"
+    assert ray.get(worker.parent.remote()) != fork_server.pid
+
+
+@pytest.mark.parametrize("by", ["ray.kill", "SIGKILL"])
+def test_a_worker_that_is_killed_takes_its_processes_along(fork_server: psutil.Process, by: str) -> None:
+    worker: Any = Worker.remote()
+    child = psutil.Process(ray.get(worker.starts.remote()))
+    assert ray.get(worker.parent.remote()) == fork_server.pid
+    if by == "ray.kill":
+        ray.kill(worker)
+    else:
+        worker.ends.remote()
+    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, what="end of its child")
+
+
+def test_without_a_fork_server_workers_live_on_and_ray_starts_others(fork_server: psutil.Process) -> None:
+    """The last test of this module: others of this process have workers that Ray starts."""
+    before: Any = Worker.remote()
+    assert ray.get(before.parent.remote()) == fork_server.pid
+    fork_server.kill()
+    after: Any = Worker.remote()
+    raylet = psutil.Process(ray.get(after.parent.remote()))
+    assert raylet.name() == "raylet"
+    assert ray.get(before.parent.remote()) not in (fork_server.pid, raylet.pid)
+
+
+def test_a_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FORK_VARIABLE, "0")
+    assert not _may_fork()

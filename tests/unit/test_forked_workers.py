@@ -1,0 +1,212 @@
+"""Workers that are forked: what they find is what a fresh process would find."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shoal.cluster import worker_launch
+from shoal.cluster.fork_server import fits
+from shoal.cluster.worker_launch import ADDRESS_VARIABLE, Request, ask, worker_of
+from waiting import wait_for
+
+# A worker's script, as Ray's is: it says what it finds, then imports torch when Ray would have told it its processors.
+SCRIPT = """
+import json, os, random, resource, signal, sys
+found = {
+    "arguments": sys.argv, "folder": os.getcwd(), "path": sys.path, "name": __name__, "file": __file__,
+    "main": sys.modules["__main__"].__dict__ is globals(), "environment": dict(os.environ),
+    "torch": "torch" in sys.modules, "shoal": "shoal" in sys.modules, "children": str(signal.getsignal(signal.SIGCHLD)),
+    "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
+    "files": resource.getrlimit(resource.RLIMIT_NOFILE), "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+    "oom": open("/proc/self/oom_score_adj").read(), "streams": [os.readlink(f"/proc/self/fd/{n}") for n in range(3)],
+}
+os.environ["OMP_NUM_THREADS"] = "1"
+import numpy, torch
+import torch.nn.functional
+assert torch.nn.functional.relu(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
+found |= {"threads": torch.get_num_threads(), "origin": torch.__spec__.origin}
+own = {"process": os.getpid(), "parent": os.getppid(), "group": os.getpgrp(), "random": random.random()}
+own |= {"numpy": numpy.random.rand(), "torch": torch.rand(1).item()}
+print(json.dumps([found, own]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A fork server, and its address."""
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are too long for a socket
+        address = f"{folder}/fork.sock"
+        command = [sys.executable, "-P", "-m", "shoal.cluster.fork_server", address]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+            try:
+                wait_for(lambda: Path(address).exists(), timeout_s=180, what="fork server")
+                yield process, address
+            finally:
+                process.kill()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "worker" / "script.py"
+    file.parent.mkdir()
+    file.write_text(SCRIPT)
+    return file
+
+
+def start(script: Path, address: str, **environment: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the worker finds that is started through the fork server, or by itself without an address."""
+    said = script.with_suffix(".out")
+    command = [sys.executable, str(script), "--node-id=1", "a b"]
+    if address:
+        command = [sys.executable, worker_launch.__file__, *command[1:], "--language=PYTHON"]
+    with said.open("w") as out:
+        variables = os.environ | {ADDRESS_VARIABLE: address} | environment
+        subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            cwd=script.parent,
+            preexec_fn=as_a_raylet_does,
+            check=True,
+            timeout=180,
+        )
+    wait_for(lambda: said.read_text().endswith("\n"), what=f"word of the worker: {said}")
+    found, own = json.loads(said.read_text())
+    del found["environment"][ADDRESS_VARIABLE]
+    return found, own
+
+
+def as_a_raylet_does() -> None:
+    os.setpgid(0, 0)
+    os.nice(1)
+    Path("/proc/self/oom_score_adj").write_text("900")
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def test_a_forked_worker_finds_what_a_fresh_one_does(server: tuple[subprocess.Popen[bytes], str], script: Path) -> None:
+    process, address = server
+    own_module = script.parent / "brought_along"
+    own_module.mkdir()
+    words = {"PYTHONPATH": f"{own_module}:{os.environ.get('PYTHONPATH', '')}", "A_JOB": "its own"}
+    found, own = start(script, address, **words)
+    expected, fresh = start(script, "", **words)
+    assert own["parent"] == process.pid != fresh["parent"]
+    assert own["group"] == own["process"]
+    assert found == expected
+    assert (found["threads"], found["niceness"], found["blocked"]) == (1, os.getpriority(os.PRIO_PROCESS, 0) + 1, [2])
+
+
+def test_forked_workers_draw_random_numbers_of_their_own(
+    server: tuple[subprocess.Popen[bytes], str], script: Path
+) -> None:
+    _, one = start(script, server[1])
+    _, other = start(script, server[1])
+    assert not [name for name in ("random", "numpy", "torch") if one[name] == other[name]]
+
+
+def test_who_asks_and_ends_leaves_a_server_that_answers(
+    server: tuple[subprocess.Popen[bytes], str], script: Path
+) -> None:
+    for streams in ([], [0, 1, 2]):
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.connect(server[1])
+            socket.send_fds(asking, [(1 << 40).to_bytes(8, "big") + b"{"], streams)
+    assert start(script, server[1])[1]["parent"] == server[0].pid
+
+
+def test_a_worker_that_nobody_waits_for_any_more_is_none(
+    server: tuple[subprocess.Popen[bytes], str], script: Path
+) -> None:
+    text = json.dumps(request(command=[str(script)])).encode()
+    with socket.socket(socket.AF_UNIX) as asking, script.with_suffix(".out").open("w") as out:
+        asking.connect(server[1])
+        socket.send_fds(asking, [len(text).to_bytes(8, "big")], [out.fileno()] * 3)
+        asking.sendall(text)
+    wait_for(lambda: "BrokenPipeError" in script.with_suffix(".out").read_text(), what="word of the worker")
+    wait_for(lambda: not psutil.Process(server[0].pid).children(), what="end of the worker")
+
+
+def test_the_server_ends_with_the_head_and_the_worker_stays(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)")
+    with tempfile.TemporaryDirectory() as folder, (tmp_path / "out").open("w") as out:
+        address = f"{folder}/fork.sock"
+        command = [sys.executable, "-P", "-m", "shoal.cluster.fork_server", address]
+        server = subprocess.Popen(command, stdin=subprocess.PIPE)
+        wait_for(lambda: Path(address).exists(), timeout_s=180, what="fork server")
+        words = [worker_launch.__file__, str(script), "--language=PYTHON"]
+        subprocess.run([sys.executable, *words], stdout=out, env=os.environ | {ADDRESS_VARIABLE: address}, check=True)
+        worker = psutil.Process(int(wait_for((tmp_path / "out").read_text)))
+        try:
+            assert worker.ppid() == server.pid
+            assert server.stdin is not None
+            server.stdin.close()
+            assert server.wait(180) == 0
+            assert worker.status() == psutil.STATUS_SLEEPING
+        finally:
+            worker.kill()
+            server.kill()
+            server.wait()
+
+
+def request(**changes: Any) -> Request:
+    worker = worker_of(["/ray/default_worker.py", "--language=PYTHON"], dict(os.environ))
+    assert worker is not None
+    return Request(**(worker | changes))
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTHONHASHSEED", "LD_PRELOAD", "MKL_NUM_THREADS", "TORCH_LOGS"])
+def test_who_would_have_read_something_else_as_it_began_is_not_forked(name: str) -> None:
+    assert fits(request())
+    assert not fits(request(environment=os.environ | {name: "1234"}))
+
+
+@pytest.mark.parametrize(
+    ("file", "is_forked"),
+    [("numpy.py", False), ("torch/__init__.py", False), ("sitecustomize.py", False), ("numpy/data.txt", True)],
+)
+def test_who_would_import_something_else_is_not_forked(tmp_path: Path, file: str, is_forked: bool) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    assert fits(request(environment=os.environ | {"PYTHONPATH": path})) == is_forked
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        {"py_executable": "/another/python"},
+        {"command_prefix": ["nsys", "profile"]},
+        {"override_worker_entrypoint": "/in/a/container.py"},
+        {"env_vars": {"A": "${HOME}/a"}},
+    ],
+)
+def test_what_ray_does_to_start_some_workers_is_left_to_ray(context: dict[str, object]) -> None:
+    words = ["/ray/default_worker.py", "--language=PYTHON", "--node-id=1"]
+    plain = worker_of([*words, "--serialized-runtime-env-context=" + json.dumps({"env_vars": {"A": "1"}})], {"B": "2"})
+    assert plain is not None
+    assert plain["command"] == ["/ray/default_worker.py", "--node-id=1"]
+    assert plain["environment"] == {"A": "1", "B": "2"}
+    assert worker_of([*words, "--serialized-runtime-env-context=" + json.dumps(context)], {}) is None
+    assert worker_of(["/ray/cpp/default_worker", "--language=CPP"], {}) is None
+
+
+def test_nobody_who_forks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not ask("fork.sock", request())
