@@ -15,7 +15,8 @@ from shoal.home import ray_token_path
 
 FOLDER = Path("/tmp/shoal-host")
 
-# Every host must agree on these; the first two are bound to loopback.
+# Every host must agree on these. The first is bound to loopback; the second, for endpoints with gRPC, to every address
+# of a head that others reach.
 PORTS = {
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": "8500",
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": "9500",

@@ -60,7 +60,8 @@ def _flat(module: Any) -> Any:
 def signature_of(payload: bytes, file: str) -> Signature:
     """What the program takes and gives. Raises ConfigError.
 
-    Inputs have the names of its forward's arguments, outputs the keys of the dict that it gives, or `output_0`, ...
+    Inputs have the names of its forward's arguments, outputs the keys of the dict that it gives; where that is none,
+    `output`, or of several `output_0`, ...
     """
     program = _program(payload, file)
     nodes = {node.name: node for node in program.graph.nodes}
