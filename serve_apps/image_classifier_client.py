@@ -21,7 +21,7 @@ AT_ONCE = 50
 
 
 def picture(path: str) -> np.ndarray:
-    """A picture as the network takes it: float32 [1, 28, 28], white clothing on black."""
+    """A picture as the endpoint takes it: float32 [1, 28, 28] of 0 to 255, white clothing on black."""
     return np.asarray(Image.open(path).convert("L").resize((28, 28)), np.float32)[None]
 
 

@@ -93,7 +93,7 @@ def _from_rows(path: str, rows: Sequence[Mapping[str, Any]], inputs: Sequence[Te
 
 
 def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
-    """Columns of a CSV or Parquet file; see `serve.table` for which."""
+    """Columns of a CSV or Parquet file; see `serve.tables.table` for which."""
     import pyarrow as pa
     import pyarrow.csv
     import pyarrow.parquet

@@ -78,7 +78,7 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         # No answer for this long is an answer too (504): no request waits for ever for a replica to come to life. (A
         # change has longer: see `haproxy`.)
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "60",
-        # A client that neither sends what it owes nor takes what it asked for is cut off (`serve.in_progress` too).
+        # A client that neither sends what it owes nor takes what it asked for is cut off (`in_progress` too).
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_TIMEOUT_S),
         "RAY_SERVE_HAPROXY_MAXCONN": str(MAX_CONNECTIONS),
         # The head of a request fits into it; headers of more than half are refused by the endpoint, with 431.

@@ -1,4 +1,4 @@
-"""An ONNX file, run by onnxruntime, which comes with `pip install 'shoal[onnx]'` and is imported when one is loaded.
+"""An ONNX file, run by onnxruntime, which comes with the extra `onnx` and is imported when one is loaded.
 
 Called by the predictor and by `shoal models add`, which asks for the signature. Its precision is that of the file.
 """
