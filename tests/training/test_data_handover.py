@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shoal.batches import map_tensors
+from shoal.data.device import can_be_pinned
 from shoal.data.handover import pack, receive, send, unpack
 
 
@@ -71,11 +72,31 @@ def test_what_many_read_is_mapped_once_and_written_by_each_for_itself() -> None:
     assert also["tensor"].sum() == 0  # the memory goes with the last that uses it
 
 
+def test_what_is_kept_holds_memory_and_no_descriptors() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        before = os.listdir("/proc/self/fd")
+        kept = []
+        for number in range(20):  # as list(loader) does
+            send(ours, {"tensor": torch.full((4,), number), "array": np.full(4, number)})
+            kept.append(receive(theirs))
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+        assert [int(each["tensor"].sum() + each["array"].sum()) for each in kept] == [8 * n for n in range(20)]
+
+
 def test_the_structure_of_a_batch_is_kept_on_its_way_to_a_device() -> None:
     batch = {"a": [torch.ones(1), "name"], "b": Pair(torch.ones(1), "x"), "c": (3,)}
     moved = map_tensors(batch, lambda tensor: tensor * 2)
     assert moved == {"a": [torch.tensor([2.0]), "name"], "b": Pair(torch.tensor([2.0]), "x"), "c": (3,)}
     assert type(moved["b"]) is Pair
+
+
+def test_what_is_not_plain_memory_of_the_host_is_not_pinned() -> None:
+    there, sparse = torch.empty(2, device="meta"), torch.ones(2).to_sparse()
+    for tensor in (there, sparse):
+        with pytest.raises(RuntimeError):
+            tensor.pin_memory()
+    assert [can_be_pinned(each) for each in (there, sparse, torch.ones(2))] == [False, False, True]
 
 
 @pytest.mark.gpu
@@ -92,3 +113,7 @@ def test_a_batch_arrives_on_the_device_before_it_is_computed_with() -> None:
         busy = busy @ busy / 4000
         sums.append(batch.double().sum())
     assert torch.stack(sums).tolist() == values.double().reshape(10, -1).sum(1).tolist()
+    there = TensorDataset(values.cuda(), torch.arange(400))  # of which a part lies on the device already
+    (batch, rows), *_ = Loader(there, batch_size=40, shuffle=False, device="cuda")
+    assert torch.equal(batch.cpu(), values[:40])
+    assert rows.device.type == "cuda"

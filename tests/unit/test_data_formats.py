@@ -121,6 +121,30 @@ def test_hdf5(tmp_path: Path, chunks: tuple[int, int] | None) -> None:
         Hdf5(tmp_path / "none.h5", ["y"])
 
 
+@pytest.mark.parametrize("chunks", [None, (20, 3)])
+def test_hdf5_reads_no_more_in_one_go_than_its_bound(
+    tmp_path: Path, chunks: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file.create_dataset("x", data=X, chunks=chunks)
+    monkeypatch.setattr("shoal.data.formats.hdf5._READ_BYTES", 8 * X[0].nbytes)
+    sizes: list[int] = []
+    read = h5py.Dataset.__getitem__
+
+    def noted(dataset: h5py.Dataset, rows: slice) -> Any:
+        sizes.append(rows.stop - rows.start)
+        return read(dataset, rows)
+
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", noted)
+    (batch,) = Hdf5(tmp_path / "data.h5", ["x"]).batch(MIXED)
+    assert torch.equal(batch, torch.from_numpy(X[MIXED]))
+    assert max(sizes) <= 8
+    sizes.clear()
+    monkeypatch.setattr("shoal.data.formats.hdf5._READ_BYTES", 1)  # a row is read all the same
+    assert torch.equal(Hdf5(tmp_path / "data.h5", ["x"]).batch(MIXED)[0], torch.from_numpy(X[MIXED]))
+    assert set(sizes) == {1}
+
+
 def test_hdf5_is_opened_by_the_process_that_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "data.h5"
     with h5py.File(path, "w") as file:
@@ -152,10 +176,16 @@ def test_numpy_files(tmp_path: Path) -> None:
     np.save(tmp_path / "none.npy", X[:0])
     (tmp_path / "half.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:-1])
     (tmp_path / "half.npz").write_bytes((tmp_path / "both.npz").read_bytes()[:-90])
+    (tmp_path / "text.npy").write_text("1, 2, 3")
+    shutil.copy(tmp_path / "both.npz", tmp_path / "zip.npy")
+    np.save(tmp_path / "turned.npy", np.asfortranarray(X))
+    assert torch.equal(NumpyFiles([tmp_path / "turned.npy"]).batch(MIXED)[0], torch.from_numpy(X[MIXED]))
     for fields, problem in [
         ([tmp_path / "half.npy"], "half.npy': is truncated or damaged"),
         (tmp_path / "half.npz", "half.npz': is truncated or damaged"),
         ([tmp_path / "objects.npy"], "objects.npy': holds Python objects, no numbers. save an array of numbers"),
+        ([tmp_path / "text.npy"], r"text.npy': is no .npy file \(it begins with 312c20322c20\). write it with numpy"),
+        ([tmp_path / "zip.npy"], r"zip.npy': is no .npy file \(it begins with 504b.*name it .npz"),
         ([tmp_path / "words.npy"], "ragged or no numbers: <U1"),
         ([tmp_path / "none.npy"], "is empty"),
         ([tmp_path / "both.npz"], r"holds inputs, target. say which: .*both.npz:NAME"),
@@ -320,10 +350,12 @@ def test_pictures_of_32_bits_need_a_transform(tmp_path: Path, mode: str, dtype: 
 
 
 class Shard:
-    """What Ray gives a rank: 10 rows of its own."""
+    """What Ray gives a rank: 10 rows of its own, on the GPU of the process where nobody says otherwise."""
 
-    def iter_torch_batches(self, *, batch_size: int, drop_last: bool) -> Iterator[dict[str, torch.Tensor]]:
-        rows = torch.arange(10)
+    def iter_torch_batches(
+        self, *, batch_size: int, drop_last: bool, device: str = "meta"
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        rows = torch.arange(10, device=device)
         for at in range(0, 10, batch_size):
             if not drop_last or at + batch_size <= 10:
                 yield {"x": rows[at : at + batch_size], "y": -rows[at : at + batch_size]}

@@ -78,8 +78,13 @@ class ToCuda:
         return moving.batch
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        held = tensor.pin_memory() if self._pin and not tensor.is_pinned() else tensor
+        held = tensor.pin_memory() if self._pin and can_be_pinned(tensor) else tensor
         return held.to(self._device, non_blocking=True)
+
+
+def can_be_pinned(tensor: Tensor) -> bool:
+    """Memory of the host that is not pinned yet: what a dataset has put on a device already needs no copy."""
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_pinned()
 
 
 def mover(device: torch.device, pin: bool | None) -> Mover:

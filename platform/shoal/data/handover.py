@@ -3,14 +3,14 @@
     one object   one anonymous file (memfd): [sizes] [pickle] [buffer] [buffer] ...
     one message  one byte over a socket, with that file's descriptor beside it
 
-The file has no name, so that nothing is left of it when a process dies, and no limit of /dev/shm holds for it. Called
-by the pool and by the worker processes.
+The file has no name, so that nothing is left of it when a process dies, and no limit of /dev/shm holds for it. Once it
+is mapped its descriptor is closed: who keeps many batches uses memory, and no descriptors. Called by the pool and by
+the worker processes.
 """
 
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import pickle
 import socket
@@ -78,8 +78,10 @@ def unpack(descriptor: int, private: bool = False) -> Any:
     private: many processes read this file: what one writes is its own
     """
     size_bytes = os.fstat(descriptor).st_size
-    kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED | mmap.MAP_POPULATE
-    memory = memoryview(mmap.mmap(descriptor, size_bytes, flags=kind, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+    # not Python's mmap, which keeps a descriptor of its own for as long as it maps
+    name = f"/proc/self/fd/{descriptor}"
+    mapped = torch.from_file(name, shared=not private, size=size_bytes, dtype=torch.uint8)
+    memory = mapped.numpy().data
     (count,) = struct.unpack_from("<Q", memory)
     sizes = struct.unpack_from(f"<{count}Q", memory, 8)
     header, *buffers = (memory[at : at + size] for size, at in zip(sizes, _offsets(sizes), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from shoal.data.order import Indices
 from shoal.errors import DataError
 
 _RUN_GAP_BYTES = 64 * 1024  # it is quicker to read over so much than to ask the library once more
+_READ_BYTES = 64 * 2**20  # at most, in one go: rows that a gap reads over are memory too
 
 
 class Hdf5(FileDataset):
@@ -74,17 +76,26 @@ def _dataset(file: Any, place: str, path: Path) -> Any:
 
 
 def _rows(dataset: Any, indices: Indices) -> np.ndarray[Any, Any]:
-    """The rows in the order of `indices`, read in runs: sorted, and split only where a gap is worth it."""
+    """The rows in the order of `indices`, read in runs: sorted, and split where a gap is worth it or a run is large."""
     row_bytes = max(dataset.dtype.itemsize * int(np.prod(dataset.shape[1:])), 1)
     gap = dataset.chunks[0] if dataset.chunks else max(_RUN_GAP_BYTES // row_bytes, 1)
     order = np.argsort(indices, kind="stable")
     places = indices[order]
     rows = np.empty((len(indices), *dataset.shape[1:]), dataset.dtype)
-    for part in np.split(np.arange(len(indices)), np.flatnonzero(np.diff(places) > gap) + 1):
-        first, last = int(places[part[0]]), int(places[part[-1]])
+    for part in _runs(places.tolist(), gap, max(_READ_BYTES // row_bytes, 1)):
+        first, last = int(places[part.start]), int(places[part.stop - 1])
         try:
             block = dataset[first : last + 1]
         except OSError as error:
             raise DataError("path", dataset.file.filename, f"cannot be read ({error})", "is it whole?") from error
         rows[order[part]] = block[places[part] - first]
     return rows
+
+
+def _runs(places: list[int], gap: int, most: int) -> Iterator[slice]:
+    """Parts of sorted `places` that are read in one go: without a wider gap, and over `most` rows at most."""
+    start = 0
+    for at in range(1, len(places) + 1):
+        if at == len(places) or places[at] - places[at - 1] > gap or places[at] - places[start] >= most:
+            yield slice(start, at)
+            start = at

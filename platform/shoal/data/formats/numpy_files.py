@@ -77,6 +77,7 @@ def _head(place: _Place) -> tuple[tuple[int, ...], np.dtype[Any]]:
     path, name = place
     try:
         if not name:
+            _require_npy(path)
             array = np.load(path, mmap_mode="r")
             shape, dtype = array.shape, array.dtype
         else:
@@ -93,6 +94,15 @@ def _head(place: _Place) -> tuple[tuple[int, ...], np.dtype[Any]]:
     if not shape or dtype.kind not in "biuf":
         raise DataError("fields", name or str(path), f"is ragged or no numbers: {dtype}, shape {shape}", _WANTED)
     return shape, dtype
+
+
+def _require_npy(path: Path) -> None:
+    """NumPy would take a zip for an .npz, and anything else for a pickle. Raises DataError."""
+    with path.open("rb") as file:
+        magic = file.read(len(npy.MAGIC_PREFIX))
+    if magic != npy.MAGIC_PREFIX:
+        remedy = "name it .npz, if that is what it is" if magic[:2] == b"PK" else "write it with numpy.save"
+        raise DataError("path", str(path), f"is no .npy file (it begins with {magic.hex() or 'nothing'})", remedy)
 
 
 def _array(place: _Place) -> np.ndarray[Any, Any]:

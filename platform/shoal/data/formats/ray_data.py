@@ -34,7 +34,8 @@ class RayData:
             problem = f"is a whole dataset, and each of {share.size} ranks needs a shard of its own"
             remedy = f"ray.train.get_dataset_shard(...), or streaming_split({share.size}, equal=True)[rank]"
             raise ConfigError("shard", type(self.shard).__name__, problem, remedy)
-        options: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
+        # Not to the GPU that Ray may have given this process: the loader brings batches to the device of the run.
+        options: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last, "device": "cpu"}
         if self.shuffle_buffer:
             options |= {"local_shuffle_buffer_size": self.shuffle_buffer, "local_shuffle_seed": epoch}
         batches = iter(self.shard.iter_torch_batches(**options))
