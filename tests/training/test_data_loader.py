@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from shoal.data import Loader, LoaderSpec
 from shoal.data.order import permutation
@@ -32,7 +32,7 @@ class Numbers:
         return index, index * index
 
 
-def flat(batches: Iterable[list[int]]) -> list[int]:
+def flat(batches: Iterable[list[Any]]) -> list[Any]:
     return list(chain.from_iterable(batches))
 
 
@@ -145,6 +145,63 @@ def test_every_way_of_reading_gives_the_same_batch() -> None:
     assert next(iter(collated))["sum"] == sum(expected[0][0]) + sum(expected[0][1])
 
 
+class Negated(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(-tensor for tensor in super().__getitem__(index))
+
+
+class Jittered(TensorDataset):
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [self.tensors[0][index] + torch.rand(()) for index in indices]
+
+
+def test_a_tensor_dataset_that_makes_its_samples_itself_is_asked_for_them() -> None:
+    values = torch.arange(8.0)
+    assert [(-values[:4]).tolist(), (-values[4:]).tolist()] == [
+        batch[0].tolist() for batch in Loader(Negated(values), batch_size=4, shuffle=False)
+    ]
+    state = torch.get_rng_state()
+    first, second = ([batch.tolist() for batch in Loader(Jittered(values), batch_size=4)] for _ in range(2))
+    assert first == second
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not set(flat(first)) & set(values.tolist())
+
+
+class Foreign(Numbers):
+    """Another library's dataset: its batches and its shards are made in its own way."""
+
+    def batch(self, batch_size: int, drop_last_batch: bool = False) -> Any:
+        raise AssertionError("asked for batches of its own")
+
+    def shard(self, num_shards: int, index: int) -> Any:
+        raise AssertionError("asked for shards of its own")
+
+
+def test_methods_of_another_librarys_datasets_are_not_taken_for_those_of_shoal() -> None:
+    expected = [[part.tolist() for part in batch] for batch in Loader(Numbers(20), batch_size=4)]
+    assert [[part.tolist() for part in batch] for batch in Loader(Foreign(20), batch_size=4)] == expected
+
+
+def noisy_collate(samples: list[Any]) -> torch.Tensor:
+    return torch.rand(len(samples)) + random.random() + np.random.rand()
+
+
+@pytest.mark.parametrize("source", [TensorDataset(torch.arange(8)), Numbers(8)], ids=["draws nothing", "may draw"])
+def test_random_numbers_of_a_collate_function_are_of_its_batch(source: Any) -> None:
+    def batches(share: tuple[int, int] = (0, 1)) -> list[list[float]]:
+        with Loader(source, batch_size=4, share=share, collate=noisy_collate) as loader:
+            return [batch.tolist() for batch in loader]
+
+    state = torch.get_rng_state()
+    found = batches()
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(1)
+    assert batches() == found
+    assert len(set(flat(found))) == 8
+    drawn = flat([*batches((0, 2)), *batches((1, 2))])
+    assert len(set(drawn)) == 8
+
+
 def test_random_numbers_of_a_dataset_follow_from_the_sample_and_leave_the_process_alone() -> None:
     class Noisy(Numbers):
         def __getitem__(self, index: int) -> Any:
@@ -162,9 +219,10 @@ def test_random_numbers_of_a_dataset_follow_from_the_sample_and_leave_the_proces
     assert all(torch.equal(one, other) for one, other in zip(next(iter(again)), batches[2], strict=True))
     drawn = {int(batch[0][row]): [float(each[row]) for each in batch[1:]] for batch in batches for row in range(2)}
     for rank in range(2):  # another batch, of which each rank has a half
-        for batch in Loader(Noisy(8), batch_size=8, share=(rank, 2)):
-            for index, *values in zip(*batch, strict=True):
-                assert [float(value) for value in values] == drawn[int(index)]
+        for source in (Noisy(8), Subset(Noisy(8), range(8)), Subset(Subset(Noisy(8), range(8)), range(8))):
+            for batch in Loader(source, batch_size=8, share=(rank, 2)):
+                for index, *values in zip(*batch, strict=True):
+                    assert [float(value) for value in values] == drawn[int(index)]
 
 
 def test_what_does_not_fit_is_refused_with_field_value_and_remedy() -> None:

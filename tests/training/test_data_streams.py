@@ -15,7 +15,7 @@ from torchdata.nodes import IterableWrapper
 from torchdata.nodes import Loader as NodesLoader
 
 from data_sources import Shards, Stream
-from shoal.data import Loader, LoaderSpec
+from shoal.data import Loader, LoaderSpec, fingerprint
 from shoal.data.example import example_batch
 from shoal.data.order import Request
 from shoal.data.reader import Ended, Made, Reader, random_state_kept
@@ -92,6 +92,93 @@ def test_noise_in_a_stream_is_the_same_after_a_resume() -> None:
     again.load_state_dict(batches[1][1])
     for batch, (noise, _) in zip(again, batches[2:], strict=True):
         assert torch.equal(batch["noise"], noise)
+
+
+class NoisyShares(Shards):
+    """Divides an order that it has drawn itself; its samples come with noise."""
+
+    def shard(self, index: int, count: int) -> Any:
+        order = torch.randperm(self.num_samples).tolist()[index::count]
+        return ({"inputs": number, "noise": torch.rand(())} for number in order)
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (1, 2), (2, 2)])
+def test_shares_are_of_one_order_and_have_noise_of_their_own(ranks: int, workers: int) -> None:
+    found: list[dict[str, Any]] = []
+    for loader in loaders(NoisyShares(32), ranks, workers):
+        found += list(loader)
+    assert sorted(int(number) for batch in found for number in batch["inputs"]) == list(range(32))
+    assert len({float(value) for batch in found for value in batch["noise"]}) == 32
+
+
+def test_each_ranks_collate_function_draws_its_own_numbers_of_a_stream_that_all_read() -> None:
+    def drawn(deterministic: bool) -> list[float]:
+        source = Stream(16, stateful=False)
+        source.deterministic = deterministic  # type: ignore[attr-defined]
+        group = loaders(source, 2, 0, collate=lambda samples: torch.rand(len(samples)))
+        return [float(value) for loader in group for batch in loader for value in batch]
+
+    for deterministic in (False, True):
+        assert len(set(drawn(deterministic))) == 16
+        torch.rand(1)
+        assert drawn(deterministic) == drawn(deterministic)
+
+
+class Live(Stream):
+    """Its iterator hands out the very dict that it counts in, and takes up the one that it is given."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return LiveIterator()
+
+
+class LiveIterator:
+    def __init__(self) -> None:
+        self.state = {"next": 0}
+
+    def __iter__(self) -> LiveIterator:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self.state["next"] == 20:
+            raise StopIteration
+        self.state["next"] += 1
+        return {"inputs": self.state["next"] - 1}
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+def test_a_state_stays_as_it_was_taken_whatever_the_dataset_does_with_its_own() -> None:
+    loader = Loader(Live(20, stateful=True), batch_size=4)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    assert not loader.is_at_end()  # for which the next batch is read
+    assert loader.state_dict()["states"] == [(4, {"next": 4})]
+    for _ in range(2):  # the same state twice
+        again = Loader(Live(20, stateful=True), batch_size=4)
+        again.load_state_dict(state)
+        assert [batch["inputs"][0] for batch in again] == [4, 8, 12, 16]
+    assert state["states"] == [(4, {"next": 4})]
+
+
+class Foreign(Stream):
+    """Another library's stream, whose shares are numbered in another way, and whose length nobody knows."""
+
+    def __len__(self) -> int:
+        raise TypeError("Foreign instance doesn't have valid length")
+
+    def shard(self, num_shards: int, index: int) -> Any:
+        raise AssertionError("asked for shards of its own")
+
+
+def test_another_librarys_stream_is_read_as_a_plain_one() -> None:
+    source = Foreign(12, stateful=False)
+    assert global_batches(loaders(source, 2, 0)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert len(fingerprint(source)) == 16
 
 
 class Constant(Stream):

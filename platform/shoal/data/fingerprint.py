@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shoal.data.formats.files import FileDataset
 from shoal.data.reader import random_state_kept, seed_all, unreadable
-from shoal.data.source import Source, is_iterable
+from shoal.data.source import Source, is_iterable, length_of
 
 _END_BYTES = 2**20
 _BLOCK_BYTES = 64 * 1024
@@ -44,7 +44,7 @@ def fingerprint(source: Source) -> str:
         for place in _spread(len(source.paths)):
             _add_file(digest, source.paths[place])
     elif is_iterable(source):
-        _add(digest, [type(source).__name__, len(source) if hasattr(source, "__len__") else None])
+        _add(digest, [type(source).__name__, length_of(source)])
     else:
         _add(digest, [type(source).__name__, len(source)])
         _add_samples(digest, source)

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import TensorDataset, default_collate, default_convert
+from torch.utils.data import Subset, TensorDataset, default_collate, default_convert
 
 from shoal.data.order import Indices, MapRequest, Request
-from shoal.data.source import Batch, Collate, Source
+from shoal.data.source import Batch, Collate, Source, offers
 from shoal.errors import DataError, ShoalError
 
 NUM_NAMED = 8  # sample indices that an error message lists
@@ -85,13 +85,16 @@ class MapReader:
     """Reads a map-style dataset, a whole batch at once where the dataset can.
 
     Random numbers that a dataset draws (augmentation) follow from (seed, epoch, the sample): the same for any number of
-    workers and of ranks, and after a resume. Where it reads a whole batch at once, from the batch's first sample. A
-    dataset that draws none says `deterministic = True`.
+    workers and of ranks, and after a resume. Where it reads a whole batch at once, and where the dataset draws none
+    (`deterministic = True`) and the collate function may, from the batch's first sample.
     """
 
     def __init__(self, source: Source, collate: Collate | None, seed: int) -> None:
         self._source, self._collate, self._seed = source, collate, seed
-        self.draws = not (getattr(source, "deterministic", False) or isinstance(source, TensorDataset))
+        self._is_tensors, self._reads_many = _is_tensors(source), _reads_many(source)
+        self._makes_batches = collate is None and offers(source, "batch")
+        self._source_draws = not (getattr(source, "deterministic", False) or self._is_tensors)
+        self.draws = self._source_draws or collate is not None
 
     def read(self, request: MapRequest) -> Made:
         """The batch of the request. Raises DataError naming the samples."""
@@ -106,23 +109,38 @@ class MapReader:
 
     def _make(self, epoch: int, indices: Indices) -> Batch:
         source = self._source
-        if self._collate is None and isinstance(source, TensorDataset):
+        if self._collate is None and self._is_tensors:
             chosen = torch.from_numpy(indices if indices.flags.writeable else indices.copy())
-            return tuple(tensor.index_select(0, chosen) for tensor in source.tensors)  # a quarter of tensor[chosen]
+            rows = ((tensor, chosen.to(tensor.device)) for tensor in source.tensors)
+            return tuple(tensor.index_select(0, places) for tensor, places in rows)  # a quarter of tensor[chosen]
         listed = indices.tolist()
         if self.draws:
             seed_all(self._seed, epoch, listed[0])
-        if self._collate is None and hasattr(source, "batch"):
+        if self._makes_batches:
             return default_convert(source.batch(indices))
-        whole = getattr(source, "__getitems__", None)
-        samples = whole(listed) if whole is not None else [self._sample(epoch, index) for index in listed]
+        many = self._reads_many
+        samples = source.__getitems__(listed) if many else [self._sample(epoch, index) for index in listed]
         collate: Collate = self._collate or default_collate
         return collate(samples)
 
     def _sample(self, epoch: int, index: int) -> Any:
-        if self.draws:
+        if self._source_draws:
             seed_all(self._seed, epoch, index)
         return self._source[index]
+
+
+def _is_tensors(source: Source) -> bool:
+    """Whether it is a TensorDataset whose samples are nothing but rows of its tensors: a subclass may augment them."""
+    if not isinstance(source, TensorDataset) or offers(source, "batch") or hasattr(source, "__getitems__"):
+        return False
+    return type(source).__getitem__ is TensorDataset.__getitem__
+
+
+def _reads_many(source: Source) -> bool:
+    """Whether it has a `__getitems__` of its own: torch's Subset has one whatever it is of, and reads one by one."""
+    while type(source) is Subset:
+        source = source.dataset
+    return hasattr(source, "__getitems__")
 
 
 def unreadable(error: Exception, source: Source, indices: Indices | None) -> DataError:

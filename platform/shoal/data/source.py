@@ -5,9 +5,10 @@ Owns `Data` and the question which kind a dataset is. Called by Tasks and by the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import IterableDataset
 
@@ -16,6 +17,9 @@ from shoal.errors import ConfigError
 Source = Any  # a map-style dataset (`__len__`, `__getitem__`) or an iterable one (`__iter__`)
 Batch = Any  # a tensor, or a tuple, list or dict of tensors; dimension 0 is the sample
 Collate = Callable[[list[Any]], Batch]
+
+# The first parameter of what other libraries (Hugging Face's datasets, tf.data) offer under the same name.
+_OF_OTHERS = {"batch": "batch_size", "shard": "num_shards"}
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,33 @@ def is_iterable(source: Source) -> bool:
     """False for a map-style dataset. Raises ConfigError for what is no dataset at all."""
     if isinstance(source, IterableDataset):
         return True
-    if hasattr(source, "__len__") and (hasattr(source, "__getitem__") or hasattr(source, "batch")):
+    if hasattr(source, "__len__") and (hasattr(source, "__getitem__") or offers(source, "batch")):
         return False
     if hasattr(source, "__next__"):
         remedy = "give an object whose __iter__ begins anew (a torchdata node: wrap it in torchdata.nodes.Loader)"
         raise ConfigError("data", type(source).__name__, "is an iterator, which is spent after one epoch", remedy)
-    if any(hasattr(source, name) for name in ("__iter__", "shard", "batches")):
+    if hasattr(source, "__iter__") or offers(source, "shard") or hasattr(source, "batches"):
         return True
     remedy = "give it __len__ and __getitem__, or __iter__"
     raise ConfigError("data", type(source).__name__, "is neither a map-style nor an iterable dataset", remedy)
+
+
+def offers(source: Source, name: Literal["batch", "shard"]) -> bool:
+    """Whether the source has Shoal's method of this name, `batch(indices)` or `shard(index, count)`; and not another
+    library's, as `batch(batch_size)` and `shard(num_shards, index)` of Hugging Face's datasets."""
+    method = getattr(source, name, None)
+    if not callable(method):
+        return False
+    try:
+        parameters = inspect.signature(method).parameters
+    except (TypeError, ValueError):  # compiled: nobody knows
+        return True
+    return next(iter(parameters), "") != _OF_OTHERS[name]
+
+
+def length_of(source: Source) -> int | None:
+    """The number of samples; None for an iterable that does not know it, and may say so by an error, as torch's do."""
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None

@@ -9,10 +9,14 @@
 A dataset, or its iterator, with `state_dict` and `load_state_dict` (torchdata's `Stateful`) is restored from its state;
 any other is brought to its place by reading over what was given before. `set_epoch(epoch)` is called where there is
 one. Called by the loader, in the training process or in a worker.
+
+What `shard` itself draws at random is the same on every rank and worker, so that an order which it divides is one
+order; what its iterables draw follows from the place of this rank's part in the epoch.
 """
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +28,7 @@ from torch.utils.data import default_collate, default_convert
 
 from shoal.data.order import Share, StreamRequest
 from shoal.data.reader import Ended, Made, seed_all, unreadable
-from shoal.data.source import Batch, Collate, Source
+from shoal.data.source import Batch, Collate, Source, length_of, offers
 from shoal.errors import ConfigError, DataError
 
 
@@ -43,7 +47,7 @@ class StreamReader(ABC):
     is_alike = False  # whether every rank and worker sees the same stream, so that the place of one is that of all
 
     def __post_init__(self) -> None:
-        self.draws = not getattr(self.source, "deterministic", False)
+        self.draws = self.collate is not None or not getattr(self.source, "deterministic", False)
         self.stride = max(self.num_workers, 1)
         self._at = 0
         self._iterator: Iterator[Any] = iter(())
@@ -67,17 +71,20 @@ class StreamReader(ABC):
             left.close()
 
     def _begin(self, request: StreamRequest) -> None:
-        self._at, state = request.state or (self._first(request), None)
-        self._seed(request)
+        self._at = self._first(request)
+        self._seed(request, 0)
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(request.epoch)
         stream = self._open(request)
+        self._seed(request, self._own())
         self._iterator = iter(stream)
-        if request.state is not None and _is_stateful(self._iterator):
-            self._iterator.load_state_dict(state)  # type: ignore[attr-defined]
-        elif request.state is not None and _is_stateful(stream):
-            stream.load_state_dict(state)
-            self._iterator = iter(stream)
+        if request.state is not None:
+            self._at, state = copy.deepcopy(request.state)  # who takes it up may go on to change it
+            if _is_stateful(self._iterator):
+                self._iterator.load_state_dict(state)  # type: ignore[attr-defined]
+            elif _is_stateful(stream):
+                stream.load_state_dict(state)
+                self._iterator = iter(stream)
         self._holder = next((each for each in (self._iterator, stream) if _is_stateful(each)), None)
 
     def _first(self, request: StreamRequest) -> int:
@@ -85,19 +92,25 @@ class StreamReader(ABC):
 
     def _take(self, request: StreamRequest, wanted: int | None = None) -> list[Any]:
         """The next samples of the stream, at most up to the request's position, or as many as `wanted`."""
-        self._seed(request)
+        self._seed(request, self._own())
         taken = list(islice(self._iterator, wanted or self._unread(request)))
         self._at += self._advance(len(taken))
         return taken
 
-    def _seed(self, request: StreamRequest) -> None:
+    def _seed(self, request: StreamRequest, place: int) -> None:
         """What the dataset draws follows from its place. One that draws nothing leaves the process's numbers alone:
         nobody would put them back, see `Inline`."""
         if self.draws:
-            seed_all(self.seed, request.epoch, self._at)
+            seed_all(self.seed, request.epoch, place)
+
+    def _own(self) -> int:
+        """The place of what is read next: of those who read different samples, no two have the same."""
+        each = self.batch_size // self.share.size
+        return self._at if self.is_alike else self._at + self.share.rank * each
 
     def _state(self) -> tuple[int, Any] | None:
-        return None if self._holder is None else (self._at, self._holder.state_dict())
+        """As it is now: the dataset's own, which it may go on to change, is copied."""
+        return None if self._holder is None else (self._at, copy.deepcopy(self._holder.state_dict()))
 
     def _unread(self, request: StreamRequest) -> int:
         return min(self.batch_size, request.position - self._at)
@@ -137,11 +150,13 @@ class PlainReader(StreamReader):
             return Ended(self._at)
         part = self.share.of(len(samples))
         mine = samples[part] or samples[-1:]  # a rank without a share takes part with a filler
+        if self.collate is not None:  # all have read the same, and each collates a part of its own
+            self._seed(request, -1 - (self._at - len(samples) + part.start))
         return Made(self._collated(mine), part.stop - part.start, len(samples), None, self._state())
 
     def _check_length(self) -> None:
-        length = len(self.source) if hasattr(self.source, "__len__") else 0
-        if self._at < length:
+        length = length_of(self.source)
+        if length is not None and self._at < length:
             problem = f"has yielded {self._at} samples, and says that it has {length}"
             raise DataError("data", self._name(), problem, "let its __len__ tell the truth")
 
@@ -217,9 +232,9 @@ def stream_reader(
     kind: type[StreamReader] = PlainReader
     if hasattr(source, "batches"):
         kind = BatchesReader
-    elif drop_last and hasattr(source, "shard"):
+    elif drop_last and offers(source, "shard"):
         kind = ShardReader
-        if not hasattr(source, "__len__"):
+        if length_of(source) is None:
             problem = "has shard(), but no length: ranks could not agree on the number of steps"
             raise ConfigError("data", type(source).__name__, problem, "give it __len__, of the whole")
     return kind(source, collate, seed, batch_size, share, drop_last, num_workers)

@@ -17,6 +17,7 @@ import shoal.runs
 from shoal.data import Data, Loader
 from shoal.data.example import example_batch
 from shoal.data.fingerprint import fingerprint
+from shoal.data.source import length_of
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError
 from shoal.parallel.checks import check_plan
 from shoal.parallel.world import choose_device
@@ -132,7 +133,7 @@ def _require_samples(data: Data) -> None:
         ("validation", data.validation, "give it samples, or leave it out"),
         ("test", data.test, "give it samples, or leave it out"),
     ):
-        if part is not None and hasattr(part, "__len__") and not len(part):
+        if part is not None and length_of(part) == 0:
             raise DataError(f"data.{name}", type(part).__name__, "is empty", remedy)
 
 
@@ -184,7 +185,7 @@ def _require_end(spec: TrainSpec, data: Data) -> None:
     """Where evaluations alone end the run: an iterable without a length may have no epoch that one follows."""
     stop = spec.stop
     has_limit = any(each is not None for each in (stop.steps, stop.epochs, stop.wall_s, stop.money))
-    has_epochs = hasattr(data.train, "__len__") or spec.evaluate.every_steps is not None
+    has_epochs = length_of(data.train) is not None or spec.evaluate.every_steps is not None
     if not (has_limit or has_epochs):
         problem = f"{type(data.train).__name__} has no length, and nothing but an evaluation ends the run"
         raise ConfigError("evaluate.every_steps", None, problem, "give evaluate.every_steps=500, say, or stop.steps")

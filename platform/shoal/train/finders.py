@@ -22,6 +22,7 @@ import torch
 from shoal.batches import num_samples, tensors_of
 from shoal.cost.alone import first_samples, undisturbed
 from shoal.cost.memory import bytes_of, growth, state_of
+from shoal.data.source import length_of
 from shoal.errors import ConfigError, OutOfMemory
 from shoal.parallel import World
 from shoal.runs.display import size as in_bytes
@@ -187,7 +188,7 @@ class _Trial:
     def __init__(self, parts: Assembly, device: torch.device, limit_bytes: int) -> None:
         self._parts, self._device, self._limit_bytes = parts, device, limit_bytes
         self._data = parts.task.data()
-        self.num_samples = len(self._data.train) if hasattr(self._data.train, "__len__") else None
+        self.num_samples = length_of(self._data.train)
         self.tried: dict[int, BatchTried] = {}
 
     def fits(self, size: int) -> bool:
