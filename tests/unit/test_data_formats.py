@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import os
 import pickle
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -400,3 +404,58 @@ def test_a_fingerprint_follows_the_content_and_not_the_place(mnist: Path, tmp_pa
     other = torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6).int())
     assert fingerprint(tensors) == fingerprint(same) != fingerprint(other)
     assert len({fingerprint(each) for each in (tensors, range(6), range(7), [{"a": 1}], [{"b": 1}])}) == 5
+
+
+def test_a_fingerprint_follows_what_is_read_of_the_files(mnist: Path, tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["zeros"], file["also"] = X * 0, X * 0
+    np.savez(tmp_path / "both.npz", inputs=Y, target=-Y)
+    write_parquet(arrow.table({"y": Y, "z": Y}), tmp_path / "data.parquet")
+    for folder, pictures in (("one", {"cat": [1, 2], "dog": [3]}), ("two", {"cat": [1], "dog": [2, 3]})):
+        for name, greys in pictures.items():
+            (tmp_path / folder / name).mkdir(parents=True)
+            for grey in greys:
+                Image.new("L", (2, 2), grey).save(tmp_path / folder / name / f"{grey}.png")
+    images, both = mnist / "train-images-idx3-ubyte", tmp_path / "both.npz"
+    for one, other in [
+        (Hdf5(tmp_path / "data.h5", ["zeros"]), Hdf5(tmp_path / "data.h5", ["also"])),
+        (NumpyFiles([f"{both}:inputs", f"{both}:target"]), NumpyFiles([f"{both}:target", f"{both}:inputs"])),
+        (Parquet(tmp_path / "data.parquet", {"x": "y"}), Parquet(tmp_path / "data.parquet", {"x": "z"})),
+        (Idx(images), Idx(images, scale=False)),
+        (ImageFolder(tmp_path / "one"), ImageFolder(tmp_path / "two")),
+        (ImageFolder(tmp_path / "one"), ImageFolder(tmp_path / "one", transform=lambda picture: torch.zeros(1))),
+    ]:
+        assert fingerprint(one) != fingerprint(other)
+    shutil.copy(images, tmp_path / "renamed")
+    assert fingerprint(Idx(images)) == fingerprint(Idx(tmp_path / "renamed"))
+
+
+@dataclass
+class Sample:
+    words: object
+
+
+def a_dataset(value: object) -> list[object]:
+    return [np.array([value, "b"], dtype=object), Sample(value)]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (a_dataset("a"), a_dataset("c")),
+        ([1 + 2j], [1 + 3j]),
+        ([Image.new("L", (2, 2), 1)], [Image.new("L", (2, 2), 2)]),
+        ([torch.eye(2).to_sparse()], [torch.ones(2, 2).to_sparse()]),
+        ([torch.tensor([1j]).conj()], [torch.tensor([1j])]),
+    ],
+    ids=["objects", "complex", "pictures", "sparse", "conjugate"],
+)
+def test_a_fingerprint_tells_samples_of_every_kind_apart(one: list[object], other: list[object]) -> None:
+    assert fingerprint(one) == fingerprint(copy.deepcopy(one)) != fingerprint(other)
+
+
+def test_a_fingerprint_of_objects_is_the_same_in_every_process() -> None:
+    script = "import test_data_formats as t; print(t.fingerprint(t.a_dataset('a')))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == fingerprint(a_dataset("a")), done.stderr

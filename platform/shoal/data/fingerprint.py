@@ -2,20 +2,21 @@
 
 Called when a model is registered. What it covers:
 
-    files        format, number of samples, dtype and shape of each field, and of every file its size and its content:
-                 the first and last MiB and 32 blocks of 64 KiB between them (of more than 64 files, of 64
+    files        as map-style; what each field is read from, its dtype and shape; and of every file its size and its
+                 content: the first and last MiB and 32 blocks of 64 KiB between them (of more than 64 files, of 64
                  evenly spread). Not its name, place or time
-    tensors      of a TensorDataset: dtype and shape, and the samples below
     map-style    class name, number of samples, and 64 samples evenly spread, random numbers seeded
     iterable     class name and length, where it has one: nothing is read, because reading may not be repeatable
 
-A dataset with `fingerprint() -> str` speaks for itself. A change between the places that are read is not seen.
+A dataset with `fingerprint() -> str` speaks for itself. A change between the places that are read is not seen; of an
+object in a sample that is no number, text, array or dataclass, its class is.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,16 @@ def fingerprint(source: Source) -> str:
     digest = hashlib.sha256()
     if hasattr(source, "fingerprint"):
         _add(digest, str(source.fingerprint()))
-    elif isinstance(source, FileDataset):
-        _add(digest, [type(source).__name__, len(source), source.shapes()])
-        _add(digest, [path.stat().st_size for path in source.paths])
-        for place in _spread(len(source.paths)):
-            _add_file(digest, source.paths[place])
     elif is_iterable(source):
         _add(digest, [type(source).__name__, length_of(source)])
     else:
         _add(digest, [type(source).__name__, len(source)])
-        _add_samples(digest, source)
+        if isinstance(source, FileDataset):
+            _add(digest, source.shapes())
+            _add(digest, [path.stat().st_size for path in source.paths])
+            for place in _spread(len(source.paths)):
+                _add_file(digest, source.paths[place])
+        _add_samples(digest, source)  # of files too: how they are read says what they are
     return digest.hexdigest()[:16]
 
 
@@ -83,8 +84,12 @@ def _add(digest: Any, value: Any) -> None:
     """Add a value in a form that does not depend on the machine, and in which different values differ."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
+        value = (value if value.layout is torch.strided else value.to_dense()).resolve_conj().resolve_neg()
         values = value.contiguous().reshape(-1).view(torch.uint8).numpy() if value.numel() else np.empty(0)
         digest.update(f"tensor {value.dtype} {tuple(value.shape)};".encode() + values.tobytes())
+    elif isinstance(value, np.ndarray) and value.dtype.hasobject:  # its bytes are addresses
+        digest.update(f"objects {value.shape};".encode())
+        _add(digest, value.reshape(-1).tolist())
     elif isinstance(value, np.ndarray | np.generic):
         digest.update(f"array {value.dtype.str} {value.shape};".encode() + value.tobytes())
     elif isinstance(value, Mapping):
@@ -95,7 +100,11 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(f"list {len(value)};".encode())
         for each in value:
             _add(digest, each)
-    elif isinstance(value, bytes | str | int | float | None):
+    elif isinstance(value, bytes | str | int | float | complex | None):
         digest.update(f"{type(value).__name__} {value!r};".encode())
     else:
         digest.update(f"{type(value).__name__};".encode())
+        if is_dataclass(value):
+            _add(digest, {field.name: getattr(value, field.name) for field in fields(value)})
+        elif hasattr(value, "__array__") or hasattr(value, "__array_interface__"):  # a picture, say
+            _add(digest, np.asarray(value))

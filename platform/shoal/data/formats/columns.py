@@ -39,7 +39,8 @@ class Columns(FileDataset):
         if not files:
             raise DataError("path", str(path), f"has no {' or '.join(f'*{suffix}' for suffix in self.suffixes)} in it")
         heads = [self._head_of(file) for file in files]
-        self._shapes = {name: _checked(heads, files, column) for name, column in self.places.items()}
+        kinds = {column: _checked(heads, files, column) for column in self.places.values()}
+        self._shapes = {name: f"{kinds[column]} of {column}" for name, column in self.places.items()}
         super().__init__(files, sum(rows for rows, _ in heads))
 
     @staticmethod

@@ -44,7 +44,7 @@ class FileDataset(ABC):
 
     @abstractmethod
     def shapes(self) -> dict[str, str]:
-        """What a sample is made of: dtype and shape by name. Part of the fingerprint."""
+        """What a sample is made of: dtype, shape and, within a file, place by name. Part of the fingerprint."""
 
     @property
     def _files(self) -> Any:

@@ -38,7 +38,9 @@ class Hdf5(FileDataset):
         self.cache_bytes = cache_bytes
         with _file(file_path, cache_bytes) as file:
             found = {name: _dataset(file, place, file_path) for name, place in self.places.items()}
-            self._shapes = {name: f"{each.dtype.name}{each.shape[1:]}" for name, each in found.items()}
+            self._shapes = {
+                name: f"{each.dtype.name}{each.shape[1:]} of {self.places[name]}" for name, each in found.items()
+            }
             num_samples = equally_long({name: each.shape[0] for name, each in found.items()}, file_path)
         super().__init__([file_path], num_samples)
 

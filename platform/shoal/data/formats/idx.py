@@ -55,8 +55,7 @@ class Idx(FileDataset):
         return cls(*found)
 
     def shapes(self) -> dict[str, str]:
-        pairs = zip(self.paths, self._headers, strict=True)
-        return {path.name.removesuffix(".gz"): f"{header.dtype.name}{header.shape[1:]}" for path, header in pairs}
+        return {str(place): f"{head.dtype.name}{head.shape[1:]}" for place, head in enumerate(self._headers)}
 
     def batch(self, indices: Indices) -> tuple[Tensor, ...]:
         return tuple(self._tensor(array[indices]) for array in self._files)

@@ -53,7 +53,9 @@ class ImageFolder(FileDataset):
         super().__init__(paths, len(paths))
 
     def shapes(self) -> dict[str, str]:
-        return {"classes": ",".join(self.classes), "mode": self.mode, "size": str(self.size)}
+        counts = np.bincount(self.labels)
+        classes = ",".join(f"{name} ({count})" for name, count in zip(self.classes, counts, strict=True))
+        return {"classes": classes, "mode": self.mode, "size": str(self.size)}
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
         pictures = [self._read(self.paths[index]) for index in indices]

@@ -36,7 +36,8 @@ class NumpyFiles(FileDataset):
         if not self._places:
             raise DataError("fields", fields, "names no array")
         heads = {name: _head(place) for name, place in self._places.items()}
-        self._shapes = {name: f"{dtype.name}{shape[1:]}" for name, (shape, dtype) in heads.items()}
+        within = {name: f" of {array}" if array else "" for name, (_, array) in self._places.items()}
+        self._shapes = {name: f"{dtype.name}{shape[1:]}{within[name]}" for name, (shape, dtype) in heads.items()}
         paths = list(dict.fromkeys(path for path, _ in self._places.values()))
         super().__init__(paths, equally_long({name: shape[0] for name, (shape, _) in heads.items()}, paths[0]))
 
