@@ -274,6 +274,50 @@ Registry(Path({str(registry.root)!r})).register(
     assert sorted(os.listdir(registry.root / "cartpole")) == [".lock", ".registering", "1", "2", "aliases.json"]
 
 
+@pytest.mark.parametrize("refuses", ["replace_synced", "sync_folder"])
+def test_a_disk_that_refuses_the_aliases_leaves_no_version_either(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    register(registry, 1.0)
+    real = getattr(module, refuses)
+
+    def full(path: Path, *payload: bytes) -> None:
+        if path.name != ".incoming":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(path, *payload)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, refuses, full)
+        with pytest.raises(RegistryError, match="No space left"):
+            register(registry, 2.0, aliases=("champion", "candidate"))
+    assert [found.ref for found in registry.list()] == ["cartpole@1"]
+    assert registry.get("cartpole").aliases == ("champion",)
+    assert register(registry, 3.0, aliases=("champion", "candidate")).aliases == ("candidate", "champion")
+    assert registry.get("cartpole@2").snapshot().tensors()["layer.weight"][0, 0] == 3.0
+
+
+def test_all_aliases_of_a_new_version_move_at_once(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    register(registry, 1.0, aliases=("champion", "candidate"))
+    seen: list[tuple[str, ...]] = []
+    real = module.replace_synced
+
+    def watched(path: Path, payload: bytes) -> None:
+        real(path, payload)
+        seen.append(registry.get("cartpole@2").aliases)
+
+    monkeypatch.setattr(module, "replace_synced", watched)
+    register(registry, 2.0, aliases=("champion", "candidate"))
+    assert seen == [("candidate", "champion")]
+
+
+def test_rollback_to_a_version_that_was_removed_moves_nothing(registry: Registry) -> None:
+    made = [register(registry, value) for value in (1.0, 2.0, 3.0)]
+    shutil.rmtree(made[1].folder)
+    with pytest.raises(RegistryError, match=r"cartpole@champion meant version 2 before, which was removed: .*promote"):
+        registry.rollback("cartpole")
+    assert registry.get("cartpole@champion").version == 3
+
+
 def test_an_alias_moves_while_a_large_version_is_written(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (1.0, 2.0):
         register(registry, value)

@@ -5,6 +5,7 @@ Pure values: the registry reads and writes them as `aliases.json`. Never touches
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field
@@ -55,6 +56,14 @@ class Aliases(Spec):
     def registered(self, version: int) -> Aliases:
         """A copy in which `version` has been registered."""
         return Aliases(moves=self.moves, newest=max(self.newest, version))
+
+    def promoted_to(self, version: int, aliases: Iterable[str], time: float) -> Aliases:
+        """A copy in which `aliases` mean `version`, with one more move where it did not; or this very one."""
+        found = self
+        for alias in aliases:
+            if found.target(alias) != version:
+                found = found.moved(alias, Move(version=version, time=time, kind="promote"))
+        return found
 
     def moved(self, alias: str, move: Move) -> Aliases:
         """A copy with one more move."""

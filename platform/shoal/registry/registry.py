@@ -135,11 +135,7 @@ class Registry:
                 )
                 incoming = _write_version(folder, manifest, snapshot.payload)
                 with locked(folder):
-                    incoming.rename(folder / str(manifest.version))
-                    sync_folder(folder)
-                    _write_aliases(folder, _read_aliases(folder).registered(manifest.version))
-                    for alias in aliases:
-                        self._promote(folder, alias, manifest.version)
+                    _publish(folder, incoming, manifest.version, aliases)
         except OSError as error:
             raise RegistryError(f"{name!r} cannot be registered in {self.root}: {error}") from error
         return self.get(f"{name}@{manifest.version}")
@@ -182,7 +178,10 @@ class Registry:
         _require_alias(alias)
         found = self.get(ref)
         with locked(found.folder.parent):
-            self._promote(found.folder.parent, alias, found.version)
+            before = _read_aliases(found.folder.parent)
+            moved = before.promoted_to(found.version, [alias], time.time())
+            if moved is not before:
+                _write_aliases(found.folder.parent, moved)
         return self.get(found.ref)
 
     @_accessible()
@@ -196,6 +195,9 @@ class Registry:
                 now = f"is {name}@{stack[0]}, with none left to go back to" if stack else "was never promoted"
                 remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"
                 raise RegistryError(f"{name}@{alias} {now}: {remedy}")
+            if stack[-2] not in _versions_in(folder):
+                remedy = f"`shoal models promote {name}@N --alias {alias}` lets it mean another"
+                raise RegistryError(f"{name}@{alias} meant version {stack[-2]} before, which was removed: {remedy}")
             _write_aliases(folder, aliases.moved(alias, Move(version=stack[-2], time=time.time(), kind="rollback")))
         return self.get(f"{name}@{alias}")
 
@@ -203,11 +205,6 @@ class Registry:
     def aliases(self, name: str) -> Aliases:
         """Every alias of `name` with its history. Raises RegistryError when the model is unknown."""
         return _read_aliases(self._folder(name))
-
-    def _promote(self, folder: Path, alias: str, version: int) -> None:
-        aliases = _read_aliases(folder)
-        if aliases.target(alias) != version:
-            _write_aliases(folder, aliases.moved(alias, Move(version=version, time=time.time(), kind="promote")))
 
     def _names(self) -> Sequence[str]:
         return sorted(path.name for path in self.root.iterdir() if _NAME.fullmatch(path.name) and _versions_in(path))
@@ -286,6 +283,22 @@ def _write_version(folder: Path, manifest: Manifest, payload: bytes) -> Path:
     write_synced(incoming / "manifest.json", manifest.model_dump_json(indent=2).encode())
     sync_folder(incoming)
     return incoming
+
+
+def _publish(folder: Path, incoming: Path, version: int, aliases: Sequence[str]) -> None:
+    """Let a version appear, and what is to mean it mean it, in one step each; where the second fails, there is neither.
+
+    Raises OSError, and RegistryError for aliases that cannot be read.
+    """
+    moves = _read_aliases(folder).registered(version).promoted_to(version, aliases, time.time())
+    place = folder / str(version)
+    incoming.rename(place)
+    try:
+        sync_folder(folder)
+        _write_aliases(folder, moves)
+    except OSError:
+        place.rename(incoming)
+        raise
 
 
 def _read_manifest(folder: Path) -> Manifest:
