@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,39 @@ def test_the_best_one_of_a_timeline_that_was_given_up_is_not_taken_for_one_of_th
         reopened.save(70, state_of(70))
         reopened.save(80, state_of(80))
         assert best_step(reopened) == 60
+
+
+def test_what_was_passed_over_does_not_count_among_those_that_are_kept(checkpointer: Checkpointer) -> None:
+    for step in (10, 20, 30):
+        checkpointer.save(step, state_of(step), best=step == 30)
+    checkpointer.wait()
+    next((checkpointer.folder / "step-000000030").glob("shard-*")).write_bytes(b"half")
+    with Checkpointer(checkpointer.folder, keep=2) as reopened:
+        found = newest(reopened)
+        reopened.load(found, state_of(0))
+        assert found.step == 20
+        reopened.save(40, state_of(40))
+        assert names(reopened) == ["best.json", "step-000000020", "step-000000040"]
+        assert best_step(reopened) is None  # the best one of that timeline could not be read anyway
+        reopened.save(50, state_of(50), best=True)
+        reopened.save(60, state_of(60))
+        assert names(reopened) == ["best.json", "step-000000050", "step-000000060"]
+
+
+def test_a_copy_that_somebody_has_made_is_left_alone(checkpointer: Checkpointer) -> None:
+    checkpointer.save(1, state_of(1))
+    shutil.copytree(newest(checkpointer).path, checkpointer.folder / "step-000000001-good")
+    for step in (2, 3, 4):
+        checkpointer.save(step, state_of(step))
+    assert names(checkpointer) == ["step-000000001-good", "step-000000003", "step-000000004"]
+    assert (newest(checkpointer).step, newest(checkpointer).damaged) == (4, [])
+
+
+def test_steps_of_ten_digits_come_after_those_of_nine(checkpointer: Checkpointer) -> None:
+    for step in (999_999_999, 1_000_000_000):
+        checkpointer.save(step, state_of(1))
+    assert names(checkpointer) == ["step-1000000000", "step-999999999"]
+    assert newest(checkpointer).step == 1_000_000_000
 
 
 def test_a_best_one_that_was_noted_without_its_manifest_stays_the_best_one(checkpointer: Checkpointer) -> None:
@@ -187,6 +221,33 @@ def test_a_crash_at_any_moment_leaves_the_checkpoint_before_or_the_new_one_whole
         assert_equal(state, state_of(found.step))
         again.save(3, state_of(3))
         assert names(again) == ["step-000000003"]  # nothing is left of the draft
+
+
+@pytest.mark.parametrize("point", [0, 1])
+def test_a_crash_while_a_step_is_saved_again_leaves_one_of_the_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: int
+) -> None:
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(1, state_of(1))
+        checkpointer.wait()
+        passed, rename = iter(range(100)), Path.rename
+
+        def crash_here(path: Path, target: Path) -> Path:
+            if next(passed) == point:
+                raise Crash
+            return rename(path, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", crash_here)
+            checkpointer.save(1, state_of(2), best=True)
+            with pytest.raises(Crash):
+                checkpointer.wait()
+    with Checkpointer(tmp_path, keep=1) as again:
+        found, state = newest(again), state_of(0)
+        again.load(found, state)
+        assert_equal(state, state_of(1))
+        again.save(1, state_of(3))
+        assert names(again) == ["step-000000001"]
 
 
 def test_a_save_that_does_not_end_is_an_error_after_the_timeout(tmp_path: Path, gate: Gate) -> None:

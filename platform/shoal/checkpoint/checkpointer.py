@@ -85,6 +85,9 @@ class Checkpointer:
         self._staging: Staging | None = None
         self._index: dict[str, Any] = {}  # of the tensors; on the first rank
         self._flying: Future[None] | None = None
+        self._since: Path | None = (
+            None  # what was last loaded or saved: whatever lies between it and the next is not ours
+        )
         self._closed = False
 
     def prepare(self, state: dict[str, Any]) -> None:
@@ -128,7 +131,7 @@ class Checkpointer:
         staging.begin(tensors, later)
         self._num_saves += 1
         draft = draft_of(self.folder, step, f"{self._token}-{self._num_saves}")
-        job = Job(step, draft, path_of(self.folder, step), plan, best, self.keep, values, *notes)
+        job = Job(step, draft, path_of(self.folder, step), plan, best, self.keep, self._since, values, *notes)
         self._flying = self._writer.submit(self._write, job, staging)
         if not self.asynchronous:
             self.wait()
@@ -164,7 +167,7 @@ class Checkpointer:
         """
         self.wait()
         damaged: list[str] = []
-        for path in self._ranks.broadcast(newest_first(self.folder)):
+        for path in self._ranks.broadcast(newest_first(self.folder) if self._ranks.first else []):
             found = self._check(path)
             if isinstance(found, Found):
                 return found._replace(damaged=damaged)
@@ -220,6 +223,7 @@ class Checkpointer:
             raise CheckpointError(trouble)
         for name in leaves.keys() - tensors.keys():
             leaves[name].container[leaves[name].key] = decode(index["values"][name])
+        self._since = found.path
         per_rank = [decode(one) for one in index["per_rank"]]
         own = per_rank[self._ranks.rank] if len(per_rank) == self._ranks.size else None
         return Extras(found.step, decode(index["extras"]), per_rank, own, absent)
@@ -283,6 +287,7 @@ class Checkpointer:
         reason = self._ranks.broadcast(reason)
         if reason:
             raise CheckpointError(f"step {job.step} could not be saved in {self.folder}: {reason}")
+        self._since = job.target
 
     def _check(self, path: Path) -> Found | str:
         """The checkpoint, or what is wrong with it. The ranks share the reading."""

@@ -2,6 +2,9 @@
 
     FOLDER/step-000000123/        a checkpoint; it was renamed to this name when all of it was on the disk
     FOLDER/.draft-000000124-ab    one being written, or what a process that died has left
+    FOLDER/.draft-step-000000123-replaced    one that makes place for another of its step
+
+Nothing else in the folder counts or is touched: copies that somebody has made under names of their own, say.
 
 Called by both kinds of checkpoint, `files` and `checkpointer`; knows nothing of what is in one.
 """
@@ -10,14 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from shoal.durable import sync_folder
 
 BLOCK_BYTES = 4 << 20
+_STEP = re.compile(r"step-(\d{9,})")
 
 
 class FileSum(NamedTuple):
@@ -38,8 +44,14 @@ def draft_of(folder: Path, step: int, token: str) -> Path:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """All checkpoints, damaged ones too."""
-    return sorted(folder.glob("step-*"), reverse=True)
+    """All checkpoints, damaged ones too. One that a crash has kept from being replaced gets its name back."""
+    for aside in folder.glob(".draft-step-*-replaced"):
+        target = folder / aside.name.removeprefix(".draft-").removesuffix("-replaced")
+        if not target.exists():
+            with suppress(OSError):  # a folder that may only be read
+                aside.rename(target)
+    found = {int(match[1]): path for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))}
+    return [path for _, path in sorted(found.items(), reverse=True)]
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileSum:
@@ -82,12 +94,16 @@ def publish(draft: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def tidy(folder: Path, newest: Path, keep: int, pinned: Path | None = None) -> None:
-    """Keep `newest` and those before it, `keep` in all, and `pinned`. Later steps are of a timeline that was given up:
-    they were damaged, or the run would have gone on from them. Drafts are of processes that died."""
+def tidy(folder: Path, newest: Path, keep: int, pinned: Path | None = None, since: Path | None = None) -> None:
+    """Keep `newest` and those before it, `keep` in all, and `pinned`. Drafts are of processes that died.
+
+    Later steps are of a timeline that was given up: they were damaged, or the run would have gone on from them. So are
+    those between `newest` and `since`, the one with which this timeline went on before it, where that is known.
+    """
     found = newest_first(folder)
-    later = [path for path in found if path.name > newest.name]
-    earlier = [path for path in found if path.name < newest.name]
+    place = found.index(newest)
+    after = found.index(since) if since in found[place + 1 :] else place + 1
+    given_up, earlier = [*found[:place], *found[place + 1 : after]], found[after:]
     old = [path for path in earlier[keep - 1 :] if path != pinned]
-    for path in [*later, *old, *folder.glob(".draft-*")]:
+    for path in [*given_up, *old, *folder.glob(".draft-*")]:
         shutil.rmtree(path, ignore_errors=True)

@@ -24,7 +24,7 @@ MANIFEST, INDEX, BEST = "manifest.json", "index.json", "best.json"
 
 
 class Job(NamedTuple):
-    """One save. `values`, `extras` and `per_rank` are encoded."""
+    """One save, after the checkpoint `since`, if that is known. `values`, `extras` and `per_rank` are encoded."""
 
     step: int
     draft: Path
@@ -32,6 +32,7 @@ class Job(NamedTuple):
     plan: str
     best: bool
     keep: int
+    since: Path | None
     values: dict[str, Any]
     extras: Any
     per_rank: Any
@@ -97,7 +98,7 @@ def _finish(job: Job, index: Mapping[str, Any], shards: Sequence[Written]) -> No
     if job.best:
         durable.replace_synced(place / BEST, json.dumps({"step": job.step, "sha256": signed["sha256"]}).encode())
     best = best_step(place)
-    folder.tidy(place, job.target, job.keep, None if best is None else folder.path_of(place, best))
+    folder.tidy(place, job.target, job.keep, None if best is None else folder.path_of(place, best), job.since)
 
 
 def _merge(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
