@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -16,6 +18,7 @@ import torch
 
 from data_sources import Counting, Deadly, Held, Numbers, Stream
 from shoal.data import Loader, LoaderSpec
+from shoal.data.handover import receive
 from shoal.errors import Closed, ConfigError, DataError
 from waiting import wait_for
 
@@ -110,6 +113,7 @@ SCRIPT = """
 import os, sys, time
 import torch
 from shoal.data import Loader, LoaderSpec
+from shoal.data.handover import receive
 
 class Mine:
     def __len__(self): return 4
@@ -140,6 +144,23 @@ def test_a_dataset_of_the_script_itself_and_no_worker_outlives_its_process(tmp_p
     assert done.stderr.splitlines()[-1].startswith(
         "shoal.errors.ConfigError: loader.workers = 1: asked for within a worker"
     )
+
+
+@pytest.mark.parametrize("where", ["before an answer", "after an answer", "after a request"])
+def test_an_interruption_between_two_batches_mixes_none_up(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def interrupted(connection: socket.socket, *words: Any) -> Any:
+        monkeypatch.undo()
+        if where == "after an answer":
+            receive(connection)
+        raise KeyboardInterrupt
+
+    with Loader(Numbers(16), batch_size=2, shuffle=False, spec=LoaderSpec(workers=1, prefetch=3)) as loader:
+        batches = iter(loader)
+        assert next(batches)["inputs"].tolist() == [0, 1]
+        monkeypatch.setattr(f"shoal.data.pool.{'send' if where == 'after a request' else 'receive'}", interrupted)
+        with pytest.raises(KeyboardInterrupt):  # as in a notebook, which goes on with the same loader
+            next(batches)
+        assert [batch["inputs"].tolist() for batch in loader] == [[n, n + 1] for n in range(2, 16, 2)]
 
 
 def test_what_cannot_be_handed_to_workers_is_refused_before_any_starts() -> None:

@@ -65,22 +65,28 @@ class WorkerPool:
         self._plan: Iterator[Request] = iter(())
         self._waiting: deque[tuple[int, Request]] = deque()
         self._turn = 0
+        self._is_matched = True  # whether what is waited for is what will come: not after an interruption in between
 
     def restart(self, plan: Iterator[Request], turn: int = 0) -> None:
         """Follow this plan from now on; its first request goes to worker `turn`, counted modulo the workers."""
         if not self._end_descriptor.alive:
             raise Closed("the loader is closed")
+        if not self._is_matched:
+            self._end()
+        self._is_matched = False  # until all that was asked for has come
         try:
             while self._waiting:
                 self._receive()
         except (DataError, EOFError):
             self._end()
+        self._is_matched = True
         if not self._workers:
             self._start()
         self._plan, self._turn = plan, turn
 
     def next(self) -> Made | Ended:
         """What the oldest request asked for. Raises DataError when there is no such batch or no such worker."""
+        self._is_matched = False  # until it is
         self._ask()
         number, request = self._waiting[0]
         try:
@@ -88,8 +94,10 @@ class WorkerPool:
         except EOFError:
             raise self._died(number, request) from None
         if isinstance(made, Failure):
+            self._is_matched = True
             raise made.error from WorkerTrace(f"\n{made.trace}")
         self._ask()
+        self._is_matched = True
         return made
 
     def close(self) -> None:
