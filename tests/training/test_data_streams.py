@@ -241,6 +241,19 @@ def test_shards_are_read_by_one_each_and_only_their_own_division_resumes_them() 
     assert evaluated == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
+class Titled:
+    """Batches whose first part is no tensor."""
+
+    def batches(self, batch_size: int, **options: Any) -> Iterator[dict[str, Any]]:
+        for at in range(0, 8, batch_size):
+            yield {"title": [f"no. {number}" for number in range(at, at + batch_size)], "x": torch.arange(batch_size)}
+
+
+def test_samples_of_a_batch_are_counted_by_its_tensors() -> None:
+    loader = Loader(Titled(), batch_size=4)
+    assert [(batch["title"][0], loader.num_samples) for batch in loader] == [("no. 0", 4), ("no. 4", 4)]
+
+
 class Torch(IterableDataset[int]):
     """An iterable in torch's own way, with a length that it does not keep."""
 

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import default_collate, default_convert
 
+from shoal.batches import tensors_of
 from shoal.data.order import Share, StreamRequest
 from shoal.data.reader import Ended, Made, seed_all, unreadable
 from shoal.data.source import Batch, Collate, Source, length_of, offers
@@ -242,10 +242,7 @@ def stream_reader(
 
 def num_samples_of(batch: Batch) -> int:
     """Dimension 0 of the first tensor in a batch."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0]
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    return num_samples_of(next(iter(values)))
+    return next(tensors_of(batch)).shape[0]
 
 
 def _is_stateful(value: Any) -> bool:
