@@ -454,6 +454,16 @@ def test_a_fingerprint_tells_samples_of_every_kind_apart(one: list[object], othe
     assert fingerprint(one) == fingerprint(copy.deepcopy(one)) != fingerprint(other)
 
 
+class Named(list[int]):
+    """Its fingerprint is a word that somebody has noted, and no method."""
+
+    fingerprint = "of last year"
+
+
+def test_a_fingerprint_that_is_no_method_is_not_asked_for() -> None:
+    assert fingerprint(Named([1])) != fingerprint(Named([2]))
+
+
 def test_a_fingerprint_of_objects_is_the_same_in_every_process() -> None:
     script = "import test_data_formats as t; print(t.fingerprint(t.a_dataset('a')))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}

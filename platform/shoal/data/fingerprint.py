@@ -37,7 +37,7 @@ _NUM_SAMPLES = 64
 def fingerprint(source: Source) -> str:
     """16 hexadecimal digits. Raises DataError when the data cannot be read."""
     digest = hashlib.sha256()
-    if hasattr(source, "fingerprint"):
+    if callable(getattr(source, "fingerprint", None)):
         _add(digest, str(source.fingerprint()))
     elif is_iterable(source):
         _add(digest, [type(source).__name__, length_of(source)])
