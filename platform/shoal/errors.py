@@ -20,7 +20,8 @@
     │   ├── OutOfMemory        the device's memory is too small for a step; says what would have fitted
     │   └── RankLost           another process of the group died or stopped answering
     ├── RunError               a run that does not exist or failed
-    │   └── RecordUnwritable   its record cannot be written for now
+    │   ├── RecordUnwritable   its record cannot be written for now
+    │   └── LedgerUnwritable   the accounts of its experience cannot be written for now
     ├── InferenceError         a request that an endpoint refuses; carries an HTTP status
     └── ClusterError           Ray could not be started, reached or stopped
 
@@ -150,6 +151,10 @@ class RunError(ShoalError):
 
 class RecordUnwritable(RunError):
     """The run record cannot be written for now: the disk is full, or others keep it busy. What was said is kept."""
+
+
+class LedgerUnwritable(RunError):
+    """The accounts of experience cannot be written for now: the disk is full. They are as they were said to be."""
 
 
 class InferenceError(ShoalError):

@@ -13,7 +13,7 @@ import zmq
 
 from loop.gateway_asking import client
 from rl_setting import Parts, segment, serving, weights
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, LedgerUnwritable
 from shoal.rl.listener import listen
 from shoal.rl.spec import GatewaySpec
 
@@ -107,3 +107,29 @@ def test_connections_to_peers_that_vanished_are_given_up() -> None:
     socket, _ = listen(context, GatewaySpec())
     assert [socket.getsockopt(option) for option in (zmq.TCP_KEEPALIVE, zmq.TCP_KEEPALIVE_IDLE)] == [1, 60]
     context.destroy(linger=0)
+
+
+def test_a_disk_that_is_full_for_a_while_holds_up_actors_and_costs_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path) as parts:
+        actor = client(parts)
+        actor.connect()
+        actor.send(segment())
+        assert actor.drain(30)
+        commit, refused = parts.ledger.commit, threading.Event()
+
+        def refuse() -> None:
+            refused.set()
+            raise LedgerUnwritable("the ledger cannot be written: database or disk is full")
+
+        parts.ledger.commit = refuse  # type: ignore[method-assign]
+        actor.send(segment())
+        assert refused.wait(30)
+        assert not actor.drain(3 * parts.gateway.spec.timeout_s)
+        parts.ledger.commit = commit  # type: ignore[method-assign]
+        assert actor.drain(30)
+        assert actor.reconnects == 0
+        assert parts.ledger.account((actor.actor_id, actor.incarnation)).received == 2
+        kinds = [kind for _, kind, _ in parts.gateway.take_events()]
+        assert kinds == ["actor_joined", "ledger_unwritable", "ledger_writable"]
+        assert parts.gateway.alive
+        actor.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,14 @@ import torch
 
 from rl_setting import EXPERIENCE, segment
 from shoal.algorithms.impala import NonFiniteLoss
-from shoal.errors import CheckpointError, Closed, SpecMismatch
+from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch
 from shoal.rl import learner as learner_module
 from shoal.rl.learner import VERSIONS_RESERVED, Learner
 from shoal.rl.ledger import Ledger
 from shoal.rl.queue import ExperienceQueue
 from shoal.rl.spec import RLSpec
 from shoal.weights import WeightStore
-from shoal.wire import Segment
+from shoal.wire import DropReason, Segment
 from waiting import wait_for
 
 A = ("a", 1)
@@ -310,6 +311,30 @@ def test_a_learner_whose_lease_was_revoked_stops(tmp_path: Path) -> None:
     with pytest.raises(Closed, match="another life"):
         bench.learner.run()
     assert bench.queue.ledger.account(A).dropped == {"learner_crash": 1}
+
+
+def test_a_learner_waits_for_a_ledger_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_module, "UNWRITABLE_PAUSE_S", 0.0)
+    bench = Bench(tmp_path)
+    settle, refusals = bench.queue.settle, 0
+
+    def refuse_three_times(lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+        nonlocal refusals
+        if refusals < 3:
+            refusals += 1
+            raise LedgerUnwritable("the disk is full")
+        return settle(lease_id, fates)
+
+    monkeypatch.setattr(bench.queue, "settle", refuse_three_times)
+    for _ in range(4):
+        bench.put(segment(8))
+    assert bench.learner.step()
+    assert refusals == 3
+    assert bench.queue.ledger.totals().consumed == 2
+    bench.learner.stop()
+    refusals = 0
+    with pytest.raises(LedgerUnwritable):
+        bench.learner.step()
 
 
 def test_a_paused_learner_holds_its_weights_and_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_setting import segment
-from shoal.errors import Closed
+from shoal.errors import Closed, LedgerUnwritable
 from shoal.rl.credit import share_credit
 from shoal.rl.ledger import Ledger
 from shoal.rl.progress import ActorProgress
@@ -196,3 +196,22 @@ def test_a_learner_that_is_slower_than_its_actors_leaves_none_of_them_waiting_fo
         assert queue.take("learner", BatchRequest(16, 16, 16, 0, number))
     received = [queue.ledger.account(session.key).received for session in sessions.values()]
     assert max(received) - min(received) <= 2
+
+
+def test_a_batch_that_the_ledger_cannot_note_stays_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = filled(4, 2, 3)
+    monkeypatch.setattr("shoal.rl.queue.UNWRITABLE_PAUSE_S", 0.0)
+
+    def refuse() -> None:
+        raise LedgerUnwritable("the disk is full")
+
+    with monkeypatch.context() as full:
+        full.setattr(queue.ledger, "commit", refuse)
+        assert queue.take("learner", BatchRequest(1, 9, 9, 0.0, 1)) is None
+        assert len(queue) == 2
+    batch = queue.take("learner", BatchRequest(5, 9, 9, 0.0, 2))
+    assert batch is not None
+    assert batch.lengths.tolist() == [2, 3]
+    assert queue.settle(batch.lease_id, [None, None])
+    assert queue.ledger.totals().to_dict()["consumed"] == 2
+    assert queue.ledger.totals().balanced

@@ -7,10 +7,12 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from shoal.errors import LedgerUnwritable
 from shoal.rl.ledger import Ledger
 from shoal.wire import DropReason
 
@@ -193,3 +195,42 @@ class Books(RuleBasedStateMachine):
 
 TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+
+
+def full(ledger: Ledger) -> None:
+    """The disk takes nothing more: SQLite says so by itself."""
+    ledger._database.execute(f"PRAGMA max_page_count = {ledger._database.execute('PRAGMA page_count').fetchone()[0]}")
+
+
+def with_room(ledger: Ledger) -> None:
+    ledger._database.execute("PRAGMA max_page_count = 1000000")
+
+
+def more_than_a_page_holds(ledger: Ledger) -> None:
+    for number in range(400):
+        ledger.admit((f"{number}" * 20, 1), 0)
+
+
+def test_while_the_disk_is_full_nothing_is_lost_and_nothing_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    ledger.admit(A, 0)
+    ledger.admit(A, 1)
+    lease = ledger.lease("learner", [A])
+    full(ledger)
+    more_than_a_page_holds(ledger)
+    for _ in range(2):
+        with pytest.raises(LedgerUnwritable, match="full"):
+            ledger.commit()
+    with pytest.raises(LedgerUnwritable):
+        ledger.lease("learner", [A])
+    for _ in range(2):
+        with pytest.raises(LedgerUnwritable):
+            ledger.settle(lease, [None])
+    with_room(ledger)
+    assert ledger.settle(lease, [None])
+    del ledger  # as a process ends that is killed
+    after = Ledger(path)
+    assert (after.account(A).consumed, after.account(A).received) == (1, 2)
+    assert after.totals().received == 402
+    assert after.totals().balanced

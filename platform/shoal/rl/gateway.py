@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from shoal.errors import Closed, ConfigError, InvalidSegment, ProtocolViolation
+from shoal.errors import Closed, ConfigError, InvalidSegment, LedgerUnwritable, ProtocolViolation
 from shoal.rl.ledger import ActorKey
 from shoal.rl.listener import address_of, listen
 from shoal.rl.progress import Progress, Roster
@@ -71,6 +71,8 @@ class Gateway:
         self._roster = Roster()
         self._sessions = Sessions()
         self._outbox: list[tuple[bytes, Sequence[bytes]]] = []
+        self._pongs: list[tuple[bytes, Sequence[bytes]]] = []  # which say nothing of the ledger
+        self._unwritable = False
         self._latest: WeightSnapshot | None = None
         self._lock = threading.Lock()  # guards the state above; never held while waiting
         self._stopping = threading.Event()
@@ -131,10 +133,12 @@ class Gateway:
             thread.join(timeout=10)
         self.queue.on_room = lambda: None
         self.queue.ledger.set_fact("progress", self._progress.to_json())
-        self.queue.close()
-        self._context.destroy(linger=500)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        try:
+            self.queue.close()
+        finally:
+            self._context.destroy(linger=500)
+            os.close(self._wake_read)
+            os.close(self._wake_write)
 
     def stats(self) -> dict[str, Any]:
         """A copy of everything countable: progress, actors, queue, accounting. Plain values, ready for JSON."""
@@ -218,8 +222,15 @@ class Gateway:
             self._handle(route, frames)
 
     def _answer_round(self) -> None:
-        """Commit first, then hand out credit, acknowledgements and weights."""
-        self.queue.ledger.commit()
+        """Commit first, then hand out credit, acknowledgements and weights; pongs alone while that cannot be done."""
+        pongs, self._pongs = self._pongs, []
+        self._send(pongs)
+        try:
+            self.queue.ledger.commit()
+        except LedgerUnwritable as error:
+            self._tell_unwritable(str(error))
+            return
+        self._tell_unwritable("")
         self._sessions.grant_credit(self.queue, self.spec.max_credits)
         snapshot = self._latest
         payload: list[bytes] | None = None
@@ -234,6 +245,14 @@ class Gateway:
                 session.pull_newer_than = None
         self._send_all()
 
+    def _tell_unwritable(self, problem: str) -> None:
+        """Note it once that actors wait for the ledger, and once that they no longer do."""
+        if problem and not self._unwritable:
+            self._progress.event("ledger_unwritable", problem=problem)
+        elif self._unwritable and not problem:
+            self._progress.event("ledger_writable")
+        self._unwritable = bool(problem)
+
     def _post_acks(self, route: bytes, session: Session) -> None:
         """Acks go to the outbox, which is sent after the next commit."""
         for ack in session.take_acks(self._latest.version if self._latest else 0):
@@ -244,7 +263,10 @@ class Gateway:
 
     def _send_all(self) -> None:
         outbox, self._outbox = self._outbox, []
-        for route, frames in outbox:
+        self._send(outbox)
+
+    def _send(self, messages: list[tuple[bytes, Sequence[bytes]]]) -> None:
+        for route, frames in messages:
             try:
                 self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=len(frames[-1]) < 65536)
             except zmq.ZMQError as error:
@@ -275,7 +297,7 @@ class Gateway:
         elif isinstance(message, Pull):
             session.pull_newer_than = message.newer_than
         elif isinstance(message, Ping):
-            self._post(route, Pong(message.nonce))
+            self._pongs.append((route, [encode(Pong(message.nonce))]))
         elif isinstance(message, Bye):
             self._end_session(route, "bye", message=_printable(message.reason))
         elif not isinstance(message, Pong):

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,9 +19,9 @@ import torch
 
 from shoal import checkpoint, durable
 from shoal.algorithms.impala import Batch, NonFiniteLoss, batch_of, is_finite, update
-from shoal.errors import CheckpointError, Closed, SpecMismatch
+from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch
 from shoal.models.actor_critic import ActorCritic
-from shoal.rl.queue import BatchRequest, ExperienceBatch, ExperienceSource
+from shoal.rl.queue import UNWRITABLE_PAUSE_S, BatchRequest, ExperienceBatch, ExperienceSource
 from shoal.rl.spec import RLSpec, network_kwargs
 from shoal.weights import Published, WeightSnapshot
 from shoal.wire import DropReason, ExperienceSpec
@@ -141,7 +142,7 @@ class Learner:
         num_dropped = sum(fate is not None for fate in fates)
         self.counts["dropped"] += num_dropped
         self.counts["consumed"] += len(fates) - num_dropped
-        if not self._source.settle(batch.lease_id, fates):
+        if not self._settle(batch.lease_id, fates):
             raise Closed("another life of this learner has taken over")
         if self._num_bad_batches >= MAX_BAD_BATCHES and time.monotonic() - self._bad_since >= MAX_BAD_S:
             raise NonFiniteLoss(
@@ -150,6 +151,15 @@ class Learner:
             )
         self._save_if_due()
         return True
+
+    def _settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+        """Answer for a batch, however long the ledger cannot be written; raises LedgerUnwritable when told to stop."""
+        while True:
+            try:
+                return self._source.settle(lease_id, fates)
+            except LedgerUnwritable:
+                if self._stop.wait(UNWRITABLE_PAUSE_S):
+                    raise
 
     def stats(self) -> dict[str, Any]:
         """Counters and the newest metrics. Plain values."""

@@ -1,9 +1,10 @@
 """The account book of experience: for every actor, received = consumed + queued + dropped(reason), also after a crash.
 
 One row an (actor id, incarnation). The gateway commits a row before it acknowledges what the row counts, so whatever
-an actor was told is on disk; SQLite without fsync survives the death of the process, which is the fault promised here
-(a power cut may lose the last moments). A segment on its way to the learner is *leased*, which is part of `queued` to
-the outside, until the learner settles the lease. Called by the queue and the gateway; never touches a socket.
+an actor was told is on disk, and nobody is told anything while the disk is full; SQLite without fsync survives the
+death of the process, which is the fault promised here (a power cut may lose the last moments). A segment on its way to
+the learner is *leased*, which is part of `queued` to the outside, until the learner settles the lease. Called by the
+queue and the gateway; never touches a socket.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from shoal.errors import LedgerUnwritable
 from shoal.wire.segment import DropReason
 
 ActorKey = tuple[str, int]  # (actor id, incarnation)
@@ -125,23 +127,31 @@ class Ledger:
             self._dirty.add(key)
 
     def lease(self, consumer: str, keys: Iterable[ActorKey]) -> int:
-        """Note that `consumer` was handed one segment of each key; returns the lease's id, durable on return."""
+        """Note that `consumer` was handed one segment of each key; returns the lease's id, durable on return.
+
+        Raises LedgerUnwritable; there is no lease then.
+        """
         with self.lock:
             lease_id, self._next_lease = self._next_lease, self._next_lease + 1
             self._new_facts["next_lease"] = str(self._next_lease)
             self._leases[lease_id] = _Lease(consumer, tuple(keys))
             self._dirty_leases.add(lease_id)
-            self.commit()
+            try:
+                self.commit()
+            except LedgerUnwritable:
+                del self._leases[lease_id]  # its segments stay queued
+                raise
             return lease_id
 
     def settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
         """Close a lease: each of its segments was dropped for a reason, or consumed (None).
 
         Durable on return. Saying it again changes nothing and is True again: an answer may be lost on its way. False
-        for a lease that was revoked.
+        for a lease that was revoked. Raises LedgerUnwritable: say it again.
         """
         with self.lock:
             if lease_id not in self._leases:
+                self.commit()  # when it was settled that may not have been possible
                 return lease_id == self._last_settled
             self._last_settled = lease_id
             self._new_facts["last_settled"] = str(lease_id)
@@ -198,29 +208,31 @@ class Ledger:
             return None if row is None else str(row[0])
 
     def commit(self) -> None:
-        """Write what changed, in one transaction."""
+        """Write what changed, in one transaction. Raises LedgerUnwritable; the next one writes it all, then."""
         with self.lock:
             if not self._dirty and not self._dirty_leases and not self._new_facts:
                 return
-            self._database.execute("BEGIN")
-            self._database.executemany(
-                "INSERT OR REPLACE INTO accounts VALUES (?, ?, ?, ?, ?, ?, ?)", map(self._row, self._dirty)
-            )
-            for lease_id in self._dirty_leases:
-                self._write_lease(lease_id)
-            self._database.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", self._new_facts.items())
-            self._database.execute("COMMIT")
+            try:
+                self._database.execute("BEGIN")
+                self._write_all()
+                self._database.execute("COMMIT")
+            except sqlite3.OperationalError as error:
+                if self._database.in_transaction:  # SQLite has ended it already where the disk is full
+                    self._database.execute("ROLLBACK")
+                raise LedgerUnwritable(f"the ledger cannot be written: {error}") from error
             self._dirty.clear()
             self._dirty_leases.clear()
             self._new_facts.clear()
 
     def close(self) -> None:
-        """Commit and close the file. Idempotent."""
+        """Commit and close the file, also when that cannot be written (LedgerUnwritable). Idempotent."""
         with self.lock:
             if not self._closed:
                 self._closed = True
-                self.commit()
-                self._database.close()
+                try:
+                    self.commit()
+                finally:
+                    self._database.close()
 
     def _drop(self, key: ActorKey, count: int, reason: DropReason) -> None:
         if count:
@@ -245,6 +257,13 @@ class Ledger:
         account = self._accounts[key]
         dropped = json.dumps(account.dropped)
         return (*key, account.next_seq, account.received, account.consumed, account.duplicates, dropped)
+
+    def _write_all(self) -> None:
+        accounts = map(self._row, self._dirty)
+        self._database.executemany("INSERT OR REPLACE INTO accounts VALUES (?, ?, ?, ?, ?, ?, ?)", accounts)
+        for lease_id in self._dirty_leases:
+            self._write_lease(lease_id)
+        self._database.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", self._new_facts.items())
 
     def _write_lease(self, lease_id: int) -> None:
         lease = self._leases.get(lease_id)

@@ -9,16 +9,19 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from shoal.errors import Closed
+from shoal.errors import Closed, LedgerUnwritable
 from shoal.rl.ledger import ActorKey, Ledger
 from shoal.weights import decode_tensors, encode_tensors
 from shoal.wire.segment import DropReason, Segment
+
+UNWRITABLE_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +114,8 @@ class ExperienceSource(Protocol):
     def settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
         """Answer for a lease: each of its S segments was dropped for a reason, or consumed (None).
 
-        May be said again. False: the lease was revoked, because another life of the learner has taken over.
+        May be said again. False: the lease was revoked, because another life of the learner has taken over. Raises
+        LedgerUnwritable when it cannot be written down now: say it again.
         """
         ...
 
@@ -159,7 +163,8 @@ class ExperienceQueue:
         with self._arrived:
             if self._newest_take[0] == consumer and number < self._newest_take[1]:
                 return None  # it was overtaken on its way: the lease of the newer one is in use
-            self.ledger.end_open_leases(consumer)
+            with suppress(LedgerUnwritable):  # the lease that follows writes it, or there is none
+                self.ledger.end_open_leases(consumer)
             self._newest_take = (consumer, number)
             self._wanted = (min_steps, max_segments)
             while not self._closed and not self._is_enough(min_steps, max_segments):
@@ -172,7 +177,14 @@ class ExperienceQueue:
             keys, segments = self._pop(max_steps, max_segments)
             if not segments:
                 return None
-            lease_id = self.ledger.lease(consumer, keys)
+            try:
+                lease_id = self.ledger.lease(consumer, keys)
+            except LedgerUnwritable:
+                self._put_back(keys, segments)
+                self._arrived.wait_for(
+                    lambda: self._closed, UNWRITABLE_PAUSE_S
+                )  # else who asks again asks all the time
+                return None
         self.on_room()
         return ExperienceBatch.of(lease_id, segments)
 
@@ -203,3 +215,7 @@ class ExperienceQueue:
             num_steps += segment.num_steps
         self._num_steps -= num_steps
         return keys, segments
+
+    def _put_back(self, keys: list[ActorKey], segments: list[Segment]) -> None:
+        self._segments.extendleft(reversed(list(zip(keys, segments, strict=True))))
+        self._num_steps += sum(segment.num_steps for segment in segments)

@@ -18,7 +18,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shoal.errors import ClusterError, ConnectionLost
+from shoal.errors import ClusterError, ConnectionLost, LedgerUnwritable
 from shoal.loading import loading
 from shoal.rl.gateway import Gateway
 from shoal.rl.ledger import Ledger
@@ -234,10 +234,11 @@ class ActorLearnerWorkers:
         return True
 
     def close_gateway(self, finished: bool, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any] | None:
-        """Dismiss the actors; the last stats, or None when the gateway is dead or does not answer in time."""
+        """Dismiss the actors; the last stats, or None when the gateway is dead, does not answer in time or cannot write
+        its ledger."""
         try:
             return ray.get(self._gateway.close.remote(finished), timeout=timeout_s)
-        except STORE_IS_AWAY:
+        except (*STORE_IS_AWAY, LedgerUnwritable):
             return None
 
     def close(self) -> None:
