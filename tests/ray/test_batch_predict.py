@@ -160,15 +160,17 @@ def test_it_ends_where_an_endpoint_leaves_one_cpu_and_words_stay_words(
     there = ray.remote(num_cpus=ray.available_resources()["CPU"] - 1)(Endpoint).remote()
     assert ray.get(there.pid.remote())
     table = pa.table({"text": ["001", "1.50"], "y": [1, 2]})
-    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
-    (tmp_path / "in.csv").write_text("text,y\n001,1\n1.50,2\n")
+    day = tmp_path / "day=3"  # a folder's name is no column
+    day.mkdir()
+    pyarrow.parquet.write_table(table, day / "in.parquet")
+    (day / "in.csv").write_text("text,y\n001,1\n1.50,2\n")
     try:
         for name in ("in.parquet", "in.csv"):
             out = tmp_path / f"{name}.out"
-            ray_batch_predict.predict_files(None, [tmp_path / name], out, None, {"text": pa.string()})  # type: ignore[arg-type]
+            ray_batch_predict.predict_files(None, [day / name], out, None, {"text": pa.string()})  # type: ignore[arg-type]
             assert pyarrow.parquet.read_table(out).to_pydict() == table.to_pydict()
-        (tmp_path / "in.csv").write_text("text,y\n")
+        (day / "in.csv").write_text("text,y\n")
         with pytest.raises(DataError, match=r"has no rows\. there is nothing to predict"):
-            ray_batch_predict.predict_files(None, [tmp_path / "in.csv"], tmp_path / "none", None)  # type: ignore[arg-type]
+            ray_batch_predict.predict_files(None, [day / "in.csv"], tmp_path / "none", None)  # type: ignore[arg-type]
     finally:
         ray.kill(there)

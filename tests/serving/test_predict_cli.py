@@ -167,6 +167,13 @@ def test_tables_in_csv_and_parquet(tmp_path: Path) -> None:
     assert rows("two", "--parquet", "in.parquet") == [{"a": [1, 2], "b": 7, "version": 7}]
 
 
+def test_the_name_of_a_folder_is_no_column(tmp_path: Path) -> None:
+    (tmp_path / "days" / "day=3").mkdir(parents=True)
+    table = pa.table({"a": [1.0], "b": [2.0], "c": [3.0]})
+    pyarrow.parquet.write_table(table, tmp_path / "days" / "day=3" / "t.parquet")
+    assert rows("m", "--parquet", "days") == [{"x": [1, 2, 3], "version": 7}]
+
+
 def test_words_of_a_csv_file_stay_as_they_are_whatever_they_look_like(tmp_path: Path) -> None:
     words = ["001", "1.50", "12345678901234567890123", "true", ""]
     (tmp_path / "in.csv").write_text("text,y\n" + "".join(f"{word},1\n" for word in words))

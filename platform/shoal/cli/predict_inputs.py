@@ -108,7 +108,7 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorSpec])
             types = pa.csv.ConvertOptions(column_types=csv_types(inputs, chosen, seen))
             table = pa.csv.read_csv(path, parse_options=parsing, convert_options=types)
         else:
-            table = pa.parquet.read_table(path)
+            table = pa.parquet.read_table(path, partitioning=None)  # a folder that is called day=3 is no column
             chosen = choose_columns(inputs, table.column_names, said)
     except (OSError, pa.ArrowException) as error:
         raise DataError("file", str(path), f"cannot be read: {error}", "give a CSV or a Parquet file") from None

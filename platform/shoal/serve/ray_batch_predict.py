@@ -98,9 +98,9 @@ def predict_files(
         try:
             if files[0].suffix == ".csv":
                 converted = pa.csv.ConvertOptions(column_types=types)
-                rows = ray.data.read_csv(paths, num_cpus=FILES_CPUS, convert_options=converted)
-            else:
-                rows = ray.data.read_parquet(paths, num_cpus=FILES_CPUS)
+                rows = ray.data.read_csv(paths, num_cpus=FILES_CPUS, partitioning=None, convert_options=converted)
+            else:  # `partitioning`, in both: a folder that is called day=3 is no column of theirs
+                rows = ray.data.read_parquet(paths, num_cpus=FILES_CPUS, partitioning=None)
             answered = _map(rows, job, count, cpus_each)
             answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILES_CPUS})
         except ray.exceptions.RayError as error:
