@@ -43,6 +43,7 @@ def host() -> FakeHost:
         FakeModel("texts", tensors(tokens=("BYTES", [-1, -1]), weight=("FP32", [-1]))),
         FakeModel("flags", tensors(on=("BOOL", [-1, 2]))),
         FakeModel("long", tensors(x=("FP32", [-1, 20]))),
+        FakeModel("odd", tensors(**{"logits[a]:key:": ("FP32", [-1])})),
     )
 
 
@@ -257,6 +258,10 @@ def test_versions_tracks_and_keys_are_passed_on(host: FakeHost) -> None:
     call = host.models_by_name["m"].calls[-1]
     assert (call.sticky, call.track, call.deadline_s is not None) == ("me", "candidate", True)
     assert "a known key is required" in complaint("m", "--input", "1,2,3", "--key", "wrong")
+
+
+def test_a_heading_is_the_name_of_its_output() -> None:
+    assert "logits[a]:key:" in predict("odd", "--input", "1").stdout
 
 
 def test_what_is_not_finite_is_null(host: FakeHost) -> None:

@@ -153,9 +153,9 @@ def test_looking_goes_on_until_ctrl_c(recorded: str, monkeypatch: pytest.MonkeyP
     assert sum("fashion@3" in line for line in found) == 3
 
 
-def drawn(status: EndpointStatus, width: int, note: str = "") -> str:
+def drawn(status: EndpointStatus, width: int, note: str = "", url: str = "http://127.0.0.1:8000") -> str:
     console = Console(width=width, file=io.StringIO())
-    console.print(serve_display.render(status, "http://127.0.0.1:8000", note))
+    console.print(serve_display.render(status, url, note))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -171,6 +171,10 @@ def test_the_picture_has_everything_and_fits(width: int) -> None:
         assert word in text, word
     assert "…" not in text
     assert max(len(line) for line in text.splitlines()) == width
+
+
+def test_the_picture_has_its_address_as_it_is() -> None:
+    assert "http://[fe80::1]:8000" in drawn(STATUS, 120, url="http://[fe80::1]:8000")
 
 
 def test_an_endpoint_that_says_little_is_shown_too() -> None:

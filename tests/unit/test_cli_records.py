@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from shoal import runs
+from shoal.cli.literal import literal_console
 from shoal.cli.models import models
 from shoal.cli.run import Typed
 from shoal.cli.run import _Session as Session
@@ -236,6 +237,21 @@ def test_what_cannot_be_resumed_is_not_said_to_go_on(spec: str, words: str) -> N
         session._read_record()
         run.finish("failed", "why")
     assert session.how_to_resume() == (words and f"{words}{session.run_id}")
+
+
+def test_what_a_run_has_named_is_said_as_it_is(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with runs.create("x", "task: t", "one") as run:
+        run.event("trained", detail="ended [by hand]", seconds=1.0, kept=3, metrics={"recall[a]": 0.5})
+        run.event("solved", seconds=1.0, steps=2)
+        run.event("evaluated", mean_return=1.0, returns=[1.0], requests=2)
+        run.model_registered("m", 1, ["champion[x]"])
+    session = a_session()
+    session._console, session.run_id = literal_console(), "one"
+    session._summary()
+    said = capsys.readouterr().out
+    for word in ("ended [by hand] after 1.0 s", "evaluated recall[a] 0.5", "registered m@1 (champion[x])"):
+        assert word in said
+    assert "mean return 1.0 over 1 episodes played through the endpoint's HTTP interface (2 requests)\n" in said
 
 
 def test_what_a_run_that_never_had_a_gateway_counts_at_its_end_is_not_learning() -> None:

@@ -75,6 +75,18 @@ def test_an_endpoint_is_found_however_many_runs_are_newer(home: Path, monkeypatc
         find_endpoint("shop")
 
 
+def test_status_shows_names_and_addresses_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = ClusterHandle("[fe80::1]:6379", "http://[fe80::1]:8265", "token", {}, temp_dir=None)
+    monkeypatch.setattr(verbs, "find_cluster", lambda address: handle)
+    monkeypatch.setattr(verbs, "resources", lambda cluster: Resources(1, 2.0, 0.0, 0, 0, 0.0))
+    monkeypatch.setattr(verbs, "list_jobs", lambda cluster: [])
+    with runs.create("play[fast]:key:", "", "one") as run:
+        run.endpoint("shop[/]", "inference", "http://[fe80::1]:8000", "ready")
+        shown = CliRunner().invoke(verbs.status, [], catch_exceptions=False).output
+    for word in ("dashboard http://[fe80::1]:8265", "play[fast]:key:", "shop[/]  http://[fe80::1]:8000"):
+        assert word in shown
+
+
 class Unexpected(Exception):
     """A signal that nobody handled."""
 

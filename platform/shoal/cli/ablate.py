@@ -15,11 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from shoal.cli.find import folder_of, write_files
+from shoal.cli.literal import literal_console
 from shoal.cli.task_argument import without_key
 from shoal.config import word_of
 from shoal.runs.display import duration, number, size
@@ -107,7 +107,7 @@ def ablate(
 
 
 def _show(found: Sequence[Worth], judged: str, seeds: int) -> None:
-    console = Console()
+    console = literal_console(soft_wrap=False)
     console.print(_table(found, judged, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
     for worth in found:
         for failure in worth.failures:

@@ -21,6 +21,7 @@ from shoal.cli.job_words import (
     new_run_id,
     said,
 )
+from shoal.cli.literal import literal_console
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.embedded import start
 from shoal.cluster.handle import ClusterHandle
@@ -81,7 +82,7 @@ def batch_predict(
     if cluster is None or cluster.is_local:
         check(spec)  # before a cluster is started for it
     end_as_by_ctrl_c()
-    console = Console(highlight=False, soft_wrap=True)
+    console = literal_console()
     with ExitStack() as stack:
         try:
             _run(fields, cluster, console, stack)
@@ -118,7 +119,7 @@ def _followed(job: Job, console: Console) -> JobStatus:
         outcome = job.outcome()
         lines = said(job)
         for line in lines[num_printed:]:
-            console.print(line, markup=False)
+            console.print(line)
         num_printed = len(lines)
         if outcome is not None:
             return outcome

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.cli.job_words import end_as_by_ctrl_c
+from shoal.cli.literal import literal_console
 from shoal.cluster.attach import find_cluster, left_by_up, only_one, started_by_up, state_path
 from shoal.cluster.dashboard import Resources, resources
 from shoal.cluster.embedded import start
@@ -128,7 +129,7 @@ def status(address: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_as_dict(cluster, offer, jobs, running), indent=2))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = literal_console()
     _show_cluster(console, cluster, offer)
     _show_jobs(console, jobs)
     _show_runs(console, running)

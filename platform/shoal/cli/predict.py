@@ -16,11 +16,11 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from shoal.cli import predict_inputs as read
+from shoal.cli.literal import literal_console
 from shoal.client import Answer, Client
 from shoal.client.find import find_endpoint, token_for
 from shoal.client.tensors import ArrayLike
@@ -143,7 +143,7 @@ def _show(signature: ModelMetadata, answers: Sequence[Answer], output: str) -> N
         ]
         click.echo(json.dumps(rows, indent=2))
         return
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = literal_console(soft_wrap=not sys.stdout.isatty())
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     shown.add_column("row", justify="right")
     for name in names:

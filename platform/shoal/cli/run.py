@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 import shoal
 import shoal.runs
@@ -31,6 +32,7 @@ from shoal.cli.job_words import (
     new_run_id,
     said,
 )
+from shoal.cli.literal import literal_console
 from shoal.cli.runs import can_be_resumed
 from shoal.cluster import jobs as ray_jobs
 from shoal.cluster.attach import find_cluster
@@ -72,7 +74,7 @@ def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plai
     Without a cluster (see `shoal up`), one is started for this run and ends with it.
     """
     end_as_by_ctrl_c()
-    console = Console(highlight=False, soft_wrap=True)
+    console = literal_console()
     session: _Session | None = None
     with ExitStack() as stack:
         try:
@@ -132,7 +134,7 @@ class _Session:
 
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
         """Start everything, show it, and say how it ended. Raises RunError when the job failed."""
-        self._console.print(f"run {self.run_id}: {self._path.stem} {as_typed(self._words)}".rstrip(), markup=False)
+        self._console.print(f"run {self.run_id}: {self._path.stem} {as_typed(self._words)}".rstrip())
         if cluster is None:
             check_words(self._path, self._words)  # where a cluster is up, the job itself looks first, and as soon
             self._console.print("starting a Ray cluster for this run ...")
@@ -201,7 +203,7 @@ class _Session:
         assert self._job is not None
         lines = said(self._job)
         for line in lines[self._num_words :]:
-            self._console.print(line, markup=False)
+            self._console.print(line)
         self._num_words = max(self._num_words, len(lines))
 
     def _read_record(self) -> None:
@@ -222,9 +224,9 @@ class _Session:
         if self._view is None:
             return
         for note in self._new_notes():
-            self._console.print(note, markup=False)
+            self._console.print(note)
         if said := self._lines.due(self._view):
-            self._console.print(said, markup=False)
+            self._console.print(said)
 
     def _new_notes(self) -> list[str]:
         """What went wrong, and was not said yet."""
@@ -303,20 +305,24 @@ class _Session:
         say = self._console.print
         if "trained" in events:
             trained = events["trained"]
-            found = ", ".join(f"{name} [bold]{number(value)}[/]" for name, value in trained["metrics"].items())
-            say(f"[green]{trained['detail']}[/] after {duration(trained['seconds'])}, step {trained['kept']:,} kept")
-            say(f"evaluated {found}" if found else "there was no validation data")
+            ended = f" after {duration(trained['seconds'])}, step {trained['kept']:,} kept"
+            say(Text.assemble((trained["detail"], "green"), ended))
+            measured = [
+                Text.assemble(f"{name} ", (number(value), "bold")) for name, value in trained["metrics"].items()
+            ]
+            say(Text("evaluated ") + Text(", ").join(measured) if measured else "there was no validation data")
         if "solved" in events:
             seconds, steps = events["solved"]["seconds"], events["solved"]["steps"]
-            say(f"[green]solved[/] {seconds:.1f} s after the first segment, with {steps:,} environment steps")
+            told = f" {seconds:.1f} s after the first segment, with {steps:,} environment steps"
+            say(Text.assemble(("solved", "green"), told))
         for model in models:
-            say(f"registered [bold]{model['name']}@{model['version']}[/] ({', '.join(model['aliases'])})")
+            ref = (f"{model['name']}@{model['version']}", "bold")
+            say(Text.assemble("registered ", ref, f" ({', '.join(model['aliases'])})"))
         if "evaluated" in events:
             played = events["evaluated"]
-            say(
-                f"mean return [bold]{played['mean_return']:.1f}[/] over {len(played['returns'])} episodes"
-                f" played through the endpoint's HTTP interface ({played['requests']} requests)"
-            )
+            told = f" over {len(played['returns'])} episodes played through the endpoint's HTTP interface"
+            mean = (f"{played['mean_return']:.1f}", "bold")
+            say(Text.assemble("mean return ", mean, f"{told} ({played['requests']} requests)"))
         say(f"run folder      {record.folder}")
         for label, name in (("report", "report.html"), ("learning curve", "learning_curve.png")):
             if (record.folder / name).exists():
@@ -344,7 +350,7 @@ def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Conso
         ray_jobs.submit(cluster, entrypoint, env=env, working_dir=folder, submission_id=job.submission_id)
         console.print(f"job {job.submission_id} on {cluster.dashboard_url}")
         for line in lines_of(job, FOLLOWED_FOR_S):
-            console.print(line, markup=False)
+            console.print(line)
     except KeyboardInterrupt:
         ignore_further_interrupts()
         job.end()

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli import watch
+from shoal.cli.literal import literal_console
 from shoal.errors import ConfigError
 from shoal.runs import Run, Status, list_runs, load, write_report
 from shoal.runs.display import age, duration, moment, number
@@ -98,7 +99,7 @@ def report(run: str, open_path: bool) -> None:
 def _follow(console: Console, run: Run) -> None:
     """Show it until it has ended, and how; or until who looks at it has seen enough."""
     try:
-        ended = watch.follow(run, Console(highlight=False, soft_wrap=True))
+        ended = watch.follow(run, literal_console())
     except KeyboardInterrupt:
         click.echo(f"{run.id} goes on: shoal runs {run.id} --follow")
         return

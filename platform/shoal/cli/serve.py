@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from shoal.cli import serve_display
+from shoal.cli.literal import literal_console
 from shoal.cli.serve_jobs import delete, deploy
 from shoal.cli.serve_simulate import simulate_verb
 from shoal.client import Client
@@ -81,7 +82,7 @@ def status(endpoint: str | None, once: bool, as_json: bool, interval_s: float) -
       shoal serve status shop --once
       shoal serve status http://127.0.0.1:8000 --json
     """
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = literal_console(soft_wrap=not sys.stdout.isatty())
     with asking(endpoint) as (found, client):
         now = client.status()
         if as_json:
@@ -97,7 +98,7 @@ def _print(console: Console, now: EndpointStatus, url: str) -> None:
         console.print(serve_display.render(now, url))
         return
     for line in serve_display.plain_lines(now, url):
-        console.print(line, markup=False)
+        console.print(line)
 
 
 def _watch(
@@ -108,7 +109,7 @@ def _watch(
         if not console.is_terminal:
             while True:
                 for line in serve_display.plain_lines(now, url):
-                    console.print(f"{time.strftime('%H:%M:%S')} {line}", markup=False)
+                    console.print(f"{time.strftime('%H:%M:%S')} {line}")
                 time.sleep(interval_s)
                 now = ask()
         with Live(console=console, auto_refresh=False, transient=False) as live:

@@ -28,9 +28,10 @@ def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
     parts += [_event(event, status.time) for event in status.events[-NUM_EVENTS:]]
     if note:
         parts.append(Text(note, style="red"))
-    state = "[green]ready[/]" if status.ready else "[yellow]not ready[/]"
-    up = f"  [dim]up {duration(status.time - status.started_at)}[/]" if status.started_at else ""
-    title = f"[bold]{status.endpoint}[/]  {state}  [dim]{_where(status, url)}[/]{up}"
+    state = ("ready", "green") if status.ready else ("not ready", "yellow")
+    up = f"  up {duration(status.time - status.started_at)}" if status.started_at else ""
+    where = (f"  {_where(status, url)}{up}", "dim")
+    title = Text.assemble((status.endpoint, "bold"), "  ", state, where)
     return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", padding=(0, 1))
 
 

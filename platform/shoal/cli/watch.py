@@ -95,7 +95,7 @@ def follow(record: Run, console: Console) -> Run:
             if live is not None:
                 live.update(picture(view, console.width), refresh=True)
             elif said := lines.due(view):
-                console.print(said, markup=False)
+                console.print(said)
             time.sleep(REFRESH_S)
             record = shoal.runs.load(record.id)
             doubted_s = time.monotonic() + DOUBT_S
