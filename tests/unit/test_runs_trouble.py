@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import signal
 import sqlite3
 import subprocess
@@ -14,10 +15,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shoal import runs
-from shoal.errors import RunError
+from shoal.errors import ConfigError, RunError
 from shoal.runs import RunRecorder, Status, recorder
 from shoal.runs.database import transaction
 from shoal.runs.tensorboard import EventFile
@@ -149,6 +151,45 @@ def test_a_file_that_is_not_a_record_is_a_run_error(home: Path) -> None:
     (home / "runs.sqlite").write_bytes(b"not a database, but long enough to be looked at" * 100)
     with pytest.raises(RunError, match=r"runs\.sqlite cannot be opened"):
         runs.list_runs()
+
+
+def test_what_is_no_text_is_recorded_all_the_same(run: RunRecorder) -> None:
+    around: list[object] = []
+    around.append(around)
+    run.log(1, {"a\udcff": 1.0, "b\0c": 2.0})
+    run.log_group(1, "lag", {"\udcff": 3.0})
+    run.event("found\udcff", name="\udcff", keys={(1, 2): 3}, around=around)
+    run.endpoint("shop\udcff", "inference", "http://\udcff", "ready")
+    run.weights_published(1, 1, "\udcff", 0.0)
+    run.model_registered("m\udcff", 1, ())
+    run.finish("finished")
+    seen = runs.load("one")
+    assert seen.latest() == {r"a\udcff": 1.0, r"b\x00c": 2.0, r"lag/\udcff": 3.0}
+    details = seen.last_events()[r"found\udcff"]
+    assert (details["name"], details["keys"]) == ("?", "{(1, 2): 3}")
+    json.dumps(seen.to_dict(), ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    "say",
+    [
+        lambda run: run.log(2**63, {"x": 1.0}),
+        lambda run: run.log_group(2**63, "lag", {"x": 1.0}),
+        lambda run: run.forget_after(2**63),
+        lambda run: run.histogram(2**63, "x", np.ones(1), np.ones(2)),
+        lambda run: run.weights_published(2**63, 1, "", 0.0),
+        lambda run: run.weights_published(1, 2**63, "", 0.0),
+        lambda run: run.model_registered("m", 2**63, ()),
+        lambda run: run.log(1, {"": 1.0}),
+        lambda run: run.log(1, {3: 1.0}),
+    ],
+)
+def test_what_can_never_be_stored_is_refused_at_once(run: RunRecorder, say: Callable[[RunRecorder], None]) -> None:
+    with pytest.raises(ConfigError, match=r"64 bits|cannot name a metric"):
+        say(run)
+    run.log(-(2**63) + 1, {"x": 1.0})
+    run.finish("finished")
+    assert runs.load("one").metrics().index.tolist() == [-(2**63) + 1]
 
 
 # --- other processes ---

@@ -32,13 +32,13 @@ from shoal.runs.mirror import Logged, Mirror
 from shoal.runs.origin import command_line, git_revision
 from shoal.runs.run import find_row
 from shoal.runs.status import TERMINAL, Status, observed, transition
+from shoal.runs.storable import as_json, metric_name, metrics_of, storable, whole_number
 
 FLUSH_INTERVAL_S = 0.5
 HEARTBEAT_INTERVAL_S = 3.0
 MAX_PENDING = 50_000
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_RESERVED_METRICS = frozenset({"step", "time"})  # columns of Run.metrics()
 _log = logging.getLogger(__name__)
 
 _INSERT_METRIC = "INSERT OR REPLACE INTO metrics (run, step, name, time, value) VALUES (?, ?, ?, ?, ?)"
@@ -62,7 +62,7 @@ def create(job: str, spec: str, run_id: str | None = None, *, command: str | Non
     if not _ID.fullmatch(run_id) or run_id == "latest":
         raise ConfigError("run_id", run_id, "cannot name a run", "use letters, digits, '.', '_' and '-', not 'latest'")
     revision, is_dirty = git_revision(Path.cwd())
-    job, spec, command = _storable(job), _storable(spec), _storable(command or command_line())
+    job, spec, command = storable(job), storable(spec), storable(command or command_line())
     values = (run_id, job, Status.CREATED, spec, command, revision, is_dirty)
     connection = connect(home())
     try:
@@ -93,7 +93,7 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
 
     Raises RunError when there is no such run, or when a living process is still writing to it.
     """
-    spec = None if spec is None else _storable(spec)
+    spec = None if spec is None else storable(spec)
     connection = connect(home())
     try:
         row = find_row(connection, ref)
@@ -106,11 +106,6 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
         connection.close()
         raise
     return RunRecorder(connection, row["number"], row["id"], incarnation, folder)
-
-
-def _storable(text: str) -> str:
-    """SQLite and files take no half of a surrogate pair, which is how Python has bytes of others that are no text."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _start(connection: sqlite3.Connection, number: int, *, is_resumed: bool, spec: str | None = None) -> int:
@@ -201,10 +196,9 @@ class RunRecorder:
         """Record metrics of one step; values that are not finite are kept. A step logged again replaces the first.
 
         in_history: False: they are the newest values, and may be the best, but no points of a curve
+        Raises ConfigError for what cannot name a metric, and for a step beyond 64 bits.
         """
-        if not _RESERVED_METRICS.isdisjoint(values):
-            raise ConfigError("values", sorted(values), "'step' and 'time' cannot name a metric", "call it x/time")
-        entry = (int(step), time.time(), {name: float(value) for name, value in values.items()})
+        entry = (whole_number("step", step), time.time(), metrics_of(values))
         self._make_room()
         with self._buffering:
             self._require_open()
@@ -213,7 +207,9 @@ class RunRecorder:
 
     def log_group(self, step: int, group: str, values: Mapping[str, float]) -> None:
         """Record the newest values of who is there, as `group/name`, and forget who was and is no more; no curves."""
-        entry = (int(step), time.time(), {f"{group}/{name}": float(value) for name, value in values.items()})
+        group = storable(group)
+        named = metrics_of({f"{group}/{name}": value for name, value in values.items()})
+        entry = (whole_number("step", step), time.time(), named)
         self._make_room()
         with self._buffering:
             self._require_open()
@@ -228,7 +224,7 @@ class RunRecorder:
         with self._writing:  # nothing is on its way to the database, which would come back if it failed
             with self._buffering:
                 self._require_open()
-                self._pending.forget_after(int(step))
+                self._pending.forget_after(whole_number("step", step))
             self.flush()
 
     def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
@@ -239,11 +235,12 @@ class RunRecorder:
             with suppress(RunError):  # it is written later, and whoever calls flush is told
                 self.flush()
             self._mirror.write()
-        self._mirror.add_histogram(int(step), name, counts, edges)
+        self._mirror.add_histogram(whole_number("step", step), metric_name(name), counts, edges)
 
     def weights_published(self, version: int, step: int, sha256: str, published_at: float) -> None:
         """Record that version `version` of the weights was handed out after step `step`."""
-        row = (self._number, int(version), int(step), float(published_at), sha256)
+        version, step = whole_number("version", version), whole_number("step", step)
+        row = (self._number, version, step, float(published_at), storable(sha256))
         self._make_room()
         with self._buffering:
             self._require_open()
@@ -252,7 +249,7 @@ class RunRecorder:
 
     def event(self, kind: str, /, **details: object) -> None:
         """Record that something happened; details are stored as JSON, and as text where JSON has no word for them."""
-        self._write_through(_INSERT_EVENT, (self._number, time.time(), kind, json.dumps(details, default=str)))
+        self._write_through(_INSERT_EVENT, (self._number, time.time(), kind, as_json(details)))
 
     def endpoint(self, name: str, kind: str, address: str, state: str) -> None:
         """Record where a gateway or an endpoint of this run listens, and its state; the newest word counts."""
@@ -260,12 +257,12 @@ class RunRecorder:
 
     def model_registered(self, name: str, version: int, aliases: Sequence[str]) -> None:
         """Record that this run registered name@version."""
-        row = (self._number, name, int(version), time.time(), json.dumps(list(aliases)))
+        row = (self._number, name, whole_number("version", version), time.time(), json.dumps(list(aliases)))
         self._write_through(_INSERT_MODEL, row)
 
     def change_spec(self, spec: str) -> None:
         """Replace the recorded spec (YAML)."""
-        spec = _storable(spec)
+        spec = storable(spec)
         self._write_through("UPDATE runs SET spec = ? WHERE number = ?", (spec, self._number))
         (self.folder / "spec.yaml").write_text(spec)
 
@@ -282,7 +279,7 @@ class RunRecorder:
     def finish(self, status: Status | str, error: str | None = None) -> None:
         """Write the rest, record how the run ended, and close. Raises RunError unless `status` is a way to end."""
         to = Status(status)
-        error = None if error is None else _storable(error)
+        error = None if error is None else storable(error)
         with self._writing:
             transition(self._status, to)
             with self._buffering:
@@ -330,6 +327,7 @@ class RunRecorder:
             self.flush()
 
     def _write_through(self, statement: str, row: tuple[object, ...]) -> None:
+        row = tuple(storable(value) if isinstance(value, str) else value for value in row)
         self._make_room()
         with self._buffering:
             self._require_open()

@@ -1,0 +1,57 @@
+"""What is said of a run, as SQLite, files and readers take it; or the error at once, of what none of them does.
+
+Called by the recorder before anything is kept: what waits behind a row that can never be written would wait for ever.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+
+from shoal.errors import ConfigError
+
+_RESERVED = frozenset({"step", "time"})  # columns of Run.metrics()
+_MOST = 2**63 - 1  # what SQLite takes for a whole number
+
+
+def storable(text: str) -> str:
+    """SQLite and files take no half of a surrogate pair, which is how Python has bytes of others that are no text.
+
+    A NUL is escaped too: it would be the end of the text to some of its readers.
+    """
+    return text.encode(errors="backslashreplace").decode().replace("\0", "\\x00")
+
+
+@lru_cache(maxsize=4096)  # the same ones again and again
+def metric_name(name: str) -> str:
+    """The name of a metric as it is stored. Raises ConfigError for what is none."""
+    if not isinstance(name, str) or not name:
+        raise ConfigError("values", name, "cannot name a metric", "give it a name of at least a letter")
+    return storable(name)
+
+
+def metrics_of(values: Mapping[str, float]) -> dict[str, float]:
+    """Metrics as they are stored, by name. Raises ConfigError for what cannot name one."""
+    if not _RESERVED.isdisjoint(values):
+        raise ConfigError(
+            "values", sorted(map(str, values)), "'step' and 'time' cannot name a metric", "call it x/time"
+        )
+    return {metric_name(name): float(value) for name, value in values.items()}
+
+
+def whole_number(field: str, value: int) -> int:
+    """A step or a version. Raises ConfigError for more than the record can hold."""
+    found = int(value)
+    if not -_MOST <= found <= _MOST:
+        raise ConfigError(field, value, "is beyond the whole numbers of 64 bits that the record holds")
+    return found
+
+
+def as_json(details: Mapping[str, object]) -> str:
+    """As JSON, and as text where JSON has no word for it."""
+    try:
+        text = json.dumps(details, default=str, ensure_ascii=False)
+    except (TypeError, ValueError):  # a key that is no text, or what holds itself
+        text = json.dumps({name: str(value) for name, value in details.items()}, ensure_ascii=False)
+    return text.encode(errors="replace").decode()  # no escape would do: it would be read as half a pair again
