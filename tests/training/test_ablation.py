@@ -190,7 +190,7 @@ def test_runs_that_all_fail_are_written_and_shown(
 def test_shoal_ablate_trains_every_variant_and_writes_what_it_found(
     spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.runs.write_report", lambda run: None)  # half a second each, and looked at elsewhere
+    monkeypatch.setattr("shoal.runs.report_at_end", lambda run_id: None)  # half a second each, and looked at elsewhere
     words = [spec.task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "depth", "--seeds", "1"]
     done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")], env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
@@ -215,7 +215,7 @@ def test_shoal_ablate_trains_every_variant_and_writes_what_it_found(
 def test_what_a_task_prints_is_no_part_of_the_json(
     spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.runs.write_report", lambda run: None)
+    monkeypatch.setattr("shoal.runs.report_at_end", lambda run_id: None)
     task = spec.task.replace(":Line", ":Loud")
     words = ["threads=1", "batch_size=8", "stop.steps=3", "--part", "depth", "--seeds", "1", "--json"]
     done = CliRunner().invoke(cli, ["ablate", task, *words, "--out", str(tmp_path / "out")])

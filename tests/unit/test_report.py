@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shutil
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from shoal import runs
+from shoal.errors import RunError
 from shoal.runs import Run, RunRecorder, Status, report
 from shoal.runs.display import age, duration, number, size
 from shoal.runs.plots import Curve
@@ -168,6 +170,42 @@ def test_a_best_value_that_was_replaced_by_nothing_is_not_drawn() -> None:
         run.flush()
         run.log(1, {"accuracy": math.nan})
     assert "best accuracy" in write(runs.load("one")).text
+
+
+@pytest.mark.parametrize("values", [(1.7e308, -1.7e308, 0.0), (1.7e308,)])
+@pytest.mark.parametrize("metric", ["return", "x"])
+def test_values_too_large_for_axes_are_left_out_of_the_plots(metric: str, values: tuple[float, ...]) -> None:
+    with runs.create("x", "") as run:
+        for step, value in enumerate(values):
+            run.log(step, {metric: value})
+    assert "1.7e+308" in write(runs.load(run.id)).text
+
+
+@pytest.mark.parametrize("names", [("return$x^$",), ("train/loss", "validation/loss", "validation/accuracy$x^$")])
+def test_names_are_drawn_as_they_are(names: tuple[str, ...]) -> None:
+    with runs.create("$x^$", "") as run:
+        for step in range(3):
+            run.log(step, dict.fromkeys(names, float(step)))
+    assert "$x^$" in write(runs.load(run.id)).text
+    assert (runs.load(run.id).folder / "learning_curve.png").exists()
+
+
+def test_a_report_that_cannot_be_written_ends_nothing(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with runs.create("x", "", "one") as run:
+        run.log(1, {"return": 1.0})
+    monkeypatch.setattr(report, "_page", lambda run: 1 / 0)
+    runs.report_at_end("one")
+    assert "report of run one could not be written: ZeroDivisionError" in caplog.text
+    monkeypatch.undo()
+    monkeypatch.setenv("SHOAL_HOME", str(home))
+    shutil.rmtree(run.folder)
+    run.folder.touch()
+    runs.report_at_end("one")
+    assert "cannot be written to" in caplog.text
+    with pytest.raises(RunError, match=r"report of run 'one' cannot be written to .*one: File exists"):
+        runs.write_report(runs.load("one"))
 
 
 def test_a_resumed_run_is_marked() -> None:

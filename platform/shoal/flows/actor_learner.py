@@ -70,7 +70,7 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
             flow.finish()
         finally:
             flow.settle()
-    shoal.runs.write_report(shoal.runs.load(recorder.id))
+    shoal.runs.report_at_end(recorder.id)
     return recorder.id
 
 

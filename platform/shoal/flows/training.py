@@ -76,7 +76,7 @@ def run_training(spec: TrainSpec, job: str, checked: Checked | None = None) -> s
         spec.to_yaml(), job, begun="training", resumed=spec.resume, run_id=expected_run_id()
     ) as recorder:
         _Flow(spec, checked, recorder).run()
-    shoal.runs.write_report(shoal.runs.load(recorder.id))
+    shoal.runs.report_at_end(recorder.id)
     return recorder.id
 
 

@@ -3,7 +3,7 @@
 from shoal.runs.kind import Kind
 from shoal.runs.record_of import record_of
 from shoal.runs.recorder import RunRecorder, create, reopen
-from shoal.runs.report import write_report
+from shoal.runs.report import report_at_end, write_report
 from shoal.runs.run import Endpoint, Run, list_running, list_runs, load
 from shoal.runs.status import HEARTBEAT_TIMEOUT_S, Status, transition
 
@@ -20,6 +20,7 @@ __all__ = [
     "load",
     "record_of",
     "reopen",
+    "report_at_end",
     "transition",
     "write_report",
 ]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_POINTS = 1500
+LARGEST = 1e300  # that is drawn: axes end beyond what they show, and must be finite themselves
 
 INK, MUTED, RULE, GRID = "#111827", "#6b7280", "#d1d5db", "#eef0f3"
 LINE, MARK = "#2563eb", "#d97706"
@@ -33,9 +34,9 @@ class Curve:
 
     @classmethod
     def of(cls, x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> Curve:
-        """Leave out what is not finite, and sort by x."""
+        """Leave out what is not finite, or beyond LARGEST, and sort by x."""
         x_all, y_all = np.asarray(x, float), np.asarray(y, float)
-        kept = np.isfinite(x_all) & np.isfinite(y_all)
+        kept = (np.abs(x_all) <= LARGEST) & (np.abs(y_all) <= LARGEST)
         order = np.argsort(x_all[kept], kind="stable")
         return cls(x_all[kept][order], y_all[kept][order])
 
@@ -74,8 +75,8 @@ def learning_curve(
             axes.axvline(mark_s, color=MARK, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
             axes.annotate("resumed", (mark_s, 0.02), (3, 0), xycoords=("data", "axes fraction"), color=MARK,
                           textcoords="offset points", fontsize=8)  # fmt: skip
-        figure.text(0.05, 0.93, metric, color=INK, fontsize=11, fontweight="bold")
-        figure.text(0.985, 0.93, title, color=MUTED, fontsize=9, ha="right")
+        figure.text(0.05, 0.93, metric, color=INK, fontsize=11, fontweight="bold", parse_math=False)
+        figure.text(0.985, 0.93, title, color=MUTED, fontsize=9, ha="right", parse_math=False)
     return figure
 
 
@@ -102,10 +103,12 @@ def training_curves(title: str, panels: Sequence[Panel]) -> Figure:
                 _draw(axes, curve, width=1.7 if index else 1.2, colour=(LINE, MARK)[index % 2])
                 axes.lines[-1].set(label=name, marker="o" if index or len(curve.x) < 2 else "", markersize=4)
             if len(panel.curves) > 1:
-                axes.legend(frameon=False, labelcolor=INK)
+                for text in axes.legend(frameon=False, labelcolor=INK).get_texts():
+                    text.set_parse_math(False)
             axes.set_xlabel(panel.x, color=MUTED)
-            axes.set_title(panel.heading, loc="left", color=INK, fontsize=11, fontweight="bold", pad=12)
-        figure.text(0.985, 0.93, title, color=MUTED, fontsize=9, ha="right")
+            heading = axes.set_title(panel.heading, loc="left", color=INK, fontsize=11, fontweight="bold", pad=12)
+            heading.set_parse_math(False)
+        figure.text(0.985, 0.93, title, color=MUTED, fontsize=9, ha="right", parse_math=False)
     return figure
 
 

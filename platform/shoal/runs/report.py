@@ -6,6 +6,7 @@ Whatever the run lacks, the page leaves out.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.errors import RunError
 from shoal.runs import plots
 from shoal.runs.display import duration, moment, number
-from shoal.runs.run import MEAN_RETURN, VALIDATION, Run, is_more_better
+from shoal.runs.run import MEAN_RETURN, VALIDATION, Run, is_more_better, load
 from shoal.runs.status import Status
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
+_log = logging.getLogger(__name__)
 MAX_SMALL_PLOTS = 12
 MAX_EVENTS = 200
 
@@ -104,8 +107,28 @@ class Accounting:
         return self.received - self.consumed - self.queued - self.dropped
 
 
+def report_at_end(run_id: str) -> None:
+    """The report of a run that has ended, whose last act it is; what keeps it from being written ends nothing else."""
+    try:
+        write_report(load(run_id))
+    except Exception as error:  # noqa: BLE001 - whatever drawing raises: the run has ended as its record says
+        problem = f"the report of run {run_id} could not be written: {type(error).__name__}: {error}"
+        _log.warning("%s. Try again with `shoal report %s`", problem, run_id)
+
+
 def write_report(run: Run) -> Path:
-    """Write `report.html` and, when there is something to draw, `learning_curve.png`; the path of the page."""
+    """Write `report.html` and, when there is something to draw, `learning_curve.png`; the path of the page.
+
+    Raises RunError when the run's folder takes no files.
+    """
+    try:
+        return _write(run)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunError(f"the report of run {run.id!r} cannot be written to {run.folder}: {reason}") from error
+
+
+def _write(run: Run) -> Path:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     folder = run.folder

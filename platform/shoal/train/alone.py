@@ -104,7 +104,7 @@ def _record(spec: TrainSpec, job: str) -> Iterator[RunRecorder]:
             recorder.event("launched", by=_launcher(), at=_launched_at())
         yield recorder
     if recorder.folder.is_dir():
-        shoal.runs.write_report(shoal.runs.load(recorder.id))
+        shoal.runs.report_at_end(recorder.id)
 
 
 def _launcher() -> str:
