@@ -1,6 +1,7 @@
 """Where Shoal keeps what outlives a process: the folder `$SHOAL_HOME` (default `~/.shoal`) and the access token in it.
 
     $SHOAL_HOME/runs.sqlite      the run record          $SHOAL_HOME/registry/   models
+    $SHOAL_HOME/runs.lock        held by who makes the record
     $SHOAL_HOME/runs/ID/         files of one run        $SHOAL_HOME/token       what actors and clients must show
     $SHOAL_HOME/found/           what `shoal find` and `shoal ablate` found
     $SHOAL_HOME/ray-token        what Ray's own clients must show: full control of the cluster, never for actors

@@ -212,6 +212,40 @@ print(step, flush=True)
 """
 
 
+OPENERS = """
+import multiprocessing, sys
+from pathlib import Path
+from shoal.errors import RunError
+from shoal.runs.database import connect
+
+def opened(barrier, said):
+    for folder in sys.argv[1:]:
+        barrier.wait()
+        try:
+            connect(Path(folder)).close()
+        except RunError as error:
+            said.put(str(error))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("fork")
+    barrier, said = context.Barrier(6), context.SimpleQueue()
+    openers = [context.Process(target=opened, args=(barrier, said)) for _ in range(6)]
+    [opener.start() for opener in openers]
+    [opener.join() for opener in openers]
+    while not said.empty():
+        print(said.get())
+"""
+
+
+def test_processes_that_make_the_record_at_once_all_have_it(tmp_path: Path) -> None:
+    folders = [tmp_path / str(number) for number in range(60)]
+    for folder in folders:
+        folder.mkdir()
+    words = [sys.executable, "-c", OPENERS, *map(str, folders)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 @pytest.fixture
 def start_writer(home: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
     """Starts processes that write to a run of their own until the file `stop` appears."""

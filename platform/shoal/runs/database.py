@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.errors import RecordUnwritable, RunError
+from shoal.home import exclusive
 
 BUSY_TIMEOUT_S = 10.0
 SCHEMA_VERSION = 1
@@ -57,10 +58,12 @@ def connect(home: Path) -> sqlite3.Connection:
         connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         connection.row_factory = sqlite3.Row
         connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may cost the newest commits, a kill none
-        found = int(connection.execute("PRAGMA user_version").fetchone()[0])
-        if found == 0:
-            _create(connection)
-    except sqlite3.Error as error:
+        found = _version(connection)
+        if found == 0:  # one after the other: SQLite refuses a second one that changes the journal, and does not wait
+            with exclusive(home / "runs.lock", BUSY_TIMEOUT_S):
+                if _version(connection) == 0:
+                    _create(connection)
+    except (sqlite3.Error, OSError) as error:
         if connection is not None:
             connection.close()
         raise RunError(f"the run record {path} cannot be opened: {error}") from error
@@ -68,6 +71,10 @@ def connect(home: Path) -> sqlite3.Connection:
         connection.close()
         raise RunError(f"the run record {path} was made by a newer Shoal (schema {found}): upgrade, or set SHOAL_HOME")
     return connection
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
 def _create(connection: sqlite3.Connection) -> None:
