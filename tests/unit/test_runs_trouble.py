@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -79,6 +80,32 @@ def test_an_interruption_at_the_lock_leaves_no_transaction_open(tmp_path: Path) 
         with pytest.raises(KeyboardInterrupt), transaction(connection):
             pass
         assert not connection.in_transaction
+
+
+def test_a_run_has_a_row_and_a_folder_or_neither(home: Path) -> None:
+    (home / "runs").touch()
+    with pytest.raises(RunError, match=r"the folder of the run, .*/runs/one, cannot be written: Not a directory"):
+        runs.create("cartpole", "", "one")
+    assert runs.list_runs() == []
+    (home / "runs").unlink()
+    runs.create("cartpole", "a: 1", "one").finish("stopped")
+    shutil.rmtree(home / "runs" / "one")
+    (home / "runs" / "one").touch()
+    with pytest.raises(RunError, match=r"/runs/one, cannot be written: File exists"):
+        runs.reopen("one", "a: 2")
+    seen = runs.load("one")
+    assert (seen.status, seen.spec, seen.incarnation) == (Status.STOPPED, "a: 1", 1)
+
+
+def test_the_error_of_a_run_is_not_hidden_by_a_record_that_cannot_be_written(
+    run: RunRecorder, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run._connection.execute("PRAGMA busy_timeout = 20")
+    with closing(sqlite3.connect(home / "runs.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(ZeroDivisionError), run:
+            _ = 1 / 0
+        assert "its end is not in the record: the run record cannot be written: database is locked" in caplog.text
 
 
 def test_a_full_disk_costs_the_curves_their_end_and_the_record_nothing(

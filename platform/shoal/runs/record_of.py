@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+from shoal.errors import RunError
 from shoal.runs.recorder import RunRecorder, create, reopen
 from shoal.runs.run import load
 
@@ -27,6 +28,7 @@ def record_of(
         try:
             yield recorder
         except Exception:  # a user's own code may raise anything
-            if begun not in load(recorder.id).last_events(since_resumed=True):
-                recorder.change_spec(before)
+            with suppress(RunError):  # of a record that cannot be written: what is told is the first error
+                if begun not in load(recorder.id).last_events(since_resumed=True):
+                    recorder.change_spec(before)
             raise

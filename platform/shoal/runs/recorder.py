@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,8 +27,9 @@ from shoal.errors import Closed, ConfigError, RunError
 from shoal.home import home
 from shoal.runs import summaries
 from shoal.runs.database import BUSY_TIMEOUT_S, connect, refusals, transaction
-from shoal.runs.mirror import Logged, Mirror
+from shoal.runs.mirror import Mirror
 from shoal.runs.origin import command_line, git_revision
+from shoal.runs.pending import Pending
 from shoal.runs.run import find_row
 from shoal.runs.status import TERMINAL, Status, observed, transition
 from shoal.runs.storable import as_json, metric_name, metrics_of, storable, whole_number
@@ -55,7 +55,7 @@ def create(job: str, spec: str, run_id: str | None = None, *, command: str | Non
     run_id:  names the run and its folder; made from the time when None
     command: what would start the run again; the command line of this process when None
 
-    Raises ConfigError for an id that cannot name a folder, RunError for one that is taken.
+    Raises ConfigError for an id that cannot name a folder, RunError for one that is taken, or when there is no place.
     """
     now = time.time()
     run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
@@ -64,7 +64,7 @@ def create(job: str, spec: str, run_id: str | None = None, *, command: str | Non
     revision, is_dirty = git_revision(Path.cwd())
     job, spec, command = storable(job), storable(spec), storable(command or command_line())
     values = (run_id, job, Status.CREATED, spec, command, revision, is_dirty)
-    connection = connect(home())
+    connection, folder = connect(home()), home() / "runs" / run_id
     try:
         with transaction(connection):
             if connection.execute("SELECT 1 FROM runs WHERE id = ?", (run_id,)).fetchone():
@@ -74,11 +74,9 @@ def create(job: str, spec: str, run_id: str | None = None, *, command: str | Non
                 " created_at, heartbeat_at, host, pid, incarnation) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
                 (*values, now, now, socket.gethostname(), os.getpid()),
             ).lastrowid
-        assert number is not None
-        folder = home() / "runs" / run_id
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "spec.yaml").write_text(spec)
-        incarnation = _start(connection, number, is_resumed=False)
+            assert number is not None
+            incarnation = _start(connection, number, is_resumed=False)
+            _make_folder(folder, spec)
     except BaseException:
         connection.close()
         raise
@@ -97,11 +95,10 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
     connection = connect(home())
     try:
         row = find_row(connection, ref)
-        incarnation = _start(connection, row["number"], is_resumed=True, spec=spec)
         folder = home() / "runs" / row["id"]
-        folder.mkdir(parents=True, exist_ok=True)
-        if spec is not None:
-            (folder / "spec.yaml").write_text(spec)
+        with transaction(connection):
+            incarnation = _start(connection, row["number"], is_resumed=True, spec=spec)
+            _make_folder(folder, spec)
     except BaseException:
         connection.close()
         raise
@@ -111,56 +108,36 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
 def _start(connection: sqlite3.Connection, number: int, *, is_resumed: bool, spec: str | None = None) -> int:
     """Make this process the writer of the run, and return its incarnation. Raises RunError when another lives.
 
-    All of it or nothing: whoever sees the new incarnation sees its beginning, and nothing of the old one as alive.
+    Called in a transaction: whoever sees the new incarnation sees its beginning, and nothing of the old one as alive.
     """
     now, host, pid = time.time(), socket.gethostname(), os.getpid()
-    with transaction(connection):
-        row = connection.execute("SELECT * FROM runs WHERE number = ?", (number,)).fetchone()
-        seen = observed(Status(row["status"]), row["heartbeat_at"], row["host"], row["pid"], host, now)
-        if seen is Status.RUNNING:
-            raise RunError(f"run {row['id']!r} is still running (process {row['pid']} on {row['host']}): stop it first")
-        connection.execute(
-            "UPDATE runs SET status = ?, finished_at = NULL, error = NULL, host = ?, pid = ?, heartbeat_at = ?,"
-            " incarnation = incarnation + 1 WHERE number = ?",
-            (transition(seen, Status.RUNNING), host, pid, now, number),
-        )
-        incarnation = int(row["incarnation"]) + 1
-        if is_resumed:
-            details = json.dumps({"after": row["status"], "incarnation": incarnation})
-            connection.execute(_INSERT_EVENT, (number, now, "resumed", details))
-            connection.execute("UPDATE endpoints SET state = 'closed', time = ? WHERE run = ?", (now, number))
-        if spec is not None:
-            connection.execute("UPDATE runs SET spec = ? WHERE number = ?", (spec, number))
+    row = connection.execute("SELECT * FROM runs WHERE number = ?", (number,)).fetchone()
+    seen = observed(Status(row["status"]), row["heartbeat_at"], row["host"], row["pid"], host, now)
+    if seen is Status.RUNNING:
+        raise RunError(f"run {row['id']!r} is still running (process {row['pid']} on {row['host']}): stop it first")
+    connection.execute(
+        "UPDATE runs SET status = ?, finished_at = NULL, error = NULL, host = ?, pid = ?, heartbeat_at = ?,"
+        " incarnation = incarnation + 1 WHERE number = ?",
+        (transition(seen, Status.RUNNING), host, pid, now, number),
+    )
+    incarnation = int(row["incarnation"]) + 1
+    if is_resumed:
+        details = json.dumps({"after": row["status"], "incarnation": incarnation})
+        connection.execute(_INSERT_EVENT, (number, now, "resumed", details))
+        connection.execute("UPDATE endpoints SET state = 'closed', time = ? WHERE run = ?", (now, number))
+    if spec is not None:
+        connection.execute("UPDATE runs SET spec = ? WHERE number = ?", (spec, number))
     return incarnation
 
 
-@dataclass
-class _Pending:
-    """What was said but not yet written."""
-
-    logged: list[Logged] = field(default_factory=list)
-    shown: list[Logged] = field(default_factory=list)  # newest values, without a place in the history
-    groups: dict[str, Logged] = field(default_factory=dict)  # the newest of each
-    versions: list[tuple[int, int, int, float, str]] = field(default_factory=list)
-    others: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
-    forgotten_after: int | None = None  # of what was written before
-    num_rows: int = 0
-
-    def forget_after(self, step: int) -> None:
-        for entries in (self.logged, self.shown):
-            entries[:] = [entry for entry in entries if entry[0] <= step]
-        self.groups = {group: entry for group, entry in self.groups.items() if entry[0] <= step}
-        self.forgotten_after = step if self.forgotten_after is None else min(step, self.forgotten_after)
-        logged = sum(len(values) for _, _, values in [*self.logged, *self.shown, *self.groups.values()])
-        self.num_rows = logged + len(self.versions) + len(self.others) + 1
-
-    def extend(self, later: _Pending) -> None:
-        self.logged += later.logged
-        self.shown += later.shown
-        self.groups |= later.groups
-        self.versions += later.versions
-        self.others += later.others
-        self.num_rows += later.num_rows
+def _make_folder(folder: Path, spec: str | None) -> None:
+    """Last in the transaction of a beginning: no row without a folder. Raises RunError when it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if spec is not None:
+            (folder / "spec.yaml").write_text(spec)
+    except OSError as error:
+        raise RunError(f"the folder of the run, {folder}, cannot be written: {error.strerror}") from error
 
 
 class RunRecorder:
@@ -182,7 +159,7 @@ class RunRecorder:
         self._number, self._incarnation = number, incarnation
         self._connection = connection
         self._mirror = Mirror(run_id, folder / "tensorboard", incarnation)
-        self._pending = _Pending()
+        self._pending = Pending()
         self._status = Status.RUNNING
         self._closed = False
         self._heartbeat_monotonic_s = time.monotonic()
@@ -264,7 +241,7 @@ class RunRecorder:
         """Replace the recorded spec (YAML)."""
         spec = storable(spec)
         self._write_through("UPDATE runs SET spec = ? WHERE number = ?", (spec, self._number))
-        (self.folder / "spec.yaml").write_text(spec)
+        _make_folder(self.folder, spec)
 
     def flush(self) -> None:
         """Commit everything said so far. Raises RunError when it cannot be written; it is then tried again later."""
@@ -314,9 +291,16 @@ class RunRecorder:
             elif isinstance(error, KeyboardInterrupt):
                 self.finish(Status.STOPPED, "interrupted")
             else:
-                self.finish(Status.FAILED, f"{type(error).__name__}: {error}")
+                self._fail(error)
         finally:
             self.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """A record that cannot say so does not take the place of the error, which the caller goes on to raise."""
+        try:
+            self.finish(Status.FAILED, f"{type(error).__name__}: {error}")
+        except RunError as unwritable:
+            _log.warning("run %s: its end is not in the record: %s", self.id, unwritable)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -340,7 +324,7 @@ class RunRecorder:
             if self._status in TERMINAL:
                 return
             with self._buffering:
-                pending, self._pending = self._pending, _Pending()
+                pending, self._pending = self._pending, Pending()
             if not pending.num_rows and time.monotonic() - self._heartbeat_monotonic_s < heartbeat_after_s:
                 return
             try:
@@ -355,7 +339,7 @@ class RunRecorder:
                 self._mirror.forget_after(pending.forgotten_after)
             self._mirror.take(pending.logged)
 
-    def _commit(self, pending: _Pending) -> None:
+    def _commit(self, pending: Pending) -> None:
         run, connection = self._number, self._connection
         metrics = [(run, step, k, at, v) for step, at, values in pending.logged for k, v in values.items()]
         forgotten_after = pending.forgotten_after
