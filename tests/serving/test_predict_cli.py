@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import struct
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +47,7 @@ def host() -> FakeHost:
         FakeModel("texts", tensors(tokens=("BYTES", [-1, -1]), weight=("FP32", [-1]))),
         FakeModel("flags", tensors(on=("BOOL", [-1, 2]))),
         FakeModel("long", tensors(x=("FP32", [-1, 20]))),
+        FakeModel("sizes", tensors(image=("FP32", [-1, -1, -1]))),
         FakeModel("odd", tensors(**{"logits[a]:key:": ("FP32", [-1])})),
     )
 
@@ -326,6 +331,68 @@ def test_an_alias_asks_for_the_version_that_it_means() -> None:
 def test_a_file_that_is_no_array_is_not_unpickled(tmp_path: Path) -> None:
     np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
     assert "cannot be read" in complaint("m", "--npy", "objects.npy")
+
+
+def broken_files(folder: Path) -> dict[str, bytes]:
+    """By name, what a file holds that cannot be read."""
+    np.save(folder / "whole.npy", np.zeros((2, 3)))
+    np.savez(folder / "whole.npz", x=np.zeros((2, 3)))
+    Image.fromarray(GREY).save(folder / "whole.jpg")
+    pyarrow.parquet.write_table(pa.table({"x": [1.0] * 9}), folder / "whole.parquet")
+    array, archive, picture, table = (
+        (folder / f"whole.{end}").read_bytes() for end in ("npy", "npz", "jpg", "parquet")
+    )
+    words = io.BytesIO()
+    with zipfile.ZipFile(words, "w") as file:
+        file.writestr("x", "hello")
+    size = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 0, 0, 0, 0)
+    bomb = b"".join(struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in
+                    ((b"IHDR", size), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")))  # fmt: skip
+    return {
+        **{"empty.npy": b"", "cut.npy": array[:-9], "text.npy": b"hello", "archive.npy": archive},
+        **{"head.npy": array[:10] + b"(" * 20 + array[30:], "empty.npz": b"", "array.npz": array},
+        **{"cut.npz": archive[:-30], "words.npz": words.getvalue()},
+        **{
+            "empty.json": b"",
+            "deep.json": b"[" * 100_000,
+            "long.json": b"[1" + b"0" * 5000 + b", 2, 3]",
+            "no.json": b"\xff",
+        },
+        **{"empty.csv": b"", "cut.csv": b"a,b,c\n1,2\n", "twice.csv": b"a,a,c\n1,2,3\n"},
+        **{"empty.parquet": b"", "flipped.parquet": table[:20] + b"\xff" * 30 + table[50:]},
+        **{"empty.png": b"", "cut.jpg": picture[:200], "bomb.png": b"\x89PNG\r\n\x1a\n" + bomb},
+    }
+
+
+def test_a_broken_file_is_said_in_a_line(tmp_path: Path) -> None:
+    kinds = {"npz": "npy", "png": "image", "jpg": "image"}
+    for name, content in broken_files(tmp_path).items():
+        (tmp_path / name).write_bytes(content)
+        end = name.rpartition(".")[2]
+        kind = kinds.get(end, end)
+        said = complaint("picture" if kind == "image" else "m", f"--{kind}", name)
+        assert "\n" not in said, name
+        assert name in said or name == "twice.csv", said
+
+
+def test_a_wrong_row_is_said_by_its_number(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,b,c\n1,2,3\n4,x,6\n")
+    assert "column = 'b': row 1 cannot be FP32" in complaint("m", "--csv", "t.csv")
+    (tmp_path / "t.csv").write_text("a,b,c\n1,2,3\n4,5\n")
+    assert "Row #3: Expected 3 columns" in complaint("m", "--csv", "t.csv")
+    table = pa.table({"x": [[1.0], [2.0], [3.0, 4.0], [5.0, None]]})  # of which the last two make a request
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    assert "column = 'x': row 3 has no value" in complaint("wide", "--parquet", "t.parquet")
+
+
+def test_pictures_may_differ_in_size_where_the_input_leaves_it_open(tmp_path: Path, host: FakeHost) -> None:
+    for name, rows_of in (("a.png", 4), ("b.png", 2)):
+        Image.fromarray(GREY[:rows_of]).save(tmp_path / name)
+    assert predict("sizes", "--image", "a.png", "--image", "b.png").exit_code == 0
+    shapes = [call.inputs["image"].shape for call in host.models_by_name["sizes"].calls]
+    assert shapes == [(1, 4, 4), (1, 2, 4)]
+    assert "is no number of a pixel" in complaint("picture", "--image", "a.png", "--white", "nan")
+    assert "which is no picture" in complaint("flags", "--image", "a.png")
 
 
 def test_an_endpoint_that_is_full_is_tried_again_and_then_says_so(host: FakeHost) -> None:

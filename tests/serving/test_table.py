@@ -126,7 +126,10 @@ def test_words_become_bytes() -> None:
 @pytest.mark.parametrize(
     ("table", "words", "message"),
     [
-        (TABLE.select(["a", "id"]), ["a,id"], "column = 'id': cannot be FP32"),
+        (TABLE.select(["a", "id"]), ["a,id"], "column = 'id': row 0 cannot be FP32"),
+        (pa.table({"a": ["1", "2", "x"], "b": [1, 2, 3]}), [], "column = 'a': row 2 cannot be FP32"),
+        (pa.table({"x": [["1", "2"], ["3", "4"], ["5", "x"]]}), [], "column = 'x': row 2 cannot be FP32"),
+        (pa.table([[1], [2]], ["a", "a"]), [], "columns = 'a': is in the table more than once"),
         (TABLE, ["a"], r"a give 1 values for each row of this input, FP32 \[any, 2\]"),
         (TABLE, ["a,z"], "columns = 'z': is not in the table. it has a, b, x, id"),
         (TABLE.select(["a", "b", "id"]), [], "no column makes this input"),
@@ -279,7 +282,8 @@ def test_a_row_for_which_the_model_raises_is_skipped_or_said_by_name() -> None:
 def test_a_row_that_makes_no_input_is_skipped_like_any_other() -> None:
     table = rows(1, 2, 3, 4, 5, -1)
     table = table.set_column(1, "a", pa.array([1.0, None, 3.0, 4.0, None, -1.0]))
-    with pytest.raises(DataError, match=r"column = 'a': row 1 has no value\..*; --skip-errors goes on without"):
+    complaint = r"column = 'a': has no value, in the row {'a': None, 'b': .*; --skip-errors goes on without"
+    with pytest.raises(DataError, match=complaint):  # by what it holds: a table is one of many blocks
         predictor(said={"x": ["a", "b"]})(table)
     answered = predictor(said={"x": ["a", "b"]}, skip_errors=True)(table)
     assert answered["total"].to_pylist() == [4.0, None, 8.0, 10.0, None, None]

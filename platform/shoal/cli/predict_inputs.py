@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 import sys
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ from shoal.client.tensors import ArrayLike
 from shoal.errors import DataError
 from shoal.open_inference.datatypes import NUMPY
 from shoal.serve.tables.table import TensorSpec, alike, choose_columns, csv_types, described, inputs_of, parse_columns
+
+_DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError)
 
 
 def from_words(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
@@ -46,7 +51,7 @@ def from_json(path: str, inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
 
     Rows are objects of inputs, or those of the only input.
     """
-    text = sys.stdin.read() if path == "-" else _read(path)
+    text = _read(path)
     content = _parsed("json", path, text)
     if isinstance(content, dict) and isinstance(content.get("inputs"), list):
         return _requested(path, content["inputs"])
@@ -102,22 +107,31 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorSpec])
     try:
         if path.suffix.lower() in (".csv", ".tsv", ".txt"):
             parsing = pa.csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-            with pa.csv.open_csv(path, parse_options=parsing) as reader:
+            alone = pa.csv.ReadOptions(use_threads=False)  # several would not know the number of a row that is wrong
+            with pa.csv.open_csv(path, read_options=alone, parse_options=parsing) as reader:
                 seen = reader.schema
             chosen = choose_columns(inputs, seen.names, said)
             types = pa.csv.ConvertOptions(column_types=csv_types(inputs, chosen, seen))
-            table = pa.csv.read_csv(path, parse_options=parsing, convert_options=types)
+            table = pa.csv.read_csv(path, read_options=alone, parse_options=parsing, convert_options=types)
         else:
             table = pa.parquet.read_table(path, partitioning=None)  # a folder that is called day=3 is no column
             chosen = choose_columns(inputs, table.column_names, said)
     except (OSError, pa.ArrowException) as error:
-        raise DataError("file", str(path), f"cannot be read: {error}", "give a CSV or a Parquet file") from None
+        raise DataError("file", str(path), f"cannot be read: {_line(error)}", "give a CSV or a Parquet file") from None
     if not len(table):
         raise DataError("file", str(path), "has no rows", "there is nothing to predict")
-    parts = [inputs_of(part, inputs, chosen) for part in alike(table, inputs, chosen)]
+    parts, row = [], 0
+    for part in alike(table, inputs, chosen):
+        parts.append(inputs_of(part, inputs, chosen, row))
+        row += len(part)
     if len(parts) == 1:
         return dict(parts[0])
     return {name: [row for part in parts for row in part[name]] for name in parts[0]}
+
+
+def _line(error: BaseException) -> str:
+    """What it says, which may be of several lines."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def from_arrays(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
@@ -125,24 +139,38 @@ def from_arrays(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str,
     found: dict[str, ArrayLike] = {}
     for word in words:
         if word.endswith(".npz"):
-            found |= _loaded(word)
-            continue
-        spec, file = _aimed("npy", word, inputs, is_file=True)
-        array = np.asarray(_loaded(file)[""])
-        found[spec.name] = array[None] if array.ndim == len(spec.shape) - 1 else array
+            arrays = _loaded(word)
+            if "" in arrays:
+                raise DataError("npy", word, "is a single array, whatever its name", "write it with numpy.savez")
+        else:
+            spec, file = _aimed("npy", word, inputs, is_file=True)
+            loaded = _loaded(file)
+            if "" not in loaded:
+                raise DataError("npy", file, "holds arrays by name", "call it .npz, or write one with numpy.save")
+            array = loaded[""]
+            arrays = {spec.name: array[None] if array.ndim == len(spec.shape) - 1 else array}
+        if alone := [name for name, array in arrays.items() if not array.ndim]:
+            raise DataError("npy", word, f"the array for {alone[0]!r} is a single number", "give [rows, ...]")
+        found |= arrays
     return found
 
 
-def _loaded(file: str) -> dict[str, ArrayLike]:
+def _loaded(file: str) -> dict[str, np.ndarray]:
     """The arrays of a file by name; a single one has none."""
+    remedy = "write it with numpy.save or numpy.savez"
     try:
-        loaded = np.load(file, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return {"": loaded}
-        with loaded:
-            return {name: loaded[name] for name in loaded.files}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise DataError("npy", file, f"cannot be read: {error}", "write it with numpy.save or numpy.savez") from None
+        with Path(file).open("rb") as opened:  # which NumPy leaves open where an archive is damaged
+            loaded = np.load(opened, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return {"": loaded}
+            arrays = {name: loaded[name] for name in loaded.files}
+    # What is damaged at a place of its own may raise nearly anything in NumPy's reader, or in that of archives.
+    except (OSError, ValueError, KeyError, EOFError, SyntaxError, MemoryError, RuntimeError, *_DAMAGED) as error:
+        problem = "is no array of NumPy's, or one of objects" if "pickle" in str(error) else _line(error)
+        raise DataError("npy", file, f"cannot be read: {problem}", remedy) from None
+    if others := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+        raise DataError("npy", file, f"cannot be read: {others[0]!r} in it is no array", remedy)
+    return arrays
 
 
 def from_images(paths: Sequence[Path], white: float | None, inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
@@ -151,11 +179,18 @@ def from_images(paths: Sequence[Path], white: float | None, inputs: Sequence[Ten
     white: the number of a white pixel; None for 255 in whole numbers and 1.0 in floats
     """
     spec = _only("image", str(paths[0]), inputs)
+    if white is not None and not math.isfinite(white):
+        raise DataError("white", white, "is no number of a pixel", "for example 1 or 255")
     scale = (white if white is not None else 255.0 if _is_whole(spec) else 1.0) / 255.0
-    pictures = np.stack([_picture(path, spec) for path in paths])
+    pictures = [_scaled(_picture(path, spec), scale, spec) for path in paths]
+    is_one_size = len({picture.shape for picture in pictures}) == 1
+    return {spec.name: np.stack(pictures) if is_one_size else pictures}
+
+
+def _scaled(picture: np.ndarray, scale: float, spec: TensorSpec) -> np.ndarray:
     if _is_whole(spec):  # whether the input can hold them, the client says
-        return {spec.name: pictures if scale == 1.0 else np.rint(pictures * scale).astype(np.int64)}
-    return {spec.name: (pictures * scale).astype(np.float32 if spec.datatype == "BF16" else NUMPY[spec.datatype])}
+        return picture if scale == 1.0 else np.rint(picture * scale).astype(np.int64)
+    return (picture * scale).astype(np.float32 if spec.datatype == "BF16" else NUMPY[spec.datatype])
 
 
 def _is_whole(spec: TensorSpec) -> bool:
@@ -164,12 +199,12 @@ def _is_whole(spec: TensorSpec) -> bool:
 
 def _picture(path: Path, spec: TensorSpec) -> np.ndarray:
     """Bytes [1, H, W], [3, H, W], [H, W] or [H, W, 3], as the input has it."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     sizes = list(spec.shape[1:])
     first = len(sizes) == 3 and sizes[0] in (1, 3)
     last = len(sizes) == 3 and sizes[2] in (1, 3) and not first
-    if not (len(sizes) == 2 or first or last):
+    if not (len(sizes) == 2 or first or last) or spec.datatype in ("BYTES", "BOOL"):
         raise DataError("image", str(path), f"the model takes {described(spec)}, which is no picture", "use --npy")
     height, width = sizes[1:] if first else sizes[:2]
     is_grey = len(sizes) == 2 or (sizes[0] if first else sizes[2]) == 1
@@ -181,8 +216,10 @@ def _picture(path: Path, spec: TensorSpec) -> np.ndarray:
             is_deep = opened.mode.startswith("I;16")
             picture = Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8)) if is_deep else opened
             image = picture.convert("L" if is_grey else "RGB")
-    except (OSError, UnidentifiedImageError) as error:
-        raise DataError("image", str(path), f"is no picture: {error}", "give a PNG, JPEG or the like") from None
+    except DataError:
+        raise
+    except (OSError, ValueError, EOFError, SyntaxError, Image.DecompressionBombError, *_DAMAGED) as error:
+        raise DataError("image", str(path), f"is no picture: {_line(error)}", "give a PNG, JPEG or the like") from None
     wanted = (width if width > 0 else image.width, height if height > 0 else image.height)
     pixels = np.asarray(image if image.size == wanted else image.resize(wanted, Image.Resampling.BILINEAR))
     if is_grey and len(sizes) == 3:
@@ -267,14 +304,14 @@ def _ragged(field: str, word: str, rows: Sequence[Any], spec: TensorSpec) -> lis
 def _parsed(field: str, word: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
         raise DataError(field, word, f"is not JSON: {error}", "for example [[1, 2], [3, 4]]") from None
 
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        return sys.stdin.read() if path == "-" else Path(path).read_text()
+    except (OSError, ValueError) as error:  # the latter of bytes that are no text, and of a name with a NUL
         raise DataError("json", path, f"cannot be read: {error}", "give a file, or - for standard input") from None
 
 

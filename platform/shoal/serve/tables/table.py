@@ -68,15 +68,22 @@ def choose_columns(
         missing = [column for column in columns if column not in there]
         if missing:
             raise DataError("columns", missing[0], "is not in the table", f"it has {', '.join(there)}")
+        if twice := [column for column in columns if there.count(column) > 1]:
+            raise DataError("columns", twice[0], "is in the table more than once", "give each column its own name")
         chosen[spec.name] = columns
     return chosen
 
 
 def inputs_of(
-    table: pa.Table, inputs: Sequence[TensorSpec], chosen: Mapping[str, Sequence[str]]
+    table: pa.Table, inputs: Sequence[TensorSpec], chosen: Mapping[str, Sequence[str]], first_row: int = 0
 ) -> dict[str, np.ndarray]:
-    """The arrays [rows, ...] that the chosen columns of the table make. Raises DataError naming the column."""
-    return {spec.name: _input(table, spec, chosen[spec.name]) for spec in inputs}
+    """The arrays [rows, ...] that the chosen columns of the table make.
+
+    first_row: the number of its first row in what it is a part of
+
+    Raises DataError naming the column, and of several rows the first that does not fit.
+    """
+    return {spec.name: _input(table, spec, chosen[spec.name], first_row) for spec in inputs}
 
 
 def alike(table: pa.Table, inputs: Sequence[TensorSpec], chosen: Mapping[str, Sequence[str]]) -> list[pa.Table]:
@@ -139,8 +146,8 @@ def described(spec: TensorSpec) -> str:
     return f"{spec.datatype} [{sizes}]"
 
 
-def _input(table: pa.Table, spec: TensorSpec, columns: Sequence[str]) -> np.ndarray:
-    parts = [_values(table, column, spec) for column in columns]
+def _input(table: pa.Table, spec: TensorSpec, columns: Sequence[str], first_row: int) -> np.ndarray:
+    parts = [_values(table, column, spec, first_row) for column in columns]
     rows = len(table)
     array = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
     shape = [rows, *spec.shape[1:]]
@@ -159,10 +166,10 @@ def _input(table: pa.Table, spec: TensorSpec, columns: Sequence[str]) -> np.ndar
     return array.reshape(shape)
 
 
-def _values(table: pa.Table, column: str, spec: TensorSpec) -> np.ndarray:
+def _values(table: pa.Table, column: str, spec: TensorSpec, first_row: int) -> np.ndarray:
     """[rows, ...], with a dimension for each list that lists are in."""
     values, sizes = table.column(column).combine_chunks(), [len(table)]
-    _require_all(values, column, len(table))
+    _require_all(values, column, len(table), first_row)
     try:
         while any(is_list(values.type) for is_list in _LISTS):
             lengths = np.unique(pa.compute.list_value_length(values).to_numpy(zero_copy_only=False))
@@ -170,7 +177,7 @@ def _values(table: pa.Table, column: str, spec: TensorSpec) -> np.ndarray:
                 problem = f"its lists have from {lengths[0]} to {lengths[-1]} values"
                 raise DataError("column", column, problem, f"the input is {described(spec)}")
             values = values.flatten()
-            _require_all(values, column, len(table))
+            _require_all(values, column, len(table), first_row)
             sizes.append(int(lengths[0]) if len(lengths) else 0)
         if spec.datatype == "BYTES":
             words = np.empty(len(values), dtype=object)
@@ -180,7 +187,8 @@ def _values(table: pa.Table, column: str, spec: TensorSpec) -> np.ndarray:
     except DataError:
         raise
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-        raise DataError("column", column, f"cannot be {spec.datatype}: {error}", "choose another column") from None
+        row = f"row {first_row + _first_bad(values, spec) * len(table) // len(values)} " if len(table) > 1 else ""
+        raise DataError("column", column, f"{row}cannot be {spec.datatype}: {error}", "choose another column") from None
 
 
 def _sizes_of_rows(values: pa.Array) -> list[np.ndarray]:
@@ -197,10 +205,23 @@ def _sizes_of_rows(values: pa.Array) -> list[np.ndarray]:
     return sizes
 
 
-def _require_all(values: pa.Array, column: str, num_rows: int) -> None:
+def _first_bad(values: pa.Array, spec: TensorSpec) -> int:
+    """Which of the values is the first that the input cannot hold."""
+    low, high = 0, len(values)  # those before `low` can be held, those before `high` cannot
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            _numbers(values.slice(low, middle - low), spec.datatype)
+            low = middle
+        except (pa.ArrowException, ValueError, TypeError, OverflowError):
+            high = middle
+    return low
+
+
+def _require_all(values: pa.Array, column: str, num_rows: int, first_row: int) -> None:
     """As many values of each row. Raises DataError naming the row that lacks one."""
     if values.null_count:
-        row = values.is_null().index(True).as_py() * num_rows // len(values)
+        row = first_row + values.is_null().index(True).as_py() * num_rows // len(values)
         which = f"row {row} " if num_rows > 1 else ""
         raise DataError("column", column, f"{which}has no value", "fill it, or leave the row out")
 

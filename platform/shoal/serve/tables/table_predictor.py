@@ -7,6 +7,7 @@ so (`ragged`). Knows no file and no Ray.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -91,8 +92,7 @@ class TablePredictor:
                 inputs = inputs_of(rows, self.signature.inputs, chosen)
             except DataError as error:
                 if not self._skip_errors:
-                    remedy = "; ".join(filter(None, (error.remedy, SKIPPING)))
-                    raise DataError(error.field, error.value, error.problem, remedy) from None
+                    raise self._complaint(rows, chosen, error) from None
                 half = len(rows) // 2
                 if half:
                     found += self._requests(rows.slice(0, half), chosen) + self._requests(rows.slice(half), chosen)
@@ -103,6 +103,19 @@ class TablePredictor:
                 stop = min(start + self._max_rows, len(rows))
                 found.append(_Request({name: values[start:stop] for name, values in inputs.items()}, stop - start))
         return found
+
+    def _complaint(self, rows: pa.Table, chosen: Mapping[str, Sequence[str]], error: DataError) -> DataError:
+        """The same of the first row that makes no input alone, which has no number here: it is one of a block."""
+        for row in range(len(rows)):
+            try:
+                inputs_of(rows.slice(row, 1), self.signature.inputs, chosen)
+            except DataError as alone:
+                columns = dict.fromkeys(column for columns in chosen.values() for column in columns)
+                values = reprlib.repr(rows.select([*columns]).slice(row, 1).to_pylist()[0])
+                error = DataError(alone.field, alone.value, f"{alone.problem}, in the row {values}", alone.remedy)
+                break
+        remedy = "; ".join(filter(None, (error.remedy, SKIPPING)))
+        return DataError(error.field, error.value, error.problem, remedy)
 
     def _batches(self, requests: Sequence[_Request]) -> Iterator[list[_Request]]:
         """Requests that may share a batch, each of at most as many rows as the model takes."""
