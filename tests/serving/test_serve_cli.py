@@ -19,7 +19,7 @@ from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
 from shoal.cli import cli, serve_display
 from shoal.cli.serve import serve
-from shoal.client import Client
+from shoal.client import Client, ConfigError, transport
 from shoal.client.status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
 from shoal.errors import ShoalError
 
@@ -306,6 +306,43 @@ def test_the_token_goes_to_no_other_machine(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
     assert token_for("http://127.0.0.1:8000") == token_for("http://[::1]:1") == token_for("http://localhost:2") == TOKEN
     assert token_for("http://example.com:8000") == token_for("http://10.0.0.7") == ""
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("http://[::1", "http://localhost:abc", "http://h:80:90", "http://h:0", "http://h:65536", "http://[v1.a]:80"),
+        *("http://a..b", "http://a b", "http://a\nb", "http://h?x", "http://h#@127.0.0.1", "http://\udcff", "ftp://h"),
+        *("http://h\\@127.0.0.1", "http://" + 64 * "a", "::", ":80"),
+    ],
+)
+def test_what_is_no_address_is_refused_wherever_it_is_asked_for(word: str) -> None:
+    from shoal.client.find import find_endpoint, token_for
+
+    for ask in (find_endpoint, token_for, Client):
+        with pytest.raises(ConfigError, match="is not the address of an endpoint"):
+            ask(word)
+
+
+@pytest.mark.parametrize(
+    ("word", "url"),
+    [
+        ("127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("[::1]:8000/", "http://[::1]:8000"),
+        ("HTTP://LOCALHOST:8000", "HTTP://LOCALHOST:8000"),
+        ("https://h.example/shoal//", "https://h.example/shoal"),
+    ],
+)
+def test_an_address_may_be_short_or_have_a_path(word: str, url: str) -> None:
+    from shoal.client.find import find_endpoint
+
+    assert find_endpoint(word).url == url
+
+
+def test_what_stays_on_this_machine_goes_through_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
+    urls = ("http://127.0.0.2:8000", "http://[::1]:8000", "http://localhost:1", "http://h.example:8000")
+    assert [transport._settings(url, "", 1)["trust_env"] for url in urls] == [False, False, False, True]
 
 
 def test_a_load_is_simulated_from_what_was_measured(recorded: str) -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from shoal.addresses import is_loopback
-from shoal.errors import ConfigError, RunError
+from shoal.client.address import address_of, host_of
+from shoal.errors import RunError
 from shoal.home import existing_token
 from shoal.runs import list_running
 
@@ -37,12 +38,13 @@ def list_endpoints() -> list[FoundEndpoint]:
 
 
 def find_endpoint(wanted: str | None = None) -> FoundEndpoint:
-    """The endpoint with this name, or at this `http://` address; None for the only one that there is.
+    """The endpoint with this name, or at this address (`http://HOST:PORT`); None for the only one that there is.
 
-    Raises RunError naming what there is.
+    Raises RunError naming what there is, ConfigError for an address that is none.
     """
-    if wanted is not None and "://" in wanted:
-        return FoundEndpoint(urlsplit(wanted).netloc, wanted.rstrip("/"))
+    if wanted is not None and ":" in wanted:  # which no name has
+        url = address_of(wanted)
+        return FoundEndpoint(urlsplit(url).netloc, url)
     there = list_endpoints()
     if not there:
         raise RunError("no endpoint is up: `shoal serve deploy MODEL` starts one, `shoal models list` shows the models")
@@ -57,7 +59,4 @@ def find_endpoint(wanted: str | None = None) -> FoundEndpoint:
 
 def token_for(url: str) -> str:
     """The access token of this home, for an endpoint of this machine; "" for one elsewhere, which it is not for."""
-    host = urlsplit(url).hostname or ""
-    if urlsplit(url).scheme not in ("http", "https") or not host:
-        raise ConfigError("url", url, "is not the address of an endpoint", "write http://HOST:PORT")
-    return existing_token() if is_loopback(host) else ""
+    return existing_token() if is_loopback(host_of(url)) else ""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from urllib.parse import urlsplit
 
 import httpx
 
+from shoal.addresses import is_loopback
+from shoal.client.address import host_of
 from shoal.client.exchange import Broken, Conversation, NotSent, Outcome, Reply, Send, TooLong, Wait
 from shoal.errors import Closed, ConfigError
 
@@ -19,9 +20,7 @@ _HEADERS = {"accept": "application/json", "accept-encoding": "identity", "user-a
 
 
 def _settings(url: str, token: str, num_connections: int) -> dict[str, object]:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError("url", url, "is not the address of an endpoint", "write http://HOST:PORT")
+    host = host_of(url)
     if num_connections < 1:
         raise ConfigError("num_connections", num_connections, "must be at least 1")
     if not all("!" <= letter <= "~" for letter in token):
@@ -34,7 +33,7 @@ def _settings(url: str, token: str, num_connections: int) -> dict[str, object]:
             max_connections=num_connections, max_keepalive_connections=num_connections, keepalive_expiry=KEEP_ALIVE_S
         ),
         # A proxy of the environment is for the world outside; it would send the endpoint of this machine elsewhere.
-        "trust_env": parts.hostname not in ("localhost", "127.0.0.1", "::1"),
+        "trust_env": not is_loopback(host),
     }
 
 
