@@ -113,6 +113,8 @@ def test_compare_puts_runs_side_by_side_and_draws_them(folder: Path) -> None:
         (("run-1", "run-2", "--target", "accuracy"), "--target = 'accuracy': is not METRIC=VALUE"),
         (("run-1", "run-2", "--metric", "nope"), "--metric = 'nope': is in none of these runs. they have .*accuracy"),
         (("run-1", "run-1"), "run = 'run-1 run-1': is one run"),
+        (("run-1", "run-2", "--plot", str(folder)), "--plot = '.*': cannot be written: Is a directory. name a file"),
+        (("run-1", "run-2", "--plot", str(path / "x.png")), "cannot be written: (File exists|Not a directory)"),
     ]:
         with pytest.raises(ConfigError, match=said):
             typed(compare, *words)

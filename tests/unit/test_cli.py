@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 from click.testing import CliRunner
 
-from shoal.cli import cli
+from shoal.cli import cli, main
 from shoal.cli.job_words import job_environment
+from shoal.errors import ConnectionLost
 
 
 def test_a_job_finds_what_is_found_where_it_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +26,27 @@ def test_ctrl_c_while_a_verb_is_loaded_ends_as_any_program_does(monkeypatch: pyt
     monkeypatch.setattr("importlib.import_module", interrupted)
     result = CliRunner().invoke(cli, ["runs"])
     assert (result.exit_code, result.output) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (PermissionError(errno.EACCES, "Permission denied", "/a/b"), "/a/b: Permission denied"),
+        (OSError(errno.EXDEV, "Invalid cross-device link", "a", None, "b"), "a and b: Invalid cross-device link"),
+        (TimeoutError("/a/lock is held by another"), "/a/lock is held by another"),
+        (TimeoutError(), "TimeoutError"),
+        (ConnectionLost("nobody answers"), "nobody answers"),
+    ],
+)
+def test_what_the_system_refuses_is_said_in_a_line(
+    error: OSError, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "main", refused)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"error: {said}\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 
@@ -62,9 +63,17 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The `shoal` program: a ShoalError is printed as one line, and ends with status 1."""
+    """The `shoal` program: a ShoalError, or what the system refuses, is printed as one line, and ends with status 1."""
     try:
         cli.main(standalone_mode=True)
-    except ShoalError as error:
-        click.secho(f"error: {error}", fg="red", err=True)
+    except (ShoalError, OSError) as error:
+        click.secho(f"error: {refusal(error) if isinstance(error, OSError) else error}", fg="red", err=True)
         sys.exit(1)
+
+
+def refusal(error: OSError) -> str:
+    """What the system has refused, and why: `/a/b: Permission denied`; our own words of an error of ours."""
+    if isinstance(error, ShoalError) or not error.strerror:
+        return str(error) or type(error).__name__
+    places = [os.fsdecode(place) for place in (error.filename, error.filename2) if isinstance(place, str | bytes)]
+    return f"{' and '.join(places)}: {error.strerror}" if places else error.strerror

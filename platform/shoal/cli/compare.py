@@ -90,8 +90,13 @@ def _draw(columns: list[Column], plot: Path | None) -> Path:
     from shoal.runs.plots import png
 
     path = plot or columns[0].run.folder / "comparison.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(png(picture(columns, _names([column.run for column in columns]))))
+    drawn = png(picture(columns, _names([column.run for column in columns])))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(drawn)
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror}"
+        raise ConfigError("--plot", str(path), problem, "name a file in a folder where you may write") from None
     return path
 
 
