@@ -108,8 +108,9 @@ def _run(fields: list[str], cluster: ClusterHandle | None, console: Console, sta
         environment, python, folder = {COMMAND_VARIABLE: command}, "python", Path.cwd()  # where hooks lie
     words = [python, "-m", MODULE, *fields]
     submit(cluster, words, env=environment, working_dir=folder, submission_id=job.submission_id)
-    if _followed(job, console) is not JobStatus.SUCCEEDED:
-        raise RunError(failure(job, "batch prediction"))
+    outcome = _followed(job, console)
+    if outcome is not JobStatus.SUCCEEDED:
+        raise RunError(failure(job, "batch prediction", outcome))
 
 
 def _followed(job: Job, console: Console) -> JobStatus:

@@ -16,7 +16,7 @@ from itertools import takewhile
 
 import click
 
-from shoal.cluster.jobs import Job
+from shoal.cluster.jobs import Job, JobStatus
 from shoal.errors import ClusterError, ConnectionLost
 from shoal.home import access_token, home
 from shoal.runs.origin import COMMAND_VARIABLE
@@ -62,13 +62,17 @@ def lines_of(job: Job, timeout_s: float) -> Iterator[str]:
         yield begun
 
 
-def failure(job: Job, what: str) -> str:
-    """Why the job failed: its own error, or the last words of its log. `what` names it where there is no error."""
+def failure(job: Job, what: str, outcome: JobStatus) -> str:
+    """Why the job ended as `outcome`, which is no success: its own error, or the last words of its log.
+
+    what: names it where there is no error
+    """
     lines = [line for line in job.logs().splitlines() if line.strip() and not _RAYS_OWN.search(line)]
     begins = [index for index, line in enumerate(lines) if line.startswith(_TYPED)]
     if begins:
         return "\n".join(lines[begins[-1] :]).removeprefix(_TYPED)  # a Task's own error has a traceback, of many lines
-    return "\n".join([f"{what} failed; its last words:", *lines[-_NUM_LAST_WORDS:]])
+    ended = "was stopped by another" if outcome is JobStatus.STOPPED else "failed"
+    return "\n".join([f"{what} {ended}; its last words:", *lines[-_NUM_LAST_WORDS:]])
 
 
 def end_as_by_ctrl_c() -> None:

@@ -158,7 +158,7 @@ class _Session:
         notes = self._new_notes()  # of actors that ended by themselves; the rest are ended now
         self._finish_actors()
         if outcome is not ray_jobs.JobStatus.SUCCEEDED:
-            said = (failure(self._job, f"the job of run {self.run_id}"), *notes, self.how_to_resume())
+            said = (failure(self._job, f"the job of run {self.run_id}", outcome), *notes, self.how_to_resume())
             raise RunError("\n".join(said).rstrip())
         self._summary()
 
@@ -356,5 +356,7 @@ def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Conso
         job.end()
         console.print("stopped")
         sys.exit(130)
-    if job.status() is not ray_jobs.JobStatus.SUCCEEDED:
-        raise RunError(f"job {job.submission_id} ended as {job.status().value}")
+    outcome = job.status()
+    if outcome is not ray_jobs.JobStatus.SUCCEEDED:
+        ended = "was stopped by another" if outcome is ray_jobs.JobStatus.STOPPED else "failed"
+        raise RunError(f"job {job.submission_id} {ended}")

@@ -102,8 +102,8 @@ def _wait_until_ready(job: Job, timeout_s: float) -> tuple[str, str]:
         if ready := _READY.search(words):
             grpc = _GRPC.search(words)
             return ready[1], f"//{grpc[1]}" if grpc else ""
-        if job.outcome() is not None:
-            raise RunError(failure(job, "the job of the endpoint"))
+        if (outcome := job.outcome()) is not None:
+            raise RunError(failure(job, "the job of the endpoint", outcome))
         if time.monotonic() > deadline_s:
             raise ClusterError(f"the endpoint was not ready within {timeout_s:g} s: give it more with --timeout-s")
         time.sleep(POLL_S)

@@ -197,8 +197,8 @@ def _wait_until_ready(job: Job, run_id: str, timeout_s: float) -> FoundEndpoint:
         for point in _endpoints(run_id):
             if point.kind == INFERENCE and point.state == "ready":
                 return FoundEndpoint(point.name, point.address, run_id)
-        if job.outcome() is not None:
-            raise RunError(failure(job, "the job of the endpoint"))
+        if (outcome := job.outcome()) is not None:
+            raise RunError(failure(job, "the job of the endpoint", outcome))
         if time.monotonic() > deadline_s:
             raise ClusterError(f"the endpoint was not ready within {timeout_s:g} s: give it more with --timeout-s")
         time.sleep(POLL_S)
