@@ -251,7 +251,11 @@ def test_the_command_is_what_the_user_typed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "word", ["endpoint.token=hush", "endpoint.token=a=hush", "token=hush", "--token=hush", "endpoint={token: hush}"]
+    "word",
+    [
+        *("endpoint.token=hush", "endpoint.token=a=hush", "token=hush", "--token=hush", "endpoint={token: hush}"),
+        *("args.password=hush", "args.api_key=hush", "args={secret: hush}"),
+    ],
 )
 def test_a_token_is_not_recorded(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHOAL_COMMAND", raising=False)
@@ -279,6 +283,8 @@ def test_words_with_secrets_reach_a_job_unseen(monkeypatch: pytest.MonkeyPatch) 
         ("cd /x && exec python a.py b=1", "cd /x && exec python a.py b=1"),
         ("python a.py 'endpoint.keys=[{key: S3CRET}]' b=1", "python a.py 'endpoint.keys=***' b=1"),
         ("python a.py b=1 'it", "python a.py b=1 'it"),
+        ("python a.py --token S3CRET b=1", "python a.py --token '***' b=1"),
+        ("python a.py --token", "python a.py --token"),
         ("python a.py 'endpoint.keys=[{key: S3CRET}]", "python a.py '***"),
     ],
 )

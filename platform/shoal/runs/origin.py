@@ -19,10 +19,12 @@ GIT_TIMEOUT_S = 5.0
 COMMAND_VARIABLE = "SHOAL_COMMAND"  # set for the job by whoever started it for the user
 SECRETS_VARIABLE = "SHOAL_SECRET_WORDS"  # likewise: the words of its command line that are masked there
 
-# endpoint.token=..., endpoint.keys=..., and endpoint={token: ...}
+# endpoint.token=..., endpoint.keys=..., and endpoint={token: ...}; a Task's arguments may have others
+_NAMES = r"(?:token|keys|password|secret|api[_-]?key)"
 _SECRET = re.compile(
-    r"(?P<name>(?:[\w.]*\.|-*)(?:token|keys))=|(?P<parent>[\w.]+)=\s*\{.*\b(?:token|keys)\b", re.IGNORECASE | re.DOTALL
+    rf"(?P<name>(?:[\w.]*\.|-*){_NAMES})=|(?P<parent>[\w.]+)=\s*\{{.*\b{_NAMES}\b", re.IGNORECASE | re.DOTALL
 )
+_OPTION = re.compile(rf"--{_NAMES}", re.IGNORECASE)  # of somebody's own program; its value is the next word
 
 
 def git_revision(folder: Path) -> tuple[str | None, bool]:
@@ -51,7 +53,7 @@ def command_line() -> str:
 
 def as_typed(words: Sequence[str]) -> str:
     """The words of a command as one line for a shell; the value of a token (`endpoint.token=...`) is left out."""
-    return shlex.join(_masked(word) for word in words)
+    return shlex.join(_all_masked(words))
 
 
 def masked_line(line: str) -> str:
@@ -61,7 +63,7 @@ def masked_line(line: str) -> str:
     except ValueError:  # a quotation that does not end
         secret = _SECRET.search(line)
         return f"{line[: secret.start()]}***" if secret else line
-    return line if words == [_masked(word) for word in words] else as_typed(words)
+    return line if words == _all_masked(words) else as_typed(words)
 
 
 def apart(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -74,6 +76,11 @@ def joined(words: Sequence[str]) -> list[str]:
     """In the job: what `apart` was given."""
     secrets: list[str] = json.loads(os.environ.get(SECRETS_VARIABLE, "[]"))
     return [secrets.pop(0) if secrets and word == _masked(secrets[0]) else word for word in words]
+
+
+def _all_masked(words: Sequence[str]) -> list[str]:
+    before = ("", *words)
+    return ["***" if _OPTION.fullmatch(option) else _masked(word) for option, word in zip(before, words, strict=False)]
 
 
 def _masked(word: str) -> str:
