@@ -9,7 +9,8 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from shoal.errors import RunError
+from shoal.errors import DataError, RunError
+from shoal.flows.batch_predict import BatchPredictSpec, check
 from shoal.serve.tables.batch_output import has_rows, incoming_for, num_rows, publish, require_all_rows
 
 
@@ -63,3 +64,19 @@ def test_what_cannot_have_its_name_is_kept(tmp_path: Path) -> None:
     publish(incoming, tmp_path / "other")
     assert not incoming.exists()
     assert num_rows([*(tmp_path / "other").glob("*.parquet")]) == 6
+
+
+@pytest.mark.parametrize("end", ["parquet", "csv"])
+def test_a_broken_file_is_found_before_anything_is_computed(end: str, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    whole = folder / f"0.{end}"
+    if end == "parquet":
+        pyarrow.parquet.write_table(pa.table({"x": [1]}), whole)
+    else:
+        whole.write_text("x\n1\n")
+    (folder / f"1.{end}").write_bytes(b"")
+    spec = BatchPredictSpec(model="m", input=str(folder), output=str(tmp_path / "out"))
+    said = rf"input = '.*/in/1\.{end}': cannot be read: .*\. give a CSV or a Parquet file$"
+    with pytest.raises(DataError, match=said):
+        check(spec)

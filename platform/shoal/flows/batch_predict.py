@@ -68,13 +68,13 @@ def input_files(path: str) -> list[Path]:
 
 
 def check(spec: BatchPredictSpec) -> None:
-    """Whether the model and the columns are there. Raises DataError, RegistryError."""
+    """Whether the model and the columns are there, and all files can be read. Raises DataError, RegistryError."""
     for field in ("model", "input", "output"):
         if not getattr(spec, field):
             raise DataError(field, "", "is not given", f"write {field}=...")
     if Path(spec.output).exists():
         raise DataError("output", spec.output, "exists already", "name a folder that does not, or remove it")
-    seen = _schema(input_files(spec.input)[0])
+    seen, *_ = [_schema(file) for file in input_files(spec.input)]  # of all: none is to be found broken hours later
     _types(spec, seen)
     if missing := [column for column in spec.keep if column not in seen.names]:
         raise DataError("keep", missing[0], "is not in the table", f"it has {', '.join(seen.names)}")
@@ -122,7 +122,8 @@ def _schema(file: Path) -> pa.Schema:
                 return reader.schema
         return pyarrow.parquet.read_schema(file)
     except (OSError, pa.ArrowException) as error:
-        raise DataError("input", str(file), f"cannot be read: {error}", "give a CSV or a Parquet file") from None
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise DataError("input", str(file), f"cannot be read: {reason}", "give a CSV or a Parquet file") from None
 
 
 if __name__ == "__main__":
