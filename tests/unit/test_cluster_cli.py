@@ -33,7 +33,7 @@ from shoal.cluster.dashboard import Resources
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import PATIENCE_S, Job, JobInfo, JobStatus
 from shoal.cluster.processes import MARKER
-from shoal.errors import ClusterError, ConnectionLost, RunError, ShoalError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError, ShoalError
 from shoal.runs.database import connect
 
 
@@ -380,3 +380,9 @@ def test_a_prediction_outlives_a_dashboard_that_is_silent_for_a_while(
     clock.told = told
     assert batch_predict._followed(Told(True, clock), Console(file=printed)) is JobStatus.SUCCEEDED
     assert printed.getvalue().splitlines() == ["1001 s", "1002 s", "1003 s", "1004 s"]
+
+
+def test_a_path_that_is_no_text_is_refused_by_its_name() -> None:
+    result = CliRunner().invoke(batch_predict.batch_predict, ["m", "rows\udcff.csv", "out"])
+    assert isinstance(result.exception, ConfigError)
+    assert r"rows\udcff.csv': is no text" in str(result.exception)

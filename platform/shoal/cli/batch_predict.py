@@ -27,9 +27,10 @@ from shoal.cluster.embedded import start
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import Job, JobStatus, new_submission_id, submit
 from shoal.config import word_of
-from shoal.errors import RunError
+from shoal.errors import ConfigError, RunError
 from shoal.flows.batch_predict import BatchPredictSpec, check
 from shoal.runs.origin import COMMAND_VARIABLE, as_typed
+from shoal.runs.storable import storable
 
 POLL_S = 0.2
 MODULE = "shoal.flows.batch_predict"
@@ -73,6 +74,9 @@ def batch_predict(
       shoal batch-predict fashion@3 images.parquet predicted options.precision=bf16 --skip-errors
     """
     paths = {"input": str(Path(source).resolve()), "output": str(Path(output).resolve())}
+    for field, path in paths.items():
+        if storable(path) != path:  # the job is told in words, and the record has them
+            raise ConfigError(field, path, "is no text", "give files and folders names in UTF-8")
     fields = [word_of(path, value) for path, value in {"model": model, **paths}.items()] + list(words)
     fields += [word_of("columns", list(columns))] if columns else []
     fields += [word_of("keep", [each.strip() for each in keep.split(",")])] if keep else []
