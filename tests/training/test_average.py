@@ -62,6 +62,38 @@ def test_it_is_the_average_that_the_formula_says() -> None:
     assert torch.equal(module.weight, live)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_half_precision_are_averaged_although_a_step_is_less_than_they_can_hold(dtype: torch.dtype) -> None:
+    module, decay, num_steps = nn.Linear(3, 2, dtype=dtype), 0.999, 3000
+    average = Average(_Whole(module), decay)  # type: ignore[arg-type]
+    nn.init.ones_(module.weight)
+    average.begin_anew()
+    average.num_updates = 9 * num_steps  # past the low beginning
+    nn.init.constant_(module.weight, 1.5)
+    for step in range(num_steps):
+        average.update()
+        if step % 100 == 0:
+            with average.applied():  # rounds the weights, and not the averages
+                pass
+    assert (module.weight == 1.5).all()
+    expected = 1.5 - 0.5 * decay**num_steps
+    with average.applied():
+        assert module.weight[0, 0].item() == pytest.approx(expected, rel=2**-8)  # of bfloat16's eight bits
+    assert (module.weight == 1.5).all()
+    torch.testing.assert_close(average.state_dict()["weights"]["weight"], torch.full((2, 3), expected))
+
+
+def test_complex_weights_are_averaged_too() -> None:
+    module = nn.Module()
+    module.turn = nn.Parameter(torch.tensor([1 + 2j]))
+    average = Average(_Whole(module), decay=0.05)  # type: ignore[arg-type]
+    with torch.no_grad():
+        module.turn.fill_(3 - 2j)
+    average.update()
+    with average.applied():
+        torch.testing.assert_close(module.turn.detach(), torch.tensor([0.05 * (1 + 2j) + 0.95 * (3 - 2j)]))
+
+
 def test_the_weights_come_back_to_the_bit_also_after_an_error_and_buffers_stay() -> None:
     module = _network()
     average = Average(_Whole(module), decay=0.9)  # type: ignore[arg-type]

@@ -1,7 +1,9 @@
 """An exponential moving average of the weights, which is evaluated and registered in place of the last ones.
 
-Owns one averaged copy of each parameter that this rank holds, split as the parameter is. Called by the Trainer after
-each step of the optimiser. Buffers are not averaged: the averaged network has the newest ones.
+Owns one averaged copy of each parameter that this rank holds, split as the parameter is, and in float32 where that is
+of half precision: a thousandth of a difference is less than such a number can be told from the next one, and the
+average would stand still. Called by the Trainer after each step of the optimiser. Buffers are not averaged: the
+averaged network has the newest ones.
 """
 
 from __future__ import annotations
@@ -29,26 +31,37 @@ class Average:
     def __init__(self, model: ParallelModel, decay: float) -> None:
         self.decay, self.num_updates = decay, 0
         self._model = model
-        self._weights = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
-        self._averages = {name: each.detach().clone() for name, each in self._weights.items()}
+        self._weights = {name: each for name, each in model.named_parameters() if _has_average(each)}
+        self._averages = {name: _precise(each.detach()) for name, each in self._weights.items()}
 
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights as they are now into the average."""
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         self.num_updates += 1
-        averages, weights = _local(self._averages.values()), _local(self._weights.values())
-        if averages:
-            get_ema_multi_avg_fn(decay)(averages, weights, self.num_updates)
+        pairs = self._pairs()
+        if pairs:
+            averages = [average for _, average in pairs]
+            get_ema_multi_avg_fn(decay)(
+                averages, [weight.to(average.dtype) for weight, average in pairs], self.num_updates
+            )
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within, the model has the averaged weights; afterwards its own again, to the bit. Not for training."""
+        rounded = [(weight, average) for weight, average in self._pairs() if weight.dtype != average.dtype]
+        own = [weight.clone() for weight, _ in rounded]
         self._swap()
+        with torch.no_grad():
+            for weight, average in rounded:
+                weight.copy_(average)
         try:
             yield
         finally:
             self._swap()
+            with torch.no_grad():
+                for (weight, _), before in zip(rounded, own, strict=True):
+                    weight.copy_(before)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint of any plan: the averages by the parameters' names, and the number of updates."""
@@ -70,12 +83,17 @@ class Average:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange weights and averages in place, one at a time, so that only one is held twice."""
+        """Exchange weights and averages of one type in place, one at a time, so that only one is held twice."""
         gather_anew(self._model.modules)
-        for weight, average in zip(_local(self._weights.values()), _local(self._averages.values()), strict=True):
-            before = weight.clone()
-            weight.copy_(average)
-            average.copy_(before)
+        for weight, average in self._pairs():
+            if weight.dtype == average.dtype:
+                before = weight.clone()
+                weight.copy_(average)
+                average.copy_(before)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each weight and its average: what of them lies on this rank."""
+        return list(zip(_local(self._weights.values()), _local(self._averages.values()), strict=True))
 
 
 def gather_anew(modules: Iterable[nn.Module]) -> None:
@@ -84,6 +102,15 @@ def gather_anew(modules: Iterable[nn.Module]) -> None:
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
+
+
+def _has_average(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    """A copy, of at least the precision of float32."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
 
 def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
