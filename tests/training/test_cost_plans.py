@@ -26,6 +26,7 @@ from shoal.train.optimizers import make_optimizer
 PLANS = {
     "ddp": ["parallel=ddp"],
     "ddp, accumulating, clipped": ["parallel=ddp", "parallel.accumulate=2", "clip_norm=1.0"],
+    "ddp, whose ranks share statistics in the forward pass": ["parallel=ddp", "args.normalises=true"],
     "fsdp": ["parallel=fsdp"],
     "tensor": ["parallel=tensor"],
     "pipeline": ["parallel=pipeline"],
@@ -41,24 +42,25 @@ WITHIN = 0.1
 class Net(nn.Module):
     """Convolutions, which have scratch memory, and linear layers, which can be split."""
 
-    def __init__(self) -> None:
+    def __init__(self, normalises: bool = False) -> None:
         super().__init__()
         self.conv1, self.conv2 = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 8, 3)
+        self.norm = nn.BatchNorm2d(8) if normalises else nn.Identity()
         self.flat, self.first = nn.Flatten(), nn.Linear(8 * 12 * 12, 64)
         self.middle, self.last = nn.Linear(64, 64), nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        hidden = self.first(self.flat(self.conv2(self.conv1(images).relu()).relu())).relu()
+        hidden = self.first(self.flat(self.norm(self.conv2(self.conv1(images).relu())).relu())).relu()
         result: Tensor = self.last(self.middle(hidden).relu())
         return result
 
 
 class Pictures(Task):
-    def __init__(self, *, cuts: tuple[str, ...] = ("flat",)) -> None:
-        self.cuts = cuts
+    def __init__(self, *, cuts: tuple[str, ...] = ("flat",), normalises: bool = False) -> None:
+        self.cuts, self.normalises = cuts, normalises
 
     def model(self) -> nn.Module:
-        return Net()
+        return Net(self.normalises)
 
     def data(self) -> Data:
         return Data(TensorDataset(torch.randn(32, 1, 16, 16), torch.randint(0, 10, (32,))))

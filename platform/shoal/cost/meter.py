@@ -78,6 +78,11 @@ class Meter(TorchDispatchMode):
         for storage in (*(local(tensor).untyped_storage() for tensor in tensors), *storages):
             self._note(storage, is_new=False)
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Let the storages of these count nothing."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            self._alive[id(storage)] = (weakref.ref(storage, self._forgetting(id(storage), False)), 0)
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -169,14 +174,17 @@ def metered(
     held: Iterable[Tensor] = (),
     buckets: Iterable[torch.UntypedStorage] = (),
     is_pretended: bool = False,
+    elsewhere: Iterable[Tensor] = (),
 ) -> Iterator[Reading]:
     """Count what the body does; the reading is complete when the body has ended.
 
     grown:         who hears of memory, and is told what it cannot hear
     held, buckets: tensors, and storages, that are there all the time (parameters, optimiser state), touched or not
     is_pretended:  the group is; what a real one would allocate for itself is allocated in its place
+    elsewhere:     tensors in memory that is not this rank's own
     """
     meter = Meter(grown or Growth(), is_pretended)
+    meter.leave_out(elsewhere)
     meter.hold(held, buckets)
     resize = torch.UntypedStorage.resize_
 

@@ -29,7 +29,7 @@ def metering(model: ParallelModel, optimizer: Optimizer, is_pretended: bool = Fa
     buckets = _kept_gradients(parameters)
     held = [*state["parameters"], *state["optimizer"]]
     past_group_bytes = model.sent_past_group_bytes
-    with growth(device) as grown, metered(grown, held, buckets, is_pretended) as reading:
+    with growth(device) as grown, metered(grown, held, buckets, is_pretended, model.host_memory) as reading:
         yield found
     found |= {
         "parameters_rank": float(sum(local(parameter).numel() for parameter in parameters)),

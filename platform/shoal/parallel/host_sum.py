@@ -42,6 +42,7 @@ class HostSum:
 
     waited_s:   seconds that this rank has spent in sums so far
     sent_bytes: what it would have sent for them in a ring, as the cost of collectives is counted
+    memory:     that the ranks share, [2 turns, n ranks, CHUNK_BYTES]
     """
 
     def __init__(self, rank: int, peers: Peers) -> None:
@@ -51,7 +52,7 @@ class HostSum:
         self.waited_s = self.sent_bytes = 0.0
         memory = _shared(self._peers, rank, 2 * self.size * CHUNK_BYTES)
         wait_in_the_system(peers)
-        self._turns = torch.frombuffer(memory, dtype=torch.uint8).view(2, self.size, CHUNK_BYTES)
+        self.memory = torch.frombuffer(memory, dtype=torch.uint8).view(2, self.size, CHUNK_BYTES)
         self._turn = 0
         self._rows: dict[tuple[int, int, torch.dtype], _Rows] = {}
 
@@ -108,7 +109,7 @@ class HostSum:
         key = (self._turn, part.numel(), part.dtype)
         if key not in self._rows:
             size = part.numel() * part.element_size()
-            rows = [row[:size].view(part.dtype) for row in self._turns[self._turn]]
+            rows = [row[:size].view(part.dtype) for row in self.memory[self._turn]]
             self._rows[key] = _Rows(rows, _WORD.pack(part.numel()))
         return self._rows[key]
 
@@ -134,7 +135,7 @@ class HostSum:
         for peer in self._peers:
             peer.close()
         self._rows.clear()
-        self._turns = self._turns.new_empty(0)  # the last that keeps the memory mapped
+        self.memory = self.memory.new_empty(0)  # the last that keeps it mapped
 
 
 def _shared(peers: list[socket.socket], rank: int, size: int) -> mmap.mmap:

@@ -133,6 +133,11 @@ class ParallelModel(ABC):
         return 0.0
 
     @property
+    def host_memory(self) -> list[Tensor]:
+        """What lies in memory that ranks of a host share to hand tensors to each other, and is no rank's own."""
+        return []
+
+    @property
     def busy_by_stage(self) -> dict[tuple[int, str], float]:
         """Seconds that each of this rank's pipeline stages, forward and backward, has computed so far; {} without."""
         return {}

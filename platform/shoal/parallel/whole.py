@@ -139,6 +139,10 @@ class Whole(ParallelModel):
     def sent_past_group_bytes(self) -> float:
         return self._on_host.sent_bytes if self._on_host else 0.0
 
+    @property
+    def host_memory(self) -> list[Tensor]:
+        return [self._on_host.memory] if self._on_host else []
+
     def close(self) -> None:
         if self._on_host:
             self._on_host.close()
