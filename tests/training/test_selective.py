@@ -90,6 +90,14 @@ def test_samples_are_chosen_by_the_percentile_of_their_loss() -> None:
     assert float(counts.sum()) / num_draws / 1000 == pytest.approx(1 / 3, abs=0.01)
 
 
+def test_it_takes_every_seed_that_a_run_takes() -> None:
+    largest = 2**63 - 1
+    assert TrainSpec(seed=largest).seed == largest
+    model = _Whole(_Stored())
+    made = SelectiveBackprop(SelectiveSpec(), model, _Stored(), seed=largest)  # type: ignore[arg-type]
+    made.train_step(_batches(1)[0], 0)
+
+
 def test_the_weights_move_when_a_whole_batch_was_chosen_and_by_its_samples_alone() -> None:
     model, selective = _made(SelectiveSpec(beta=1.0), _Stored())
     for step, batch in enumerate(_batches(40)):

@@ -48,7 +48,8 @@ class SelectiveBackprop:
     def __init__(self, spec: SelectiveSpec, model: ParallelModel, task: Task, seed: int) -> None:
         self._spec, self._model, self._task = spec, model, task
         self._parameters = [parameter for _, parameter in model.named_parameters()]
-        self._random = torch.Generator().manual_seed(seed * 1_000_003 + model.data_rank)  # alike on tensor peers
+        own_seed = (seed * 1_000_003 + model.data_rank) % 2**63  # alike on tensor peers; within what torch takes
+        self._random = torch.Generator().manual_seed(own_seed)
         self._recent = torch.empty(0)
         self._waiting: Any = None  # a batch of chosen samples, oldest first
         self._num_waiting = 0
