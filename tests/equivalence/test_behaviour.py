@@ -115,6 +115,10 @@ def _behaviour(world: World) -> dict[str, Any]:
         found[f"evaluated {plan}"] = float(parallel.total(sums["loss"]) / 5)
     torch.manual_seed(world.rank)
     found["unalike"] = _refusal(nn.Linear(3, 3), {"shard": True}, world)
+    torch.manual_seed(0)
+    turning = nn.Linear(3, 3)
+    turning.register_buffer("turns", torch.full((2,), complex(1, world.rank)))
+    found["unalike in one part"] = _refusal(turning, {"shard": True}, world)
     return found
 
 
@@ -146,6 +150,7 @@ def test_behaviour() -> None:
         for plan in ("{}", "{'shard': True}"):
             assert math.isclose(found[f"evaluated {plan}"], loss, rel_tol=1e-5)
         assert f"weight is not the same on ranks {rank} and {1 - rank}" in found["unalike"]
+        assert f"turns is not the same on ranks {rank} and {1 - rank}" in found["unalike in one part"]
 
 
 def _compiled(world: World) -> list[list[float]]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.errors import PlanError
@@ -60,13 +61,19 @@ def spread(
 def _check_alike(model: nn.Module, world: World) -> None:
     """Raises PlanError when ranks have built models with other weights. Collective."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    sums = {name: float(each.detach().double().sum()) for name, each in tensors}
+    sums = {name: _sum(each.detach()) for name, each in tensors}
     for rank, theirs in enumerate(world.gather(sums)):
         for name in dict.fromkeys([*sums, *theirs]):
             if repr(theirs.get(name)) != repr(sums.get(name)):
                 problem = f"{name} is not the same on ranks {world.rank} and {rank}"
                 remedy = "let Task.model() draw from torch's generator only, which is seeded alike everywhere"
                 raise PlanError("model", type(model).__name__, problem, remedy)
+
+
+def _sum(tensor: Tensor) -> float | complex:
+    """In double precision, of a complex tensor its imaginary part included."""
+    total: float | complex = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).sum().item()
+    return total
 
 
 def make_mesh(degrees: Degrees, world: World) -> DeviceMesh:
