@@ -110,6 +110,19 @@ def test_a_stage_without_weights_has_an_optimizer_too() -> None:
     set_rate(optimizer, 0.1)
 
 
+class _OfTrained(Task):
+    """A Task that leaves out what is frozen."""
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([each for each in parameters if each.requires_grad], lr=0.1)
+
+
+def test_a_frozen_stage_has_an_optimizer_too() -> None:
+    frozen = [each.requires_grad_(False) for each in _parameters()]
+    make_optimizer(_OfTrained(), OptimizerSpec(), frozen).step()
+    assert len(make_optimizer(_OfTrained(), OptimizerSpec(), [*frozen, *_parameters(1)]).param_groups[0]["params"]) == 1
+
+
 def test_something_else_than_an_optimizer_is_refused() -> None:
     class Wrong(Task):
         def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -26,13 +26,14 @@ _FUSED_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps"})
 def make_optimizer(task: Task, spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """The Task's own optimiser, or the one that `spec` describes; each group knows its `initial_lr`.
 
-    parameters: this rank's; none at all is allowed (a pipeline stage without weights)
+    parameters: this rank's; none to train at all is allowed (a pipeline stage that is frozen, or without weights), and
+                then the Task is not asked: it may leave out what is frozen, and no optimiser takes nothing
 
     Raises ConfigError when the Task gives something else than an optimiser, or one whose step needs a closure, and when
     it has one of its own while the spec describes another.
     """
     held = list(parameters)
-    own: object = task.optimizer(iter(held)) if held else None
+    own: object = task.optimizer(iter(held)) if any(each.requires_grad for each in held) else None
     optimizer = _from_spec(spec, held) if own is None else own
     if not isinstance(optimizer, Optimizer):
         problem = f"{type(task).__name__}.optimizer gave a {type(own).__name__}"
