@@ -84,6 +84,16 @@ def test_products_with_vectors_and_distances_are_not_nothing() -> None:
     assert reading.flops == 3 * 6 * 6 * 4
 
 
+def test_norms_and_sparse_gradients_multiply_nothing() -> None:
+    rows = torch.randn(4, 8, requires_grad=True)
+    similarity = read(nn.CosineSimilarity(), rows, torch.randn(4, 8))
+    with metered() as reading:
+        (nn.functional.normalize(rows) + rows.norm()).sum().backward()
+    looked_up = read(nn.Embedding(6, 2, sparse=True), torch.tensor([1, 1]))
+    assert similarity.flops == reading.flops == looked_up.flops == 0
+    assert not (similarity.unknown | reading.unknown | looked_up.unknown)
+
+
 def test_products_that_are_added_up_and_convolutions_over_time() -> None:
     left, right = torch.randn(3, 4, 5, requires_grad=True), torch.randn(3, 5, 6)
     with metered() as reading:

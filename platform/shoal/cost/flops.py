@@ -50,6 +50,8 @@ _UNKNOWN_ATEN = (
     ),
     *("grid_sampler", "_grouped_mm", "_scaled_grouped_mm", "segment_reduce", "fbgemm_"),
 )
+# Which begin as those do, and multiply no matrices.
+_FREE_ATEN = frozenset({"linalg_vector_norm", "linalg_cross", "_sparse_coo_tensor_with_dims_and_tensors"})
 # Namespaces whose operators move data or ask for metadata, and compute nothing.
 _FREE_NAMESPACES = frozenset(
     {"prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "profiler"}
@@ -66,7 +68,8 @@ def count(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int
     if known is not None:
         return int(known(*args, **kwargs, out_val=out))
     if op.namespace == "aten":
-        return None if packet.__name__.startswith(_UNKNOWN_ATEN) else 0
+        name = packet.__name__
+        return None if name.startswith(_UNKNOWN_ATEN) and name not in _FREE_ATEN else 0
     return 0 if op.namespace in _FREE_NAMESPACES else None
 
 
