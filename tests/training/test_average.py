@@ -170,6 +170,19 @@ def test_a_histogram_counts_every_finite_value_once() -> None:
     assert constant[0].sum() == 7
 
 
+def test_a_histogram_of_complex_values_has_both_parts_and_of_a_sparse_gradient_its_values() -> None:
+    table = nn.Embedding(100, 2, sparse=True)
+    table(torch.tensor([3, 3, 7])).sum().backward()
+    assert table.weight.grad is not None
+    for values, expected in ((torch.tensor([1 - 1j, 3 + 2j]), 4), (table.weight.grad, 4)):
+        found = histogram_of(values)
+        assert found is not None
+        assert found[0].sum() == expected
+    found = histogram_of(torch.tensor([1 - 1j, 3 + 2j]))
+    assert found is not None
+    assert (found[1][0], found[1][-1]) == (-1.0, 3.0)
+
+
 def test_a_bin_holds_more_values_than_can_be_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     limit, histc = 16, torch.histc  # as if float32 were full at 16 in place of 2**24
     monkeypatch.setattr("shoal.train.histograms.COUNTED_AT_ONCE", limit)

@@ -45,6 +45,7 @@ def _check(model: nn.Module, plan: dict[str, Any] | str, workers: int, device: s
             "'1': is a NormAndActivation, .* use one data",
         ),
         (nn.BatchNorm1d(6, track_running_stats=False), "fsdp", 2, "has no running statistics: .* nn.GroupNorm"),
+        (nn.Embedding(6, 4, sparse=True), "fsdp", 2, "has sparse gradients, which cannot be sharded"),
     ],
 )
 def test_refusals(model: nn.Module, plan: Any, workers: int, message: str) -> None:

@@ -82,10 +82,16 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     """Of the storages behind the tensors, each once; of a distributed tensor, what lies on this rank."""
     storages = {}
     for tensor in tensors:
-        if tensor is not None:
-            storage = local(tensor).untyped_storage()
+        for storage in storages_of(tensor) if tensor is not None else ():
             storages[storage.data_ptr() or id(storage)] = storage.nbytes()
     return sum(storages.values())
+
+
+def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """What of a tensor lies on this rank: one storage; of a sparse one, that of its indices and that of its values."""
+    here = local(tensor)
+    parts = [here._indices(), here._values()] if here.layout is torch.sparse_coo else [here]
+    return [part.untyped_storage() for part in parts]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.cost import flops, traffic
 from shoal.cost.carried import Carried
-from shoal.cost.memory import Growth, local
+from shoal.cost.memory import Growth, storages_of
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Meter(TorchDispatchMode):
 
     def hold(self, tensors: Iterable[Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> None:
         """Count these as there from the beginning, touched or not."""
-        for storage in (*(local(tensor).untyped_storage() for tensor in tensors), *storages):
+        for storage in (*(each for tensor in tensors for each in storages_of(tensor)), *storages):
             self._note(storage, is_new=False)
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
@@ -132,7 +132,8 @@ class Meter(TorchDispatchMode):
             self.reading.sent[func._overloadpacket.__name__] += int(sent)
 
     def _see(self, tensor: Tensor, is_new: bool) -> None:
-        self._note(local(tensor).untyped_storage(), is_new)
+        for storage in storages_of(tensor):
+            self._note(storage, is_new)
 
     def _note(self, storage: torch.UntypedStorage, is_new: bool) -> None:
         if id(storage) in self._alive:

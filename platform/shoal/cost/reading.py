@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.cost.memory import bytes_of, growth, local, state_of
+from shoal.cost.memory import bytes_of, growth, local, state_of, storages_of
 from shoal.cost.meter import metered
 from shoal.parallel.model import ParallelModel
 
@@ -45,7 +45,7 @@ def metering(model: ParallelModel, optimizer: Optimizer, is_pretended: bool = Fa
 
 def _kept_gradients(parameters: list[torch.nn.Parameter]) -> list[torch.UntypedStorage]:
     """Clear the gradients, as the step will, and tell what memory of theirs stays: the buckets of DDP."""
-    storages = {id(each): each for each in (local(gradient).untyped_storage() for gradient in _gradients(parameters))}
+    storages = {id(each): each for gradient in _gradients(parameters) for each in storages_of(gradient)}
     references = [weakref.ref(each) for each in storages.values()]
     storages.clear()
     for parameter in parameters:

@@ -63,6 +63,9 @@ def _check_shardable(model: nn.Module) -> None:
         if parameter.ndim == 0:
             problem = "is a parameter without a dimension, which cannot be sharded"
             raise PlanError("parallel.shard", name, problem, "give it the shape [1], or use ddp")
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise PlanError("parallel.shard", name, "has sparse gradients, which cannot be sharded", "use sparse=False")
     if len(dtypes) > 1:
         listed = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
         raise PlanError("parallel.shard", True, f"parameters of several types: {listed}", "use one dtype, or ddp")

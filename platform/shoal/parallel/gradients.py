@@ -24,6 +24,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def held(gradient: Tensor) -> Tensor:
+    """The values of a gradient that lie on this rank, in its own memory; of a sparse one, those that it has."""
+    return gradient._values() if gradient.is_sparse else local(gradient)
+
+
 def global_norm(
     parameters: Iterable[nn.Parameter], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Tensor:
@@ -36,7 +41,10 @@ def global_norm(
     split: dict[tuple[object, ...], list[DTensor]] = {}
     for parameter in parameters:
         grad = parameter.grad
-        if isinstance(grad, DTensor):
+        if grad is not None and grad.is_sparse:  # rows that are used twice stand in it twice
+            parameter.grad = grad.coalesce()
+            plain.append(held(parameter.grad))
+        elif isinstance(grad, DTensor):
             split.setdefault((grad.device_mesh, grad.placements), []).append(grad)
         elif grad is not None:
             plain.append(grad)
@@ -53,7 +61,7 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, device: torch.devi
     parameters = list(parameters)
     norm = global_norm(parameters, device)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [held(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)
     return norm
@@ -61,7 +69,7 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, device: torch.devi
 
 def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient by `factor`."""
-    grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [held(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)
 

@@ -72,6 +72,8 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, 
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:  # another rank may have used other rows
+            parameter.grad = parameter.grad.to_dense()
         elif isinstance(parameter.grad, DTensor):  # which use of a split layer it is from decides how it is split
             assert isinstance(parameter, DTensor)
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from shoal.errors import SpecMismatch
 
@@ -191,6 +191,7 @@ def _all_of(optimizer: Optimizer) -> list[nn.Parameter]:
 def _standing_still(optimizer: Optimizer, new: list[nn.Parameter]) -> Iterator[None]:
     """Within, the rate is 0, and only `new` have gradients, zeros; afterwards all that there was is as it was."""
     everything = _all_of(optimizer)
+    layout = torch.sparse_coo if isinstance(optimizer, SparseAdam) else torch.strided  # it takes no other
     grads = [parameter.grad for parameter in everything]
     kept = [parameter.detach().clone() for parameter in new]
     settings = [{key: (each, _copied(each)) for key, each in group.items()} for group in optimizer.param_groups]
@@ -199,7 +200,7 @@ def _standing_still(optimizer: Optimizer, new: list[nn.Parameter]) -> Iterator[N
             parameter.grad = None
         for parameter in new:  # zeros, of which weight decay makes nothing
             assign(parameter.data, torch.zeros_like(parameter))
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, layout=layout)
         for group in optimizer.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         yield

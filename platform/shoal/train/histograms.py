@@ -30,10 +30,14 @@ def write_histograms(journal: Journal, model: ParallelModel, step: int) -> None:
 
 
 def histogram_of(tensor: Tensor, num_bins: int = NUM_BINS) -> tuple[np.ndarray, np.ndarray] | None:
-    """Counts [bins] and edges [bins + 1] of the finite values of this rank's part; None when there are none."""
+    """Counts [bins] and edges [bins + 1] of the finite values of this rank's part; None when there are none.
+
+    Of complex values both parts are counted, of a sparse gradient the values that it has.
+    """
     local = tensor.detach()
     local = local.to_local() if isinstance(local, DTensor) else local
-    values = local.float().flatten()
+    local = local.coalesce().values() if local.is_sparse else local
+    values = (torch.view_as_real(local.resolve_conj()) if local.is_complex() else local).float().flatten()
     values = values[torch.isfinite(values)]
     if not values.numel():
         return None
