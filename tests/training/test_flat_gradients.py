@@ -10,6 +10,7 @@ from programs import run_ranks
 from shoal.parallel import World
 from shoal.parallel.flat_gradients import FlatGradients
 from shoal.parallel.host_sum import HostSum
+from shoal.parallel.replicated import _take_those_of_first
 
 NUM_STEPS = 2
 
@@ -67,3 +68,30 @@ def test_who_did_not_use_a_parameter_counts_as_zero() -> None:
         torch.testing.assert_close(grads[0], gradient(parameters()[0], 6.0))
         torch.testing.assert_close(grads[4], gradient(parameters()[4], 2.5))
         assert grads[5] is None
+
+
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64, torch.float8_e4m3fn, torch.bfloat16),
+    *(torch.float64, torch.complex64),
+)
+
+
+def begun(world: World) -> dict[str, Tensor]:
+    """The program of a rank: what it begins with, of buffers of many types and a parameter in another order."""
+    group = dist.group.WORLD
+    assert group is not None
+    model = nn.Module()
+    model.table = nn.Parameter(torch.full((2, 3, 4, 5), float(world.rank)).to(memory_format=torch.channels_last))
+    model.register_buffer("number", torch.tensor(world.rank))
+    model.register_buffer("nothing", torch.empty(0))
+    for dtype in DTYPES:
+        model.register_buffer(f"of_{dtype}".replace(".", "_"), torch.full((3,), world.rank).to(dtype))
+    _take_those_of_first(model, group)
+    return {name: each.to(torch.complex64).abs() for name, each in model.state_dict().items()}
+
+
+def test_replicas_begin_with_what_the_first_has_of_whatever_type() -> None:
+    for found in run_ranks(begun, 2):
+        assert len(found) == 3 + len(DTYPES)
+        for name, tensor in found.items():
+            assert not tensor.any(), name

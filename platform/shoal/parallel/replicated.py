@@ -97,7 +97,7 @@ def _take_those_of_first(model: nn.Module, group: dist.ProcessGroup) -> None:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             whole = tensor.contiguous()  # may be itself
-            dist.broadcast(whole, group_src=0, group=group)
+            dist.broadcast(whole.view(-1).view(torch.uint8), group_src=0, group=group)  # Gloo does not know every type
             tensor.copy_(whole)
 
 
