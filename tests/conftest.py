@@ -20,6 +20,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
+from session_end import at_session_end
 from waiting import wait_for as _wait_for
 
 if TYPE_CHECKING:
@@ -105,6 +106,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """No collection looks through what has been loaded by now, here or in what is forked from here."""
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """What lasts as long as the session ends with it."""
+    at_session_end.close()
 
 
 class _Together(LoadScopeScheduling):

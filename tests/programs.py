@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.process
 import os
 import pickle
 import tempfile
@@ -16,9 +17,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
+
+from session_end import at_session_end
 
 if TYPE_CHECKING:
     from shoal.parallel.world import World
@@ -53,7 +57,6 @@ def run_ranks(program: Callable[..., Any], size: int, *args: Any, timeout_s: flo
     Raises RanksFailed, with every rank's traceback.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     _start_server()
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
@@ -73,8 +76,16 @@ def run_ranks(program: Callable[..., Any], size: int, *args: Any, timeout_s: flo
                 process.join()
 
 
+@cache
 def _start_server() -> None:
-    """The server's environment is that of its start: threads are counted when torch is imported."""
+    """The server's environment is that of its start: threads are counted when torch is imported.
+
+    Its folder is ours to remove: multiprocessing would leave it to `atexit`.
+    """
+    folder = at_session_end.enter_context(tempfile.TemporaryDirectory(prefix="pymp-"))
+    multiprocessing.process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+    at_session_end.callback(multiprocessing.forkserver._forkserver._stop)  # type: ignore[attr-defined]
+    multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     try:
