@@ -141,8 +141,12 @@ def pytest_make_collect_report(
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """In CI a test may be skipped for want of a GPU, and for nothing else."""
+    """In CI a test may be skipped for want of a GPU, and for nothing else. One that failed shows what may tell why."""
     report = yield
+    if report.failed:
+        from shoal_program import last_words
+
+        report.sections += last_words()
     expected = hasattr(report, "wasxfail") or item.get_closest_marker("gpu") is not None
     if report.skipped and "CI" in os.environ and not expected:
         reason = call.excinfo.value if call.excinfo else ""
@@ -184,10 +188,13 @@ def cluster(shared_home: Path) -> Iterator[EmbeddedCluster]:
     """One cluster for the whole session, with this process attached to it; at the end nothing of it is left."""
     from leftovers import assert_nothing_left, listening_ports
     from shoal.cluster.embedded import start
+    from shoal_program import logs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHOAL_HOME", str(shared_home))
         with start(num_cpus=8) as started:
+            assert started.temp_dir is not None
+            patch.setitem(logs, "the cluster", started.temp_dir / "head.log")
             for name, value in started.environment.items():
                 patch.setenv(name, value)
             import ray

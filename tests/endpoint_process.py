@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,14 +24,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import shoal_program
+
 if TYPE_CHECKING:
     from shoal.weights import WeightSnapshot
 
 NUM_FEATURES = 4
 NUM_OUTPUTS = 2
-REQUEST_TIMEOUT_S = 30.0
+REQUEST_TIMEOUT_S = 100.0  # more than HAProxy waits for a replica
 IDLE_S = 2.0
-END_S = 120.0
+END_S = 300.0
+WORDS = 3000
 BODY = json.dumps(
     {"inputs": [{"name": "x", "shape": [1, NUM_FEATURES], "datatype": "FP32", "data": [0.5] * NUM_FEATURES}]}
 )
@@ -40,7 +44,7 @@ INFER = "/v2/models/linear/infer"
 
 
 class EndpointProcess:
-    """A child that serves. Commands raise RuntimeError with the child's last words when it fails.
+    """A child that serves, until the end of a block. Commands raise RuntimeError with its last words when it fails.
 
     answer_s: after which HAProxy gives up a replica that does not answer
     """
@@ -48,6 +52,7 @@ class EndpointProcess:
     def __init__(self, answer_s: float = 60.0, **spec: Any) -> None:
         self.temp_dir = Path(tempfile.mkdtemp(prefix="se-", dir="/tmp"))
         self._log = (self.temp_dir / "driver.log").open("w+")
+        self._mark = uuid.uuid4().hex
         self._child = subprocess.Popen(
             [sys.executable, __file__, json.dumps(spec), f"{answer_s:g}"],
             stdin=subprocess.PIPE,
@@ -56,14 +61,21 @@ class EndpointProcess:
             text=True,
             # Not what attaches this process to another cluster.
             env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-            | {"SHOAL_HOME": str(self.temp_dir / "home")},
+            | {"SHOAL_HOME": str(self.temp_dir / "home"), shoal_program.MARK: self._mark},
         )
+        shoal_program.logs[f"the endpoint {self.pid}"] = self.temp_dir / "driver.log"
         try:
             answer = self._answer()
             self.url, self.grpc = str(answer["url"]), str(answer["grpc"])
-        except RuntimeError:
+        except BaseException:
             self.close()
             raise
+
+    def __enter__(self) -> "EndpointProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def pid(self) -> int:
@@ -96,11 +108,14 @@ class EndpointProcess:
         try:
             self._child.wait(END_S)
         except subprocess.TimeoutExpired:
-            self._child.kill()
+            raise AssertionError(f"the endpoint has not ended within {END_S:g} s: {self._last_words()}") from None
+        finally:
+            shoal_program.end_marked(self._mark)
             self._child.wait()
-        self._child.stdout.close()
-        self._log.close()
-        shutil.rmtree(self.temp_dir, ignore_errors=True)
+            self._child.stdout.close()
+            self._log.close()
+            shoal_program.logs.pop(f"the endpoint {self.pid}", None)
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
 
     def _answer(self) -> dict[str, Any]:
         assert self._child.stdout is not None
@@ -110,9 +125,11 @@ class EndpointProcess:
                 if "error" in answer:
                     raise RuntimeError(answer["error"])
                 return answer
-        self._child.wait(10)
+        raise RuntimeError(f"the endpoint's process ended: {self._last_words()}")
+
+    def _last_words(self) -> str:
         self._log.seek(0)
-        raise RuntimeError(f"the endpoint's process ended: {self._log.read()[-3000:]}")
+        return self._log.read()[-WORDS:]
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 POLL_S = 0.02
@@ -17,3 +17,11 @@ def wait_for(predicate: Callable[[], T], timeout_s: float = 60.0, what: str = ""
         assert time.monotonic() < deadline_s, f"no {what or predicate} within {timeout_s:g} s; last value: {value!r}"
         time.sleep(POLL_S)
     return value
+
+
+def wait_until_none(left: Callable[[], Collection[object]], timeout_s: float, what: str) -> None:
+    """Until nothing is left. Fails, naming `what`, and what is, after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while found := left():
+        assert time.monotonic() < deadline_s, f"{what} are there after {timeout_s:g} s: {found}"
+        time.sleep(POLL_S)

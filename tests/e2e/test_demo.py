@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -23,15 +21,15 @@ from shoal.models.actor_critic import ActorCritic
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.rl.learner import model_arrays
 from shoal.weights import WeightSnapshot
-from waiting import wait_for
+from shoal_program import END_S, ROOT, commands_with, shoal, shoal_command
+from waiting import wait_for, wait_until_none
 
 if TYPE_CHECKING:
     from shoal.cluster.embedded import EmbeddedCluster
 
-ROOT = Path(__file__).parents[2]
-# Deadlines for things that take seconds: a loaded machine must not fail a test.
-END_S, ANSWER_S, RUN_S = 300.0, 200.0, 900.0
+ANSWER_S = 400.0
 DEMO = ["run", "actor_learner", "--actors", "4"]
+pytestmark = pytest.mark.timeout(2400)
 
 
 @pytest.fixture
@@ -48,66 +46,33 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def nothing_stays(home: Path) -> Iterator[None]:
     """No process that was started with this home stays (and so no port of one), and no temporary file."""
-    before = _folders_of_nobody()
+    before = _left_folders(home)
     yield
-    wait_for(lambda: not _processes_of(home), END_S, f"end of every process of {home}")
+    wait_until_none(lambda: commands_with("SHOAL_HOME", str(home)), END_S, f"processes of {home}")
     assert list((home.parent / "tmp").iterdir()) == []
     # Somebody else's cluster has a folder, too, a moment before and after it has processes.
-    wait_for(lambda: _folders_of_nobody() <= before, END_S, f"end of what is new beside {before}")
+    wait_until_none(lambda: _left_folders(home) - before, END_S, "folders of clusters")
 
 
-def _processes_of(home: Path) -> list[str]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("SHOAL_HOME") == str(home):
-                found.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue  # it has just ended
-    return found
-
-
-def _folders_of_nobody() -> set[str]:
-    """What clusters could have left in /tmp; a folder that a living cluster uses does not count."""
+def _left_folders(home: Path) -> set[str]:
+    """What clusters could have left in /tmp. Neither one that a living cluster uses counts, nor one of another home."""
     found = set()
     for path in Path("/tmp").iterdir():
         mark = path / "cluster-id"
-        in_use = path.name.startswith("shoal-") and mark.exists() and members(mark.read_text(), path)
-        if path.name.startswith(("shoal-", "haproxy")) and not in_use:
-            found.add(path.name)
+        with suppress(OSError):  # it has just ended
+            in_use = path.name.startswith("shoal-") and mark.exists() and members(mark.read_text(), path)
+            if path.name.startswith(("shoal-", "haproxy")) and not in_use and not _is_of_another(path, home):
+                found.add(path.name)
     return found
 
 
-def shoal_program(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", "from shoal.cli import main; main()", *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def shoal_command(*words: str, timeout_s: float = RUN_S) -> tuple[int, str]:
-    program = shoal_program(*words)
+def _is_of_another(folder: Path, home: Path) -> bool:
+    """Whether a cluster that was up says that its home is another. Of one that never was, nobody knows."""
     try:
-        output, _ = program.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        program.send_signal(signal.SIGINT)
-        output, _ = program.communicate(timeout=END_S)
-        raise AssertionError(f"not over after {timeout_s} s:\n{output}") from None
-    return program.returncode, output
-
-
-def _read_until(program: subprocess.Popen[str], word: str) -> str:
-    """What the program says up to a line with `word`."""
-    assert program.stdout is not None
-    said = ""
-    for line in program.stdout:
-        said += line
-        if word in line:
-            return said
-    raise AssertionError(f"{word!r} was never said:\n{said}")
+        environment = json.loads((folder / "cluster.json").read_text())["environment"]
+    except FileNotFoundError:
+        return False
+    return not Path(environment["RAY_AUTH_TOKEN_PATH"]).is_relative_to(home)
 
 
 def _accounting(run: shoal.runs.Run) -> dict[str, Any]:
@@ -150,39 +115,36 @@ def test_the_demo_from_start_to_finish(home: Path, nothing_stays: None) -> None:
 
 @pytest.mark.parametrize("phase", ["starting a Ray cluster", "starting the endpoint"])
 def test_ctrl_c_while_it_starts_leaves_nothing(home: Path, nothing_stays: None, phase: str) -> None:
-    program = shoal_program(*DEMO)
-    said = _read_until(program, phase)
-    program.send_signal(signal.SIGINT)
-    rest, _ = program.communicate(timeout=END_S)
-    assert program.returncode == 130, said + rest
-    assert "stopped" in rest
-    assert "Traceback" not in said + rest
+    with shoal(*DEMO) as program:
+        program.wait_for_line(phase)
+        program.interrupt()
+        assert program.wait() == 130
+        assert "stopped" in program.said.partition(phase)[2]
+        assert "Traceback" not in program.said
 
 
 def test_the_endpoint_answers_while_actors_teach_it_and_ctrl_c_ends_it_all(home: Path, nothing_stays: None) -> None:
-    program = shoal_program(*DEMO, "target_return=1000", "max_wall_s=200")
-    said = _read_until(program, "learning")
-    run = shoal.runs.load("latest")
-    url = next(endpoint.address for endpoint in run.endpoints() if endpoint.kind == "inference")
-    connection = InferenceConnection(url, "cartpole", (home / "token").read_text(), timeout_s=ANSWER_S)
     question = np.zeros((1, 4), np.float32)
-    # Actors and learner do not wait for the replica, which says 503 until it has staged its first version.
-    wait_for_version(connection, question[0], 1, timeout_s=ANSWER_S)
     seen: set[int] = set()
+    with shoal(*DEMO, "target_return=1000", f"max_wall_s={4 * ANSWER_S:g}") as program:
+        program.wait_for_line("learning")
+        run = shoal.runs.load("latest")
+        url = next(endpoint.address for endpoint in run.endpoints() if endpoint.kind == "inference")
+        connection = InferenceConnection(url, "cartpole", (home / "token").read_text(), timeout_s=ANSWER_S)
+        # Actors and learner do not wait for the replica, which says 503 until it has staged its first version.
+        wait_for_version(connection, question[0], 1, timeout_s=ANSWER_S)
 
-    def ask() -> bool:
-        seen.add(connection.infer(question).version)
-        return len(seen) >= 5
+        def ask() -> bool:
+            seen.add(connection.infer(question).version)
+            return len(seen) >= 5
 
-    wait_for(ask, ANSWER_S, "five versions from the endpoint")
-    connection.close()
-    program.send_signal(signal.SIGINT)
-    rest, _ = program.communicate(timeout=END_S)
-    assert program.returncode == 130, said + rest
-    assert "Traceback" not in said + rest
-    stopped = shoal.runs.load("latest")
-    assert stopped.status is shoal.runs.Status.STOPPED
-    assert f"resume={run.id}" in rest
+        wait_for(ask, ANSWER_S, "five versions from the endpoint")
+        connection.close()
+        program.interrupt()
+        assert program.wait() == 130
+        assert "Traceback" not in program.said
+        assert f"resume={run.id}" in program.said.partition("learning")[2]
+    assert shoal.runs.load("latest").status is shoal.runs.Status.STOPPED
 
 
 def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(cluster: EmbeddedCluster) -> None:
@@ -196,7 +158,7 @@ def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(cluster: 
     before = recorded["version"].max()
     received = _accounting(run)["received"]
 
-    status, output = shoal_command(*DEMO, f"resume={run.id}", "target_return=60", "max_wall_s=120")
+    status, output = shoal_command(*DEMO, f"resume={run.id}", "target_return=60", "max_wall_s=600")
     assert status == 0, output
     again = shoal.runs.load("latest")
     assert again.id == run.id
@@ -223,23 +185,20 @@ def test_the_champion_is_served_until_ctrl_c_and_follows_its_alias(cluster: Embe
     for bias in (1.0, 2.0):
         _register_constant(registry, bias)
     registry.promote("constant@1")
-    program = shoal_program("run", str(ROOT / "serve_apps" / "registered_model.py"), "model=constant@champion")
-    said = _read_until(program, "serving constant@champion")
-    found = re.search(r"\(now constant@1\) at (\S+)/v2/models/constant", said)
-    assert found is not None, said
-    connection = InferenceConnection(found[1], "constant", (shared_home / "token").read_text())
     question = np.zeros((1, 4), np.float32)
-    wait_for_version(connection, question[0], 1, timeout_s=ANSWER_S)
-    assert connection.infer(question).version == 1
-    registry.promote("constant@2")
-    wait_for(lambda: connection.infer(question).version == 2, ANSWER_S, "the flip to constant@2")
-    registry.rollback("constant")
-    wait_for(lambda: connection.infer(question).version == 1, ANSWER_S, "the flip back to constant@1")
-    connection.close()
-    program.send_signal(signal.SIGINT)
-    rest, _ = program.communicate(timeout=END_S)
-    assert program.returncode == 130, said + rest
-    assert "Traceback" not in said + rest
+    with shoal("run", str(ROOT / "serve_apps" / "registered_model.py"), "model=constant@champion") as program:
+        found = program.wait_for_line(r"serving constant@champion.*\(now constant@1\) at (\S+)/v2/models/constant")
+        connection = InferenceConnection(found[1], "constant", (shared_home / "token").read_text(), timeout_s=ANSWER_S)
+        wait_for_version(connection, question[0], 1, timeout_s=ANSWER_S)
+        assert connection.infer(question).version == 1
+        registry.promote("constant@2")
+        wait_for(lambda: connection.infer(question).version == 2, ANSWER_S, "the flip to constant@2")
+        registry.rollback("constant")
+        wait_for(lambda: connection.infer(question).version == 1, ANSWER_S, "the flip back to constant@1")
+        connection.close()
+        program.interrupt()
+        assert program.wait() == 130
+        assert "Traceback" not in program.said
 
 
 def _register_constant(registry: Registry, value: float) -> None:

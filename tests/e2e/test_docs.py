@@ -86,7 +86,7 @@ def test_the_guides_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
         policy = names["MlpPolicy"](client.spec.policy)
         policy.load(*client.wait_for_weights())
         names["play_one_episode"](client, policy, Game())
-        assert client.drain(30)
+        assert client.drain(60)
         assert parts.gateway.stats()["episodes"] == 1
         assert parts.gateway.stats()["steps"] == 20
     exec(compile(local, "getting-started.md", "exec"), {})

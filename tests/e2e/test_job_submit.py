@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 import shoal.runs
+from shoal.cluster.jobs import Job
 from shoal.home import access_token
+from shoal_program import ROOT, STATE_S, Program, ended
 
 if TYPE_CHECKING:
     from shoal.cluster.embedded import EmbeddedCluster
 
-ROOT = Path(__file__).parents[2]
+SUBMISSION = f"submitted-loop-{os.getpid()}"
+pytestmark = pytest.mark.timeout(1800)
 
 
 def test_ray_job_submit_runs_the_same_job(cluster: EmbeddedCluster, shared_home: Path, tmp_path: Path) -> None:
@@ -25,34 +29,15 @@ def test_ray_job_submit_runs_the_same_job(cluster: EmbeddedCluster, shared_home:
         "RAY_API_SERVER_ADDRESS": cluster.dashboard_url,
         "PYTHONUNBUFFERED": "1",
     }
+    submit = ["ray", "job", "submit", "--submission-id", SUBMISSION, "--"]
     words = ["python", str(ROOT / "jobs" / "actor_learner.py"), "target_return=40", "endpoint.name=submitted"]
-    submitted = subprocess.Popen(
-        ["ray", "job", "submit", "--", *words],
-        env=environment,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    actor: subprocess.Popen[bytes] | None = None
-    output = ""
-    try:
-        assert submitted.stdout is not None
-        for line in submitted.stdout:
-            output += line
-            found = re.search(r"python (-m shoal.actor --connect \S+ --env \S+)", line)
-            if found and actor is None:
-                command = [sys.executable, *found[1].split()]
-                actor = subprocess.Popen(command, env={**os.environ, "SHOAL_TOKEN": access_token()})
-        assert submitted.wait(90) == 0, output
-        assert actor is not None, output
-        assert actor.wait(60) == 0
-        submitted.stdout.close()
-    finally:
-        for process in (submitted, actor):
-            if process is not None and process.poll() is None:
-                process.kill()
-                process.wait()
+    with ended(Job(cluster, SUBMISSION)), ExitStack() as stack:
+        submitted = stack.enter_context(Program([*submit, *words], environment, tmp_path))
+        command = submitted.wait_for_line(r"python (-m shoal.actor --connect \S+ --env \S+)")[1]
+        actor_environment = {**os.environ, "SHOAL_TOKEN": access_token()}
+        actor = stack.enter_context(Program([sys.executable, *command.split()], actor_environment))
+        assert submitted.wait(STATE_S) == 0
+        assert actor.wait() == 0
     run = shoal.runs.load("latest")
     assert run.status is shoal.runs.Status.FINISHED
     assert run.models()["name"].tolist() == ["submitted"]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 import safetensors.torch
 import torch
@@ -21,23 +18,24 @@ import torch
 import shoal.runs
 from programs import run_ranks
 from ray_data_task import NUM_SAMPLES
+from shoal.cluster import jobs
 from shoal.errors import RunError
 from shoal.home import access_token
 from shoal.parallel import World
 from shoal.runs import Run, Status
 from shoal.train.recipe import spec_from_words
 from shoal.train.spec import TrainSpec
+from shoal_program import END_S, ROOT, Program, commands_with, ended, shoal_command
+from shoal_program import shoal as shoal_program
 from train_task import Toy
-from waiting import wait_for
+from waiting import wait_for, wait_until_none
 
 if TYPE_CHECKING:
     from shoal.cluster.embedded import EmbeddedCluster
 
-ROOT = Path(__file__).parents[2]
 STEPS = 16
-# Deadlines for things that take seconds: a loaded machine must not fail a test.
 # A run that starts its own cluster takes its first step after 30 s, or after 140 where three start at a time.
-STATE_S, END_S = 900.0, 400.0
+STATE_S = 900.0
 WORDS = [
     *("task=tests/train_task.py:Toy", "parallel=ddp", "workers=2", "batch_size=32", "threads=1"),
     *(f"stop.steps={STEPS}", "log_every_steps=1", "checkpoint.every_steps=3", "optimizer.learning_rate=0.01"),
@@ -45,21 +43,10 @@ WORDS = [
 pytestmark = pytest.mark.timeout(2400)
 
 
-def shoal_program(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", "from shoal.cli import main; main()", *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def shoal_command(*words: str) -> tuple[int, str]:
-    program = shoal_program(*words)
-    output, _ = program.communicate(timeout=END_S + STATE_S)
-    return program.returncode, output
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each program."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def newest() -> Run | None:
@@ -81,17 +68,6 @@ def at_step(step: int, incarnation: int = 1) -> Callable[[], bool]:
         )
 
     return found
-
-
-def wait_while_it_runs(program: subprocess.Popen[str], predicate: Callable[[], bool], what: str) -> None:
-    """Until `predicate` holds. Fails with what the program has said when it ends before, or takes too long."""
-    try:
-        wait_for(lambda: predicate() or program.poll() is not None, STATE_S, what)
-        assert program.poll() is None or predicate(), f"it ended with {program.returncode} before {what}"
-    except AssertionError as error:
-        program.terminate()
-        said, _ = program.communicate(timeout=END_S)
-        raise AssertionError(f"{error}; it has said:\n{said}") from None
 
 
 def losses_of(run: Run) -> dict[int, float]:
@@ -128,7 +104,7 @@ def own_home(cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.Monke
 
 def assert_nothing_stays(home: Path) -> None:
     """No process that was started with this home, and no temporary file of one."""
-    wait_for(lambda: not _processes_of(home), END_S, f"end of every process of {home}")
+    wait_until_none(lambda: commands_with("SHOAL_HOME", str(home)), END_S, f"processes of {home}")
     assert temporary_files(home) == []
 
 
@@ -137,51 +113,39 @@ def temporary_files(home: Path) -> list[str]:
     return [path.name for path in (home.parent / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
 
 
-def _processes_of(home: Path) -> list[str]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("SHOAL_HOME") == str(home) and process.pid != os.getpid():
-                found.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue  # it has just ended
-    return found
-
-
 def test_a_run_outlives_ctrl_c_and_the_death_of_everything(own_home: Path, tmp_path: Path) -> None:
-    program = shoal_program("run", "train", *WORDS, f"args.notes={tmp_path}", "args.step_s=0.3")
-    wait_while_it_runs(program, at_step(2), "the second step")
-    program.send_signal(signal.SIGINT)
-    said, _ = program.communicate(timeout=END_S)
-    assert program.returncode == 130, said
-    assert "Traceback" not in said
-    assert_nothing_stays(own_home)
-    stopped = shoal.runs.load("latest")
-    assert stopped.status is Status.STOPPED, said
-    assert f"Go on with: shoal run train resume={stopped.id}" in said
+    with shoal_program("run", "train", *WORDS, f"args.notes={tmp_path}", "args.step_s=0.3") as program:
+        program.wait_until(at_step(2), "the second step", STATE_S)
+        program.interrupt()
+        assert program.wait() == 130
+        assert "Traceback" not in program.said
+        assert_nothing_stays(own_home)
+        stopped = shoal.runs.load("latest")
+        assert stopped.status is Status.STOPPED
+        assert f"Go on with: shoal run train resume={stopped.id}" in program.said
     assert stopped.last_events()["stopped"]["reason"] == "interrupted"
     at = stopped.last_events()["stopped"]["step"]
     assert (stopped.folder / "checkpoints" / f"step-{at:09}").is_dir()
 
     fault = ["args.fault=wait", f"args.fault_step={at + 4}"]  # a place to be killed at
-    program = shoal_program("run", "train", f"resume={stopped.id}", "args.step_s=0", *fault)
-    wait_while_it_runs(program, (tmp_path / "failed").exists, "the step to wait at")
-    wait_while_it_runs(program, at_step(at + 3, incarnation=2), "the steps before it in the record")
-    program.kill()
-    said, _ = program.communicate(timeout=END_S)
-    assert_nothing_stays(own_home)
+    with shoal_program("run", "train", f"resume={stopped.id}", "args.step_s=0", *fault) as program:
+        program.wait_until((tmp_path / "failed").exists, "the step to wait at", STATE_S)
+        program.wait_until(at_step(at + 3, incarnation=2), "the steps before it in the record", STATE_S)
+        program.process.kill()
+        program.wait()
+        assert_nothing_stays(own_home)
     # Lost; unless the driver heard from the cluster, as that ended, and had the time to say so.
     wait_for(
         lambda: shoal.runs.load(stopped.id).status is not Status.RUNNING, END_S, "the end of the run in its record"
     )
 
     run_id = _go_on_here(stopped.id)
-    ended = shoal.runs.load(run_id)
-    assert (ended.id, ended.status, ended.incarnation) == (stopped.id, Status.FINISHED, 3)
-    assert at <= ended.last_events(since_resumed=True)["restored"]["step"] <= at + 4
+    finished = shoal.runs.load(run_id)
+    assert (finished.id, finished.status, finished.incarnation) == (stopped.id, Status.FINISHED, 3)
+    assert at <= finished.last_events(since_resumed=True)["restored"]["step"] <= at + 4
     spec = spec_from_words([word for word in WORDS if not word.startswith("task=")])
     undisturbed = run_ranks(losses_of_a_rank, 2, tmp_path / "undisturbed", spec)[0]
-    assert losses_of(ended) == undisturbed  # to the bit: two ranks, in three lives
+    assert losses_of(finished) == undisturbed  # to the bit: two ranks, in three lives
 
 
 def _go_on_here(run_id: str) -> str:
@@ -202,22 +166,22 @@ def test_ray_job_submit_trains_and_ray_job_stop_saves(cluster: EmbeddedCluster, 
     words[0] = f"task={ROOT / 'tests' / 'train_task.py'}:Toy"
     # Ray gives a job the environment of the cluster, and this one.
     runtime = json.dumps({"env_vars": {"SHOAL_RUN_ID": run_id}})
-    submit = ["ray", "job", "submit", "--no-wait", "--submission-id", run_id, "--runtime-env-json", runtime, "--"]
-    submitted = subprocess.run(
-        [*submit, "python", str(ROOT / "jobs" / "train.py"), *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-    wait_for(lambda: (run := newest()) is not None and run.id == run_id and at_step(2)(), STATE_S, "the second step")
-    stopped = subprocess.run(["ray", "job", "stop", run_id], env=environment, capture_output=True, text=True)
-    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
-    wait_for(lambda: shoal.runs.load(run_id).status is not Status.RUNNING, END_S, "the end of the run")
-    run = shoal.runs.load(run_id)
-    logs = subprocess.run(["ray", "job", "logs", run_id], env=environment, capture_output=True, text=True).stdout
-    assert run.status is Status.STOPPED, logs
+    submit = ["submit", "--no-wait", "--submission-id", run_id, "--runtime-env-json", runtime, "--"]
+
+    def ray_job(*command: str) -> str:
+        with Program(["ray", "job", *command], environment, tmp_path) as program:
+            assert program.wait() == 0
+            return program.said
+
+    ray_job(*submit, "python", str(ROOT / "jobs" / "train.py"), *words)
+    with ended(jobs.Job(cluster, run_id)):
+        wait_for(
+            lambda: (run := newest()) is not None and run.id == run_id and at_step(2)(), STATE_S, "the second step"
+        )
+        ray_job("stop", run_id)
+        wait_for(lambda: shoal.runs.load(run_id).status is not Status.RUNNING, END_S, "the end of the run")
+        run = shoal.runs.load(run_id)
+        assert run.status is Status.STOPPED
     at = run.last_events()["stopped"]["step"]
     assert (run.folder / "checkpoints" / f"step-{at:09}").is_dir()
     _, shown = shoal_command("runs", run_id)
@@ -269,24 +233,16 @@ def test_from_a_loss_that_is_not_finite_to_an_endpoint(cluster: EmbeddedCluster,
     assert "validation/accuracy" in (run.folder / "report.html").read_text()
     assert (run.folder / "learning_curve.png").stat().st_size > 0
 
-    program = shoal_program("run", str(ROOT / "serve_apps" / "registered_model.py"), "model=toy-served@champion")
     features = torch.arange(16.0).reshape(2, 8) / 16
-    assert _asked(program, features) == pytest.approx(_expected(run, features), abs=1e-6)
-    program.send_signal(signal.SIGTERM)
-    said, _ = program.communicate(timeout=END_S)
-    assert program.returncode == 130, said
+    with shoal_program("run", str(ROOT / "serve_apps" / "registered_model.py"), "model=toy-served@champion") as program:
+        assert _asked(program, features) == pytest.approx(_expected(run, features), abs=1e-6)
+        program.interrupt(signal.SIGTERM)
+        assert program.wait() == 130
 
 
-def _asked(program: subprocess.Popen[str], features: torch.Tensor) -> list[float]:
+def _asked(program: Program, features: torch.Tensor) -> list[float]:
     """What the endpoint, once it says where it is, answers over HTTP."""
-    assert program.stdout is not None
-    said = ""
-    for line in program.stdout:
-        said += line
-        if found := re.search(r"at http://(\S+)/v2/models/toy-served", line):
-            break
-    else:
-        raise AssertionError(said)
+    found = program.wait_for_line(r"at http://(\S+)/v2/models/toy-served")
     values = {"name": "input", "datatype": "FP32", "shape": [2, 8], "data": features.flatten().tolist()}
     headers = {"Authorization": f"Bearer {access_token()}"}
     connection = http.client.HTTPConnection(found[1], timeout=END_S)

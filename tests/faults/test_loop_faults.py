@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import pytest
 
+from shoal_program import Program
 from waiting import wait_for
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from shoal.rl.ray_rl import ActorLearnerWorkers
 
 TOKEN = "a token of the tests"
+STATE_S = 400.0
 ORDINARY = ("shutdown", "stale_admission", "stale_consumption")  # drops that need no fault
 
 
@@ -44,27 +46,35 @@ class Loop:
         experience = experience_spec(environment.observation_space, environment.action_space, spec)
         setting = RunSetting(run_id, folder, TOKEN, None, None)
         self.workers: ActorLearnerWorkers = ActorLearnerWorkers(spec, experience, setting)
-        self.address = self.workers.gateway_address()
-        self.actors: list[subprocess.Popen[bytes]] = []
+        self.actors: list[Program] = []
+        self._ending = ExitStack()
 
-    def start_actor(self, actor_id: str) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-m", "shoal.actor", "--connect", self.address, "--env", "CartPole-v1"]
+    def __enter__(self) -> Loop:
+        self._ending.callback(self.workers.close)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._ending.__exit__(*raised)
+
+    def start_actor(self, actor_id: str) -> Program:
+        address = self.workers.gateway_address()
+        words = [sys.executable, "-m", "shoal.actor", "--connect", address, "--env", "CartPole-v1"]
         environment = {**os.environ, "SHOAL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
-        actor = subprocess.Popen([*words, "--actor-id", actor_id], env=environment)
+        actor = self._ending.enter_context(Program([*words, "--actor-id", actor_id], environment))
         self.actors.append(actor)
         return actor
 
     def gateway(self) -> dict[str, Any]:
         """The gateway's stats, once it is there to give them."""
-        return wait_for(lambda: self.workers.stats()[0], 60, "gateway")
+        return wait_for(lambda: self.workers.stats()[0], STATE_S, "gateway")
 
     def learner(self) -> dict[str, Any]:
-        return wait_for(lambda: self.workers.stats()[1], 60, "learner")
+        return wait_for(lambda: self.workers.stats()[1], STATE_S, "learner")
 
     def learn_on(self, updates: int = 5) -> None:
         """Wait for so many more updates."""
         goal = self.learner()["updates"] + updates
-        wait_for(lambda: self.learner()["updates"] >= goal, 60, f"{goal} updates")
+        wait_for(lambda: self.learner()["updates"] >= goal, STATE_S, f"{goal} updates")
 
     def close(self) -> dict[str, Any]:
         self.workers.finish_learner()
@@ -75,14 +85,8 @@ class Loop:
 
 @pytest.fixture
 def loop(cluster: EmbeddedCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Loop]:
-    made = Loop(tmp_path / "run", f"faults-{os.getpid()}-{request.node.name[:30]}")
-    try:
+    with Loop(tmp_path / "run", f"faults-{os.getpid()}-{request.node.name[:30]}") as made:
         yield made
-    finally:
-        made.workers.close()
-        for actor in made.actors:
-            actor.kill()
-            actor.wait()
 
 
 def assert_balanced(segments: dict[str, Any]) -> None:
@@ -98,10 +102,10 @@ def test_a_killed_gateway_comes_back_where_it_was_and_the_actors_resend(loop: Lo
     before = loop.gateway()
     assert_balanced(before["segments"])
     os.kill(before["pid"], signal.SIGKILL)
-    wait_for(lambda: loop.gateway()["pid"] != before["pid"], 60, "another gateway")
-    wait_for(lambda: sum(actor["connected"] for actor in loop.gateway()["actors"]) == 2, 60, "both actors")
+    wait_for(lambda: loop.gateway()["pid"] != before["pid"], STATE_S, "another gateway")
+    wait_for(lambda: sum(actor["connected"] for actor in loop.gateway()["actors"]) == 2, STATE_S, "both actors")
     loop.learn_on()
-    assert all(actor.poll() is None for actor in loop.actors)
+    assert all(actor.process.poll() is None for actor in loop.actors)
     after = loop.gateway()["segments"]
     assert_balanced(after)
     assert after["received"] > before["segments"]["received"]
@@ -110,7 +114,7 @@ def test_a_killed_gateway_comes_back_where_it_was_and_the_actors_resend(loop: Lo
     assert_balanced(segments)
     assert segments["queued"] == 0
     assert set(segments["dropped"]) <= {*ORDINARY, "gateway_crash", "lease_lost"}
-    assert [actor.wait(60) for actor in loop.actors] == [0, 0]
+    assert [actor.wait() for actor in loop.actors] == [0, 0]
 
 
 def test_a_killed_learner_resumes_from_its_checkpoint_and_what_it_held_is_counted(loop: Loop) -> None:
@@ -118,7 +122,7 @@ def test_a_killed_learner_resumes_from_its_checkpoint_and_what_it_held_is_counte
     loop.learn_on(30)
     before = loop.learner()
     os.kill(before["pid"], signal.SIGKILL)
-    wait_for(lambda: loop.learner()["pid"] != before["pid"], 60, "another learner")
+    wait_for(lambda: loop.learner()["pid"] != before["pid"], STATE_S, "another learner")
     after = loop.learner()
     assert 0 < after["restored_updates"] <= before["updates"] + 300  # it went on until it was killed
     loop.learn_on()
@@ -133,12 +137,12 @@ def test_a_killed_learner_resumes_from_its_checkpoint_and_what_it_held_is_counte
 def test_an_actor_that_is_killed_returns_as_a_new_incarnation(loop: Loop) -> None:
     first = loop.start_actor("phoenix")
     loop.learn_on()
-    first.kill()
+    first.process.kill()
     first.wait()
-    wait_for(lambda: not loop.gateway()["actors"][0]["connected"], 60, "the loss of the actor")
+    wait_for(lambda: not loop.gateway()["actors"][0]["connected"], STATE_S, "the loss of the actor")
     old = loop.gateway()["actors"][0]["incarnation"]
     loop.start_actor("phoenix")
-    wait_for(lambda: any(actor["connected"] for actor in loop.gateway()["actors"]), 60, "its return")
+    wait_for(lambda: any(actor["connected"] for actor in loop.gateway()["actors"]), STATE_S, "its return")
     loop.learn_on()
     actors = loop.gateway()["actors"]
     assert len(actors) == 1
@@ -156,6 +160,6 @@ def test_a_killed_weight_store_is_filled_again(loop: Loop) -> None:
     loop.learn_on()
     before = loop.gateway()["weights_version"]
     ray.kill(loop.workers._store, no_restart=False)
-    wait_for(lambda: loop.gateway()["weights_version"] > before + 3, 60, "newer weights")
+    wait_for(lambda: loop.gateway()["weights_version"] > before + 3, STATE_S, "newer weights")
     loop.learn_on()
     assert_balanced(loop.close())

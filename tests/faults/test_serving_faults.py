@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
@@ -33,11 +34,10 @@ pytestmark = pytest.mark.timeout(1200)
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[EndpointProcess]:
-    process = EndpointProcess(num_replicas=2, hang_s=1.0, model={"deadline_s": 20.0})
-    process.publish(1)
-    wait_for(lambda: [each["version"] for each in process.stats()] == [1, 1], STATE_TIMEOUT_S)
-    yield process
-    process.close()
+    with EndpointProcess(num_replicas=2, hang_s=1.0, model={"deadline_s": 20.0}) as process:
+        process.publish(1)
+        wait_for(lambda: [each["version"] for each in process.stats()] == [1, 1], STATE_TIMEOUT_S)
+        yield process
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def processes(endpoint: EndpointProcess, word: str) -> list[int]:
 
 def kill(endpoint: EndpointProcess, word: str) -> int:
     """The process that was killed."""
-    victim = processes(endpoint, word)[0]
+    victim = wait_for(lambda: processes(endpoint, word), STATE_TIMEOUT_S, word)[0]
     os.kill(victim, signal.SIGKILL)
     return victim
 
@@ -145,7 +145,7 @@ def reachable(endpoint: EndpointProcess) -> bool:
     client = Client(endpoint.url)
     try:
         return client.infer("steps")[0] == 200
-    except OSError:
+    except (OSError, HTTPException):
         return False
     finally:
         client.close()
@@ -159,14 +159,16 @@ def test_a_model_that_hangs_costs_one_replica_and_nobody_elses_answer(
     Registry(endpoint.registry).register("faulty", weights(1), model=factory(str(hold)), signature=SIGNATURE)
     status, _, body = client.request("POST", "/v2/repository/models/faulty/load", "{}")
     assert status == 200, body
-    before = set(processes(endpoint, REPLICA))
-    tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [HANG, 0.0]}
-    request = json.dumps({"inputs": [tensor]})
-    status, _, body = client.request("POST", "/v2/models/faulty/infer", request, **{"shoal-deadline-ms": "300"})
-    assert status == 504, body
-    wait_for(lambda: before - set(processes(endpoint, REPLICA)), STATE_TIMEOUT_S)
-    wait_for(lambda: healthy(endpoint), STATE_TIMEOUT_S)
-    hold.unlink()
+    try:
+        before = set(processes(endpoint, REPLICA))
+        tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [HANG, 0.0]}
+        request = json.dumps({"inputs": [tensor]})
+        status, _, body = client.request("POST", "/v2/models/faulty/infer", request, **{"shoal-deadline-ms": "300"})
+        assert status == 504, body
+        wait_for(lambda: before - set(processes(endpoint, REPLICA)), STATE_TIMEOUT_S)
+        wait_for(lambda: healthy(endpoint), STATE_TIMEOUT_S)
+    finally:
+        hold.unlink()
     assert under_load(endpoint, tmp_path, lambda: None, seconds=1.0).failures == {}
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 
 import shoal.runs
+from leftovers import pids_of
 from programs import run_ranks
 from shoal.errors import TrainError
 from shoal.parallel import World
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 TASK = f"{Path(__file__).parents[1] / 'train_task.py'}:Toy"
 SAMPLES, STEPS, SAVED_EVERY = 256, 16, 3  # two epochs of eight steps
-pytestmark = pytest.mark.timeout(1200)
+STATE_S = 600.0
+pytestmark = pytest.mark.timeout(1500)
 
 
 def spec_of(notes: Path, **args: Any) -> TrainSpec:
@@ -89,9 +90,16 @@ class Meanwhile:
         self._thread.start()
 
     def __exit__(self, *raised: object) -> None:
-        self._thread.join(10)
+        if raised[0] is None:
+            self._thread.join(STATE_S)
         if self._error is not None:
             raise self._error
+        assert raised[0] is not None or not self._thread.is_alive(), "it goes on"
+
+
+def the_only(cluster: EmbeddedCluster, word: str) -> int:
+    """The cluster's process with `word`, once that of the test before has ended."""
+    return wait_for(lambda: pids[0] if len(pids := pids_of(cluster, word)) == 1 else 0, STATE_S, f"one {word}")
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +158,8 @@ def test_the_death_of_ray_trains_controller_is_a_loss_of_workers(
     from shoal.flows.training import run_training
 
     def kill() -> None:
-        wait_for(lambda: (tmp_path / "failed").exists(), 120, "the step to wait at")
-        found = [pid for pid in cluster.pids() if "TrainController" in "".join(psutil.Process(pid).cmdline())]
-        assert len(found) == 1
-        os.kill(found[0], signal.SIGKILL)
+        wait_for(lambda: (tmp_path / "failed").exists(), STATE_S, "the step to wait at")
+        os.kill(the_only(cluster, "TrainController"), signal.SIGKILL)
 
     with Meanwhile(kill):
         run_id = run_training(spec_of(tmp_path, fault="wait", fault_step=7), "train")
@@ -166,10 +172,8 @@ def test_the_death_of_the_mailbox_is_a_loss_of_workers(
     from shoal.flows.training import run_training
 
     def kill() -> None:
-        wait_for(lambda: (tmp_path / "failed").exists(), 120, "the step to wait at")
-        found = [pid for pid in cluster.pids() if "Mailbox" in "".join(psutil.Process(pid).cmdline())]
-        assert len(found) == 1
-        os.kill(found[0], signal.SIGKILL)
+        wait_for(lambda: (tmp_path / "failed").exists(), STATE_S, "the step to wait at")
+        os.kill(the_only(cluster, "Mailbox"), signal.SIGKILL)
         (tmp_path / "go").touch()
 
     with Meanwhile(kill):

@@ -19,13 +19,14 @@ from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from shoal_program import ROOT, Program
+
 RAYS = Path("/tmp/ray")  # where each host mounts a folder of its own
 NETWORK = "198.18.7"  # of RFC 2544, for tests of networks
 # Bash reaps whom their parents have left, and ends, and with it the host, when nobody holds its standard input.
 _INIT = "hostname {name}; mkdir -p /tmp/ray; mount -t tmpfs ray /tmp/ray; mount -t tmpfs shm /dev/shm; echo up; read -r"
 _SMALL = "--num-cpus=2 --object-store-memory=300000000"
-START_TIMEOUT_S = 400.0
+LIMIT_S, GRACE_S = 800.0, 60.0
 
 
 def why_none() -> str:
@@ -71,26 +72,17 @@ class Host:
         kept = {name: os.environ[name] for name in ("PYTHONPATH", "LANG") if name in os.environ}
         return {**kept, "PATH": path, "HOME": str(self.home), "SHOAL_HOME": str(self._shared), "PYTHONUNBUFFERED": "1"}
 
-    def start(
-        self, words: Sequence[str], env: Mapping[str, str] | None = None, limit_s: float = 500.0
-    ) -> subprocess.Popen[str]:
-        """A program there, whose output is read as text. It is ended there after `limit_s`: who waits for it here, and
-        could be killed, is only its herald."""
-        return subprocess.Popen(
-            self.command(["timeout", "--kill-after=5", f"{limit_s:g}", *words]),
-            env={**self.environment(), **(env or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    def start(self, words: Sequence[str], env: Mapping[str, str] | None = None, limit_s: float = LIMIT_S) -> Program:
+        """A program there, for a `with`. It is ended there after `limit_s`: whoever waits for it here, and could be
+        killed, is only its herald."""
+        there = self.command(["timeout", "--kill-after=5", f"{limit_s:g}", *words])
+        return Program(there, {**self.environment(), **(env or {})})
 
-    def run(self, *words: str, timeout_s: float = 60.0) -> str:
+    def run(self, *words: str, timeout_s: float = LIMIT_S) -> str:
         """A program there, to its end; what it said. Raises AssertionError when it failed."""
-        program = self.start(words, limit_s=timeout_s)
-        said, _ = program.communicate()
-        assert program.returncode == 0, f"{shlex.join(words)} ended with {program.returncode}:\n{said}"
-        return said
+        with self.start(words, limit_s=timeout_s) as program:
+            assert program.wait(timeout_s + GRACE_S) == 0
+            return program.said
 
 
 class Network:
@@ -98,11 +90,14 @@ class Network:
 
     def __init__(self, shared: Path, folder: Path) -> None:
         self._shared, self._folder = shared, folder
-        self._ending = ExitStack()
-        self._switch = self._begin("switch", ["unshare", "--net", "bash", "-c", "echo up; read -r"])
-        self._on_switch("ip", "link", "add", "switch", "type", "bridge")
-        self._on_switch("ip", "link", "set", "switch", "up")
         self._inits: dict[str, subprocess.Popen[str]] = {}
+        self._ending = ExitStack()
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            self._switch = self._begin("switch", ["unshare", "--net", "bash", "-c", "echo up; read -r"])
+            self._on_switch("ip", "link", "add", "switch", "type", "bridge")
+            self._on_switch("ip", "link", "set", "switch", "up")
+            on_failure.pop_all()
 
     def add(self, name: str) -> Host:
         """A host that is up, and reached by the others at its address."""
@@ -174,4 +169,4 @@ def start_ray(host: Host, head: Host) -> None:
     kind = "head" if host is head else "worker"
     start = cluster[f"{kind}_start_ray_commands"][1]  # the one before it ends what was there
     start = re.sub(r"--autoscaling-config=\S+", "", start) + f" {_SMALL}"
-    host.run("bash", "-c", f"cd; export RAY_HEAD_IP={head.address}; {start}", timeout_s=START_TIMEOUT_S)
+    host.run("bash", "-c", f"cd; export RAY_HEAD_IP={head.address}; {start}")

@@ -7,22 +7,24 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from network import ROOT, Host, Network, network, start_ray, why_none
+from network import Host, Network, network, start_ray, why_none
 
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
+from shoal_program import ROOT, STATE_S
 from waiting import wait_for
 
-pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600)]
 DASHBOARD = "http://127.0.0.1:8265"
+LEARNING_S = 1500.0
 ASKER = ROOT / "tests/hosts/ask_steadily.py"
 
 
@@ -34,9 +36,9 @@ class Cluster:
     worker: Host
     client: Host
 
-    def shoal(self, *words: str, timeout_s: float = 280.0) -> str:
+    def shoal(self, *words: str) -> str:
         """What a user types on the head, who has the project's jobs in the current folder."""
-        return self.head.run("shoal", *words, timeout_s=timeout_s)
+        return self.head.run("shoal", *words)
 
     @property
     def token(self) -> str:
@@ -71,30 +73,16 @@ def _loss(said: str) -> float:
 
 def test_an_actor_elsewhere_teaches_a_policy_that_both_hosts_serve(cluster: Cluster) -> None:
     words = ["target_return=40", "gateway.host=0.0.0.0", "gateway.curve=true", "endpoint.num_replicas=4"]
-    learning = cluster.head.start(
-        ["shoal", "run", "actor_learner", *words, "endpoint.num_cpus=0.3", "--address", DASHBOARD]
-    )
-    try:
-        assert learning.stdout is not None
-        before = []
-        for line in learning.stdout:
-            before.append(line)
-            if "--connect" in line:
-                break
-        else:
-            pytest.fail("".join(before))
-        assert f"tcp://{cluster.head.address}:" in before[-1], "the address is one that others reach"
-        command = [sys.executable, *shlex.split(before[-1])[1:]]
+    command = ["shoal", "run", "actor_learner", *words, "endpoint.num_cpus=0.3", "--address", DASHBOARD]
+    with cluster.head.start(command, limit_s=LEARNING_S) as learning, ExitStack() as stack:
+        told = learning.wait_for_line(".*--connect.*")[0]
+        assert f"tcp://{cluster.head.address}:" in told, "the address is one that others reach"
+        acting = [sys.executable, *shlex.split(told)[1:]]
         nobodys = {"SHOAL_HOME": str(cluster.client.home), "SHOAL_TOKEN": cluster.token}
-        actors = [cluster.client.start(command, nobodys) for _ in range(2)]
-        said, _ = learning.communicate(timeout=900)
-        assert learning.returncode == 0, "".join(before) + said
-        assert re.search(r"cartpole@1 \(champion\): mean return", said), said
-        for actor in actors:
-            told, _ = actor.communicate(timeout=300)
-            assert actor.returncode == 0, told
-    finally:
-        learning.kill()
+        actors = [stack.enter_context(cluster.client.start(acting, nobodys, LEARNING_S)) for _ in range(2)]
+        assert learning.wait(LEARNING_S) == 0
+        assert re.search(r"cartpole@1 \(champion\): mean return", learning.said)
+        assert [actor.wait() for actor in actors] == [0, 0]
 
 
 def _registered(cluster: Cluster) -> str:
@@ -115,20 +103,17 @@ def test_an_endpoint_whose_second_host_loses_power_answers_on(cluster: Cluster) 
     assert found, said
     assert _hosts(cluster) == {"head", "worker"}
     assert "replicas 4 of 4 ready on 2 hosts" in cluster.shoal("serve", "status", "--once")
-    asking = cluster.head.start([sys.executable, str(ASKER), found[1], cluster.token, name, "20", "30"])
-    try:
-        assert asking.stdout is not None
-        assert asking.stdout.readline() == "asking\n"  # of both hosts by now
+    with cluster.head.start([sys.executable, str(ASKER), found[1], cluster.token, name, "20", "30"]) as asking:
+        asking.wait_for_line("^asking$")  # of both hosts by now
         cluster.network.power_off(cluster.worker)
-        answered = _answered(asking)
-    finally:
-        asking.kill()
+        assert asking.wait() == 0
+        answered = json.loads(asking.said.splitlines()[-1])
     assert "lost" not in answered
     assert sum(answered.values()) == 600
     # What its replicas had in hand is told after 60 s: nothing on the network says that they are gone.
     assert set(answered) <= {"200", "503", "504"}
     assert answered["200"] >= 580, answered
-    wait_for(lambda: _hosts(cluster) == {"head"}, 120, "word that the other host is gone")
+    wait_for(lambda: _hosts(cluster) == {"head"}, STATE_S, "word that the other host is gone")
     assert "of 4 ready" in cluster.shoal("serve", "status", "--once"), "as many as there were are to be"
     assert "gone" in cluster.shoal("serve", "delete", name, "--address", DASHBOARD)
 
@@ -136,9 +121,3 @@ def test_an_endpoint_whose_second_host_loses_power_answers_on(cluster: Cluster) 
 def _hosts(cluster: Cluster) -> set[str]:
     status = json.loads(cluster.shoal("serve", "status", "--json"))
     return {replica["host"] for replica in status["replicas"] if replica["ready"]}
-
-
-def _answered(asking: subprocess.Popen[str]) -> dict[str, int]:
-    said, _ = asking.communicate(timeout=400)
-    counts: dict[str, int] = json.loads(said)
-    return counts

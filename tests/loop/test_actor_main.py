@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from rl_setting import TOKEN, serving
+from rl_setting import TOKEN, Parts, serving
 from shoal.actor.__main__ import main
 from shoal.actor.connection import command_of, options_of
 from shoal.home import existing_token
-from waiting import wait_for
+from shoal_program import Program
 
 WORDS = ("--connect", "tcp://127.0.0.1:1", "--env", "CartPole-v1", "--timeout-s", "0.1")
 
@@ -86,39 +86,32 @@ def test_an_actor_without_a_name_of_its_own_does_not_say_so(capsys: pytest.Captu
     assert "argument --actor-id: is empty" in capsys.readouterr().err
 
 
+def actor(*words: str, stdin: int = subprocess.DEVNULL) -> Program:
+    environment = {**os.environ, "SHOAL_TOKEN": TOKEN}
+    return Program([sys.executable, "-m", "shoal.actor", *words], environment, stdin=stdin)
+
+
+def plays(parts: Parts) -> bool:
+    return any(each["steps"] for each in parts.gateway.stats()["actors"])
+
+
 def test_an_actor_ends_with_the_program_that_holds_its_lifeline() -> None:
     with serving() as parts:
         words = ["--connect", parts.address, "--env", "CartPole-v1", "--timeout-s", "600", "--lifeline"]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.actor", *words],
-            env={**os.environ, "SHOAL_TOKEN": TOKEN},
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        try:
-            wait_for(lambda: any(actor["steps"] for actor in parts.gateway.stats()["actors"]), 30)
-            process.stdin.close()  # as the kernel does for a program that is killed
-            assert process.wait(15) == 0
-        finally:
-            process.kill()
-            process.wait()
+        with actor(*words, stdin=subprocess.PIPE) as program:
+            program.wait_until(lambda: plays(parts), "its first steps")
+            program.process.stdin.close()  # as the kernel does for a program that is killed
+            assert program.wait() == 0
 
 
 def test_a_signal_ends_an_actor_whose_gateway_is_gone() -> None:
     with serving() as parts:
         words = ["--connect", parts.address, "--env", "CartPole-v1", "--timeout-s", "600"]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.actor", *words], env={**os.environ, "SHOAL_TOKEN": TOKEN}
-        )
-        try:
-            wait_for(lambda: any(actor["steps"] for actor in parts.gateway.stats()["actors"]), 30)
+        with actor(*words) as program:
+            program.wait_until(lambda: plays(parts), "its first steps")
             parts.gateway.close()
-            process.terminate()
-            assert process.wait(15) == 0
-        finally:
-            process.kill()
-            process.wait()
+            program.interrupt(signal.SIGTERM)
+            assert program.wait() == 0
 
 
 @pytest.mark.parametrize("words", [("--seed", "-1"), ("--max-steps", "0"), ("--timeout-s", "-1"), ("--seed", "x")])

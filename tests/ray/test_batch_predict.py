@@ -158,13 +158,13 @@ def test_it_ends_where_an_endpoint_leaves_one_cpu_and_words_stay_words(
 
     monkeypatch.setattr(ray_batch_predict, "PredictWorker", Echo)
     there = ray.remote(num_cpus=ray.available_resources()["CPU"] - 1)(Endpoint).remote()
-    assert ray.get(there.pid.remote())
     table = pa.table({"text": ["001", "1.50"], "y": [1, 2]})
     day = tmp_path / "day=3"  # a folder's name is no column
     day.mkdir()
     pyarrow.parquet.write_table(table, day / "in.parquet")
     (day / "in.csv").write_text("text,y\n001,1\n1.50,2\n")
     try:
+        assert ray.get(there.pid.remote(), timeout=400)
         for name in ("in.parquet", "in.csv"):
             out = tmp_path / f"{name}.out"
             ray_batch_predict.predict_files(None, [day / name], out, None, {"text": pa.string()})  # type: ignore[arg-type]

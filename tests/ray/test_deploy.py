@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ from shoal.serve.controller.setting import ControllerSetting, kept_endpoint
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.sources import LiveModel, ServedModel, registered
 from shoal.weights import WeightSnapshot, WeightStore
+from shoal_program import Program
 from waiting import wait_for
 
 STATE_TIMEOUT_S = 400.0
@@ -241,23 +242,23 @@ def test_an_endpoint_whose_driver_was_killed_makes_room_on_a_cluster(cluster: Em
     weights = WeightSnapshot.of(1, {"weight": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)})
     linear = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1})
     Registry().register("left", weights, model=linear, signature=SIGNATURE)
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with driver:
-        assert driver.stdout is not None
-        left = driver.stdout.readline().strip()
-        assert left.startswith("http://"), left
+    before = ray_kept.living_drivers()
+    with Program([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE) as driver:
+        left = driver.wait_for_line("^http://.*")[0]
         with pytest.raises(ClusterError, match="close that endpoint first"):
             ray_serve.deploy(EndpointSpec(name="next", num_cpus=0.1), [registered("left@1")])
-        living = ray_kept.living_drivers()
-        driver.kill()
-    wait_for(lambda: len(ray_kept.living_drivers()) < len(living), STATE_TIMEOUT_S, "Ray to notice the driver's end")
+        drivers = ray_kept.living_drivers() - before
+        driver.process.kill()
+        driver.wait()
+    assert drivers
+    wait_for(lambda: not drivers & ray_kept.living_drivers(), STATE_TIMEOUT_S, "Ray to notice the driver's end")
     endpoint = ray_serve.deploy(EndpointSpec(name="next", num_cpus=0.1), [registered("left@1")])
-    assert [each.name.partition("-")[0] for each in (home() / "endpoints").glob("*.json")] == ["next"]
-    with Client(endpoint.url) as client:
-        assert client.metadata("left").name == "left"
-    with Client(left, timeout_s=5.0) as client, pytest.raises(ConnectionLost):
-        client.metadata("left")
-    endpoint.close()
+    with closing(endpoint):
+        assert [each.name.partition("-")[0] for each in (home() / "endpoints").glob("*.json")] == ["next"]
+        with Client(endpoint.url) as client:
+            assert client.metadata("left").name == "left"
+        with Client(left, timeout_s=5.0) as client, pytest.raises(ConnectionLost):
+            client.metadata("left")
     assert not [*(home() / "endpoints").glob("*.json")]
 
 

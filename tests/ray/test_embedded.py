@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,26 +21,20 @@ import psutil
 import pytest
 
 import shoal
-from leftovers import assert_nothing_left, listening_ports
+from leftovers import assert_nothing_left, listening_ports, pids_of, still_alive
 from shoal.cluster import embedded, jobs
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.embedded import EmbeddedCluster
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.ports import held_ports
-from shoal.cluster.processes import MARKER, is_alive, remove_folder
+from shoal.cluster.processes import MARKER, remove_folder
 from shoal.errors import ClusterError, RunError
 from shoal.home import access_token, home
-from waiting import wait_for
+from shoal_program import MARK, Program, end_marked, ended, processes_with
+from waiting import wait_for, wait_until_none
 
-
-def marked(name: str, value: str) -> list[int]:
-    """The processes whose environment has the variable."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(name) == value:
-                found.append(process.pid)
-    return found
+STATE_S = 400.0
+pytestmark = pytest.mark.timeout(1500)
 
 
 @pytest.fixture
@@ -218,10 +212,11 @@ def test_a_stopped_job_gets_to_say_good_bye(cluster: EmbeddedCluster, tmp_path: 
         "time.sleep(600)\n"
     )
     job = jobs.submit(cluster, ["python", "job.py"], working_dir=tmp_path)
-    wait_for(lambda: "ready" in job.logs(), 60, "first line")
-    with pytest.raises(ClusterError, match="still RUNNING after"):
-        job.wait(timeout_s=0.1)
-    assert job.stop() is jobs.JobStatus.STOPPED
+    with ended(job):
+        wait_for(lambda: "ready" in job.logs(), STATE_S, "first line")
+        with pytest.raises(ClusterError, match="still RUNNING after"):
+            job.wait(timeout_s=0.1)
+        assert job.stop(STATE_S) is jobs.JobStatus.STOPPED
     assert job.logs().endswith("saved\n")
 
 
@@ -240,20 +235,19 @@ def test_a_client_with_the_environment_finds_the_cluster(
 def test_two_clusters_at_once_stop_leaves_nothing_and_spares_the_other(cluster: EmbeddedCluster) -> None:
     ray_files = Path("/tmp/ray")
     before = sorted(ray_files.rglob("*")) if ray_files.exists() else None
-    second = embedded.start(num_cpus=1)
-    assert second.dashboard_url != cluster.dashboard_url
-    assert second.temp_dir is not None
-    # With several Rays on the machine a job finds its own in this file; without it Ray takes any of them.
-    assert (second.temp_dir / "ray/ray_current_cluster").read_text() == second.address
-    job = jobs.submit(second, ["python", "-c", "import ray; ray.init(); print(ray.cluster_resources()['CPU'])"])
-    assert job.wait(timeout_s=400) is jobs.JobStatus.SUCCEEDED
-    assert "\n1.0\n" in job.logs()
-    ports, pids = listening_ports(second.pids()), second.pids()
-    assert len(ports) > 6
-    assert not set(pids) & set(cluster.pids())
-    second.stop()
+    with embedded.start(num_cpus=1) as second:
+        assert second.dashboard_url != cluster.dashboard_url
+        assert second.temp_dir is not None
+        # With several Rays on the machine a job finds its own in this file; without it Ray takes any of them.
+        assert (second.temp_dir / "ray/ray_current_cluster").read_text() == second.address
+        job = jobs.submit(second, ["python", "-c", "import ray; ray.init(); print(ray.cluster_resources()['CPU'])"])
+        assert job.wait(timeout_s=400) is jobs.JobStatus.SUCCEEDED
+        assert "\n1.0\n" in job.logs()
+        ports, pids = listening_ports(second.pids()), second.pids()
+        assert len(ports) > 6
+        assert not set(pids) & set(cluster.pids())
     assert_nothing_left(second, ports)
-    assert not [pid for pid in pids if psutil.pid_exists(pid) and is_alive(psutil.Process(pid))]
+    assert still_alive(pids) == []
     second.stop()
     assert cluster.is_alive()
     assert jobs.list_jobs(cluster) is not None
@@ -272,36 +266,47 @@ def test_stop_ends_processes_that_ignore_sigterm_or_fork_twice(tmp_path: Path) -
     )
     with embedded.start(num_cpus=1) as stubborn:
         job = jobs.submit(stubborn, ["python", "stubborn.py"], working_dir=tmp_path)
-        wait_for(lambda: job.logs().count("pid ") == 2, 60, "two processes")
+        wait_for(lambda: job.logs().count("pid ") == 2, STATE_S, "two processes")
         ports = listening_ports(stubborn.pids())
         pids = [int(line.split()[1]) for line in job.logs().splitlines() if line.startswith("pid ")]
         assert set(pids) <= set(stubborn.pids())
     assert_nothing_left(stubborn, ports)
-    assert not [pid for pid in pids if psutil.pid_exists(pid) and is_alive(psutil.Process(pid))]
+    assert still_alive(pids) == []
 
 
 def test_an_interrupted_start_leaves_nothing(folders: list[Path]) -> None:
-    begun: list[int] = []
+    mark, begun = uuid.uuid4().hex, list[psutil.Process]()
+    over, turn = threading.Event(), threading.Lock()
 
     def interrupt_when_ray_is_half_up() -> None:
-        wait_for(lambda: len(marked("INTERRUPT_TEST", "1")) > 3, 60, "half-started cluster")
-        begun.extend(marked("INTERRUPT_TEST", "1"))
-        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: over.is_set() or len(processes_with(MARK, mark)) > 3, STATE_S, "half-started cluster")
+        with turn:
+            if not over.is_set():  # else it would interrupt another test
+                begun.extend(processes_with(MARK, mark))
+                os.kill(os.getpid(), signal.SIGINT)
+
+    def start() -> None:
+        try:
+            embedded.start(environment={MARK: mark}).stop()
+        finally:
+            with turn:
+                over.set()
 
     threading.Thread(target=interrupt_when_ray_is_half_up, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        embedded.start(environment={"INTERRUPT_TEST": "1"})
+        start()
     assert len(begun) > 3
-    assert marked("INTERRUPT_TEST", "1") == []
+    assert processes_with(MARK, mark) == []
     assert [folder.exists() for folder in folders] == [False]
 
 
 def test_a_start_that_fails_says_why_and_leaves_nothing(folders: list[Path]) -> None:
+    mark = uuid.uuid4().hex
     with pytest.raises(ClusterError, match=r"^Ray could not start: .*object.store"):
-        embedded.start(object_store_memory_bytes=1, environment={"FAILURE_TEST": "1"})
+        embedded.start(object_store_memory_bytes=1, environment={MARK: mark}).stop()
     with pytest.raises(ClusterError, match=r"not ready within 0\.01 s"):
-        embedded.start(timeout_s=0.01, environment={"FAILURE_TEST": "1"})
-    assert marked("FAILURE_TEST", "1") == []
+        embedded.start(timeout_s=0.01, environment={MARK: mark}).stop()
+    assert processes_with(MARK, mark) == []
     assert [folder.exists() for folder in folders] == [False, False]
 
 
@@ -376,19 +381,13 @@ def test_agents_that_are_slow_to_start_are_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["alone", "fork"])
 def test_the_cluster_ends_when_its_owner_is_killed(mode: str) -> None:
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, mode], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert owner.stdout is not None
-    with owner.stdout:
-        cluster_id, temp_dir = json.loads(owner.stdout.readline())
-        assert len(marked(MARKER, cluster_id)) > 5
-        owner.kill()
-        owner.wait()
-        wait_for(lambda: not marked(MARKER, cluster_id), 60, "end of the cluster")
-        wait_for(lambda: not Path(temp_dir).exists(), 60, "end of its folder")
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(owner.pid, signal.SIGKILL)  # the fork
+    with Program([sys.executable, "-c", OWNER, mode]) as owner:
+        cluster_id, temp_dir = json.loads(owner.wait_for_line(r"^\[.*\]$")[0])
+        assert len(processes_with(MARKER, cluster_id)) > 5
+        owner.process.kill()
+        wait_until_none(lambda: processes_with(MARKER, cluster_id), STATE_S, "processes of the cluster")
+        wait_for(lambda: not Path(temp_dir).exists(), STATE_S, "end of its folder")
+        end_marked(owner.mark)  # the fork
 
 
 def test_the_head_killed_is_noticed_and_stop_finds_the_rest() -> None:
@@ -396,22 +395,26 @@ def test_the_head_killed_is_noticed_and_stop_finds_the_rest() -> None:
         ports = listening_ports(wounded.pids())
         assert wounded.head_pid is not None
         os.kill(wounded.head_pid, signal.SIGKILL)
-        wait_for(lambda: not wounded.is_alive(), 60, "news of the death")
+        wait_for(lambda: not wounded.is_alive(), STATE_S, "news of the death")
     assert_nothing_left(wounded, ports)
 
 
 def test_the_head_ends_the_rest_when_a_part_of_ray_dies() -> None:
     with embedded.start(num_cpus=1) as wounded:
-        raylet = next(pid for pid in wounded.pids() if psutil.Process(pid).name() == "raylet")
+        (raylet,) = pids_of(wounded, "raylet/raylet")
         os.kill(raylet, signal.SIGKILL)
-        wait_for(lambda: not wounded.is_alive(), 60, "end of the head")
+        wait_for(lambda: not wounded.is_alive(), STATE_S, "end of the head")
 
 
 def test_a_fork_of_the_owner_does_not_stop_the_cluster(cluster: EmbeddedCluster) -> None:
     child = os.fork()
     if child == 0:
-        cluster.stop()
-        os._exit(0)
-    os.waitpid(child, 0)
+        failed = 1
+        try:
+            cluster.stop()
+            failed = 0
+        finally:
+            os._exit(failed)  # it must not go on with the tests
+    assert os.waitpid(child, 0)[1] == 0
     assert cluster.is_alive()
     assert len(cluster.pids()) > 5

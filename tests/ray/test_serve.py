@@ -27,19 +27,18 @@ from waiting import wait_for
 
 STATE_TIMEOUT_S = 400.0
 MAX_BODY_BYTES = 200_000
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1500)
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[EndpointProcess]:
-    process = EndpointProcess(
+    with EndpointProcess(
         num_replicas=2,
         model={"max_batch_size": 4096, "max_queue_size": 8192},
         max_body_bytes=MAX_BODY_BYTES,
         grpc_port=0,
-    )
-    yield process
-    process.close()
+    ) as process:
+        yield process
 
 
 def served_versions(endpoint: EndpointProcess) -> list[int]:
@@ -287,7 +286,7 @@ def test_nothing_of_rays_or_haproxys_is_behind_the_port(endpoint: EndpointProces
         status, _, content = client.request("GET", path)
         assert (status, list(content)) == (404, ["error"])
     client.close()
-    driver = psutil.Process(endpoint._child.pid)
+    driver = psutil.Process(endpoint.pid)
     listening = {
         connection.laddr
         for process in driver.children(recursive=True)

@@ -56,7 +56,7 @@ class FakeTrainer:
         self.end: Outcome | Exception = ENDED
 
     def fit(self) -> SimpleNamespace:
-        assert self.let_go.wait(30)
+        assert self.let_go.wait(120)
         if isinstance(self.end, Exception):
             raise self.end
         return SimpleNamespace(return_value=self.end)
@@ -148,7 +148,7 @@ def test_who_is_refused_hears_it_before_a_checkpoint_and_is_to_end(handle: Handl
     posted = Posted(handle)
     posted.flush()
     handle.mailbox.refuse("run 'r' was resumed by another process")
-    assert posted.stop_asked.wait(30)
+    assert posted.stop_asked.wait(120)
     with pytest.raises(RunError, match="run 'r' was resumed by another process"):
         posted.flush()
     posted.close()
@@ -191,7 +191,7 @@ def test_rank_0_hears_that_it_is_asked_to_stop(handle: Handle) -> None:
 
     posted = Posted(handle)
     handle.mailbox.stop()
-    assert posted.stop_asked.wait(30)
+    assert posted.stop_asked.wait(120)
     posted.close()
 
 
@@ -200,7 +200,7 @@ def test_the_death_of_the_mailbox_lets_rank_0_save_and_end(handle: Handle) -> No
 
     handle.troubles = ["late", "dead"]
     posted = Posted(handle)
-    assert posted.stop_asked.wait(30)
+    assert posted.stop_asked.wait(120)
     posted.close()
 
 
