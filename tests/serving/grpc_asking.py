@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,6 +19,7 @@ from serving.fake_host import FakeHost
 from serving.grpc_replica import TIMEOUT_S
 from serving.grpc_replica import served as replica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
+from session_end import at_session_end
 from shoal.cluster.ports import free_port
 from shoal.open_inference import inference_pb2 as pb
 from shoal.serve.protocol.access import Access
@@ -53,13 +53,10 @@ async def served(host: FakeHost, access: Access | None = None) -> AsyncIterator[
 
 @cache
 def before_a_replica() -> tuple[HaproxyProcess, int]:
-    """HAProxy, and the port of the replica's HTTP server that it asks; until this process ends."""
-    folder = tempfile.TemporaryDirectory(prefix="x.")
+    """HAProxy, and the port of the replica's HTTP server that it asks; until the session ends."""
+    folder = at_session_end.enter_context(tempfile.TemporaryDirectory(prefix="x."))
     http_port = free_port()
-    proxy = HaproxyProcess(Path(folder.name), http_port, free_port(), UNCHECKED)
-    atexit.register(folder.cleanup)
-    atexit.register(proxy.close)
-    return proxy, http_port
+    return at_session_end.enter_context(HaproxyProcess(Path(folder), http_port, free_port(), UNCHECKED)), http_port
 
 
 def run(test: Awaitable[None]) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import subprocess
 from pathlib import Path
+from typing import Self
 
 from serve_template import serves_config
 from shoal.cluster.ports import free_port
 from shoal.cluster.serve_environment import serve_environment
+from shoal_program import logs
 from waiting import wait_for
 
+END_S = 60.0
 UNCHECKED = r"/timeout check/d; s/ check\b.*//; /check/d"  # edits: without Serve nobody answers HAProxy's health checks
 
 
@@ -31,12 +34,28 @@ class HaproxyProcess:
         edited.write_text(wrapper.read_text().replace("exec ", f"sed -i '{edits}' \"$config\"\nexec "))
         self._log = (self.folder / "log").open("wb")
         self.process = subprocess.Popen(["sh", edited, "-db", "-f", file], stdout=self._log, stderr=self._log)
-        wait_for(self._listens, what="HAProxy")
+        logs[f"HAProxy {self.process.pid}"] = self.folder / "log"
+        try:
+            wait_for(self._listens, what="HAProxy")
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(10)
-        self._log.close()
+        try:
+            self.process.wait(END_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self._log.close()
+            logs.pop(f"HAProxy {self.process.pid}", None)
 
     def _listens(self) -> bool:
         assert self.process.poll() is None, (self.folder / "log").read_text()

@@ -36,10 +36,11 @@ def http_port() -> int:
 @pytest.fixture(scope="module")
 def proxy(http_port: int) -> Iterator[HaproxyProcess]:
     """Before the port of a replica's HTTP server, and before no gRPC server at all."""
-    with tempfile.TemporaryDirectory(prefix="x.") as folder:
-        started = HaproxyProcess(Path(folder), http_port, free_port(), UNCHECKED)
+    with (
+        tempfile.TemporaryDirectory(prefix="x.") as folder,
+        HaproxyProcess(Path(folder), http_port, free_port(), UNCHECKED) as started,
+    ):
         yield started
-        started.close()
 
 
 @pytest.fixture(params=["directly", "through Serve"])

@@ -49,10 +49,11 @@ def proxy(http_port: int) -> Iterator[HaproxyProcess]:
     impatient = (
         rf"; s/timeout server .*/timeout server {SILENCE_S:g}s/; s/timeout client 30s/timeout client {SILENCE_S:g}s/"
     )
-    with tempfile.TemporaryDirectory(prefix="x.") as folder:
-        started = HaproxyProcess(Path(folder), http_port, free_port(), UNCHECKED + impatient)
+    with (
+        tempfile.TemporaryDirectory(prefix="x.") as folder,
+        HaproxyProcess(Path(folder), http_port, free_port(), UNCHECKED + impatient) as started,
+    ):
         yield started
-        started.close()
 
 
 @pytest.fixture(params=["directly", "through Serve"])
@@ -93,12 +94,15 @@ async def refused(call: Any) -> grpc.aio.AioRpcError:
 
 def test_each_answer_comes_as_soon_as_it_can(run: Callable[..., None]) -> None:
     async def test(stream: Stream) -> None:
-        call, began_s = stream(), time.monotonic()
+        call, took_s = stream(), []
         for number in range(50):
+            began_s = time.monotonic()
             await call.write(request(2, id=str(number)))
             answer = await call.read()
             assert (answer.infer_response.id, len(answer.infer_response.raw_output_contents[0])) == (str(number), 24)
-        assert time.monotonic() - began_s < 2.0  # 40 ms each would be a proxy or kernel that waits for more
+            took_s.append(time.monotonic() - began_s)
+        # A proxy or kernel that waits for more takes 40 ms for each, a machine that others use for one or another.
+        assert sorted(took_s)[len(took_s) // 4] < 0.04
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
         assert await call.code() is grpc.StatusCode.OK

@@ -25,8 +25,8 @@ from shoal.cluster.serve_environment import BUFFER_BYTES
 from waiting import wait_for
 
 # Shorter than an endpoint's, so that the tests need not wait long for what must happen after them.
-REQUEST_S, SERVER_S, CLIENT_S = 0.4, 1.2, 0.6
-ANSWER_S = 10.0
+REQUEST_S, SERVER_S, CLIENT_S = 1.0, 3.0, 1.5
+ANSWER_S = 60.0
 JSON = "application/json"
 SERVICE = "inference.GRPCInferenceService"
 
@@ -92,28 +92,31 @@ def replica() -> Iterator[FakeReplica]:
 
 @pytest.fixture(scope="module")
 def proxy(replica: FakeReplica) -> Iterator[Proxy]:
-    with tempfile.TemporaryDirectory(prefix="x.") as folder:  # pytest's own are too long for unix sockets
-        started = Proxy(Path(folder), replica.port, grpc_replica_port=free_port())
+    with (
+        tempfile.TemporaryDirectory(prefix="x.") as folder,  # pytest's own are too long for unix sockets
+        Proxy(Path(folder), replica.port, grpc_replica_port=free_port()) as started,
+    ):
         yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
 def early_proxy() -> Iterator[Proxy]:
     """Before Serve has an application, or when it has none any more."""
-    with tempfile.TemporaryDirectory(prefix="x.") as folder:
-        started = Proxy(Path(folder), replica_port=0, grpc_replica_port=0)
+    with (
+        tempfile.TemporaryDirectory(prefix="x.") as folder,
+        Proxy(Path(folder), replica_port=0, grpc_replica_port=0) as started,
+    ):
         yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
 def lonely_proxy() -> Iterator[Proxy]:
     """Before a replica that is not there, and before no application for gRPC."""
-    with tempfile.TemporaryDirectory(prefix="x.") as folder:
-        started = Proxy(Path(folder), free_port(), grpc_replica_port=0)
+    with (
+        tempfile.TemporaryDirectory(prefix="x.") as folder,
+        Proxy(Path(folder), free_port(), grpc_replica_port=0) as started,
+    ):
         yield started
-        started.close()
 
 
 @pytest.mark.parametrize(

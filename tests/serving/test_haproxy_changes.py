@@ -18,7 +18,7 @@ from shoal.cluster.ports import free_port
 from shoal.serve.controller.administration import LOAD_TIMEOUT_S
 from shoal.serve.controller.changes import MAX_TIMEOUT_S
 
-ANSWER_S = 10.0
+ANSWER_S = 60.0
 SERVER_S, LONGER_S = 0.2, 0.4
 SERVICE = "inference.GRPCInferenceService"
 GRPC_CHANGES, GRPC_OTHERS = ["RepositoryModelLoad", "RepositoryModelUnload"], ["RepositoryIndex"]
@@ -37,10 +37,11 @@ def replica() -> Iterator[FakeReplica]:
 
 @pytest.fixture(scope="module")
 def proxy(replica: FakeReplica) -> Iterator[HaproxyProcess]:
-    with tempfile.TemporaryDirectory(prefix="x.") as folder:  # pytest's own are too long for unix sockets
-        started = HaproxyProcess(Path(folder), replica.port, free_port(), UNCHECKED)
+    with (
+        tempfile.TemporaryDirectory(prefix="x.") as folder,  # pytest's own are too long for unix sockets
+        HaproxyProcess(Path(folder), replica.port, free_port(), UNCHECKED) as started,
+    ):
         yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +49,8 @@ def hurried_proxy(replica: FakeReplica) -> Iterator[HaproxyProcess]:
     """Waits `SERVER_S` for a replica, instead of a minute."""
     with tempfile.TemporaryDirectory(prefix="x.") as folder:
         edits = f"{UNCHECKED}; s/server 60s/server {SERVER_S * 1000:.0f}ms/"
-        started = HaproxyProcess(Path(folder), replica.port, free_port(), edits)
-        yield started
-        started.close()
+        with HaproxyProcess(Path(folder), replica.port, free_port(), edits) as started:
+            yield started
 
 
 def post(proxy: HaproxyProcess, path: str) -> HTTPResponse:
