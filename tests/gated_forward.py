@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from shoal.serve.batcher import BatchQueue
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 T = TypeVar("T")
 
 

@@ -46,7 +46,7 @@ class Parts:
         self.store = WeightStore()
         self.store.publish(weights(1))
         self.ledger = Ledger(folder / "ledger.sqlite" if folder else None)
-        self.spec = GatewaySpec.parse({"heartbeat_s": 0.2, "timeout_s": 2.0, **spec})
+        self.spec = GatewaySpec.parse({"heartbeat_s": 0.2, "timeout_s": 60.0, **spec})
         self.queue = ExperienceQueue(self.spec.queue_capacity, self.ledger)
         self.gateway = Gateway(self.spec, EXPERIENCE, self.queue, self.store, TOKEN, "run-1", target_return=475.0)
 

@@ -27,7 +27,7 @@ class Raw:
     def say(self, message: Message) -> None:
         self.socket.send(encode(message))
 
-    def hear(self, kind: type, timeout_s: float = 5.0) -> Message:
+    def hear(self, kind: type, timeout_s: float = 60.0) -> Message:
         """The next message of this kind; others are passed over."""
         while self.socket.poll(int(timeout_s * 1000)):
             message = decode(self.socket.recv_multipart(), Limits())
@@ -49,7 +49,7 @@ class Raw:
 
 
 def client(parts: Parts, actor_id: str = "one", **options: object) -> ActorClient:
-    return ActorClient(parts.address, TOKEN, actor_id, timeout_s=5.0, **options)  # type: ignore[arg-type]
+    return ActorClient(parts.address, TOKEN, actor_id, timeout_s=60.0, **options)  # type: ignore[arg-type]
 
 
 def connected(parts: Parts) -> set[str]:

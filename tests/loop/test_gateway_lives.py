@@ -25,14 +25,14 @@ def test_a_gateway_that_died_is_found_where_it_was_and_gets_what_it_did_not_ackn
         actor.connect()
         for _ in range(3):
             actor.send(segment())
-        assert actor.drain(5)
+        assert actor.drain(60)
         first.gateway.close()
         sender = threading.Thread(target=lambda: [actor.send(segment()) for _ in range(2)])
         sender.start()  # nobody is there
         with serving(tmp_path) as second:
             assert second.gateway.port == port
-            sender.join(10)
-            assert actor.drain(15)
+            sender.join(60)
+            assert actor.drain(60)
             account = second.ledger.account((actor.actor_id, actor.incarnation))
             assert (account.received, account.queued) == (5, 2)
             assert account.dropped == {"shutdown": 3}
@@ -53,7 +53,7 @@ def test_a_gateway_on_an_address_of_ipv6_is_reached_where_it_says_that_it_is() -
     with serving(host="::1") as parts, client(parts) as actor:
         assert parts.address == f"tcp://[::1]:{parts.gateway.port}"
         actor.send(segment())
-        assert actor.drain(5)
+        assert actor.drain(60)
 
 
 @contextmanager
@@ -85,10 +85,10 @@ def test_a_port_that_was_asked_for_and_is_taken_is_named_with_what_to_do() -> No
 def test_a_gateways_next_life_goes_on_counting(tmp_path: Path) -> None:
     with serving(tmp_path) as first, client(first) as actor:
         actor.send(segment(2, terminated=True, episode_return=7.0, episode_length=2))
-        assert actor.drain(5)
+        assert actor.drain(60)
     with serving(tmp_path) as second, client(second, "two") as actor:
         actor.send(segment(3, terminated=True, episode_return=9.0, episode_length=3))
-        assert actor.drain(5)
+        assert actor.drain(60)
         stats = second.gateway.stats()
         assert (stats["steps"], stats["episodes"], stats["mean_return"]) == (5, 2, 8.0)
 

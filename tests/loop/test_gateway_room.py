@@ -19,8 +19,8 @@ def test_a_full_queue_stops_the_actor_and_room_lets_it_go_on() -> None:
             actor.send(segment(), timeout_s=0.3)
         assert len(parts.queue) == 4
         parts.queue.take("learner", BatchRequest(2, 2, 2, 1))
-        actor.send(segment(), timeout_s=5)
-        assert actor.drain(5)
+        actor.send(segment(), timeout_s=60)
+        assert actor.drain(60)
         assert actor.acknowledged["dropped"] == 0
 
 
@@ -39,8 +39,8 @@ def test_an_actor_that_waits_for_room_gets_credit_when_another_leaves() -> None:
         with client(parts, "second") as second:
             with pytest.raises(ConnectionLost, match="credit"):
                 second.send(segment(), timeout_s=0.1)
-            second.send(segment(), timeout_s=10)  # the first one, silent, is given up meanwhile
-            assert second.drain(5)
+            second.send(segment(), timeout_s=60)  # the first one, silent, is given up meanwhile
+            assert second.drain(60)
 
 
 def test_newer_weights_come_by_themselves_and_only_the_newest() -> None:
@@ -56,7 +56,7 @@ def test_newer_weights_come_by_themselves_and_only_the_newest() -> None:
 def test_a_silent_actor_is_lost_and_a_slow_one_is_not() -> None:
     with serving(heartbeat_s=0.1, timeout_s=0.6) as parts, Raw(parts) as silent, client(parts, "slow"):
         silent.enter("silent")
-        wait_for(lambda: connected(parts) == {"slow"}, timeout_s=10)  # its keeper thread pings; nothing else does
+        wait_for(lambda: connected(parts) == {"slow"})  # its keeper thread pings; nothing else does
         kinds = [(kind, details["actor_id"]) for _, kind, details in parts.gateway.take_events()]
         assert ("actor_lost", "silent") in kinds
         assert ("actor_lost", "slow") not in kinds
@@ -74,7 +74,7 @@ def test_an_actor_that_left_does_not_lag() -> None:
     with serving() as parts:
         with client(parts, "gone") as actor:
             actor.send(segment())
-            assert actor.drain(5)
+            assert actor.drain(60)
         wait_for(lambda: not connected(parts))
         with client(parts, "here"):
             parts.store.publish(weights(7))
@@ -97,10 +97,10 @@ def test_progress_is_solved_when_a_hundred_episodes_reach_the_target() -> None:
     with serving(queue_capacity=200) as parts, client(parts) as actor:
         for _ in range(99):
             actor.send(segment(2, terminated=True, episode_return=500.0, episode_length=500))
-        assert actor.drain(10)
+        assert actor.drain(60)
         assert parts.gateway.stats()["solved_s"] is None
         actor.send(segment(2, truncated=True, episode_return=480.0, episode_length=480))
-        assert actor.drain(10)
+        assert actor.drain(60)
         stats = parts.gateway.stats()
         assert stats["solved_s"] is not None
         assert (stats["episodes"], stats["steps"], stats["solved_steps"]) == (100, 200, 200)

@@ -353,4 +353,5 @@ def test_a_paused_learner_holds_its_weights_and_goes_on_where_it_was(tmp_path: P
     bench.learner.resume()
     wait_for(lambda: bench.learner.updates == 2)
     bench.learner.stop()
-    thread.join(10)
+    thread.join(60)
+    assert not thread.is_alive()

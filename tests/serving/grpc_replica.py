@@ -17,7 +17,7 @@ from shoal.serve.protocol.grpc_service import InferenceServicer
 from shoal.serve.protocol.limits import Limits
 from shoal.serve.protocol.rest import RestApp
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 LIMITS = Limits(max_body_bytes=1 << 20)
 
 

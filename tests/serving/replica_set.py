@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ from shoal.serve.report import ReplicaReport
 from shoal.serve.sources import LiveModel, RegisteredModel, ServedModel
 from shoal.weights import WeightSnapshot
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 LINEAR = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 3, "out_features": 2})
 SIGNATURE = Signature(
     inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 3])],
@@ -112,7 +113,7 @@ async def infer(
 class ReplicaSet:
     """See the module's docstring. `models`: as for `deploy`."""
 
-    def __init__(self, *models: ServedModel, lease_s: float = 2.0, stage_timeout_s: float = 5.0, **spec: Any) -> None:
+    def __init__(self, *models: ServedModel, lease_s: float = 20.0, stage_timeout_s: float = 60.0, **spec: Any) -> None:
         self.spec = EndpointSpec.parse({"name": "endpoint", **spec})
         self.models = models
         self.lease_s, self.stage_timeout_s = lease_s, stage_timeout_s
@@ -167,8 +168,9 @@ class ReplicaSet:
         return replica
 
     async def kill(self, name: str) -> None:
-        """The controller hears nothing of it any more."""
+        """The controller hears nothing of it any more, and its lease is over, unlike those of the others."""
         self.dead.add(name)
+        self.controller._heard_s[name] = -math.inf
         await self.replicas.pop(name).close()
 
     def versions(self, model: str = "linear") -> list[int]:

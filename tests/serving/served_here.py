@@ -46,5 +46,5 @@ def served(host: FakeHost, token: str | None = TOKEN) -> Iterator[tuple[str, Cou
             yield f"http://127.0.0.1:{listener.getsockname()[1]}", app
         finally:
             server.should_exit = True
-            thread.join(10.0)
+            thread.join(60.0)
     assert not thread.is_alive()

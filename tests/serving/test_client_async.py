@@ -126,13 +126,13 @@ def test_who_waits_for_a_signature_has_a_deadline_of_its_own_and_may_leave(
 
 def test_waiting_for_a_connection_is_no_waiting_for_an_answer(endpoint: tuple[str, Counting], held: FakeModel) -> None:
     async def ask() -> None:
-        async with AsyncClient(endpoint[0], token=TOKEN, num_connections=1, timeout_s=1.0) as client:
+        async with AsyncClient(endpoint[0], token=TOKEN, num_connections=1, timeout_s=2.0) as client:
             await client.metadata("other")
             await client.metadata("m")
             late = [asyncio.ensure_future(client.infer("m", ROWS)) for _ in range(2)]
             last = asyncio.ensure_future(client.infer("other", ROWS))
             for call in late:
-                with pytest.raises(InferenceError, match=r"no answer within 1 s"):
+                with pytest.raises(InferenceError, match=r"no answer within 2 s"):
                     await call
             assert (await last).model == "other"
 
@@ -184,6 +184,6 @@ def test_no_connection_at_all_is_refused() -> None:
 
 async def _until(condition: object) -> None:
     assert callable(condition)
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while not condition():
             await asyncio.sleep(0.01)

@@ -71,7 +71,7 @@ class Running:
         self.server = uvicorn.Server(
             uvicorn.Config(served, port=0, lifespan="off", log_level="critical", timeout_keep_alive=60)
         )
-        self.thread = threading.Thread(target=self._run)
+        self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         wait_for(lambda: self.server.started)
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
@@ -82,10 +82,10 @@ class Running:
         self.loop.close()
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=10)
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
     def line(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), 10)
+        return socket.create_connection(("127.0.0.1", self.port), 60)
 
     def release(self) -> None:
         self.loop.call_soon_threadsafe(self.echo.release.set)
@@ -99,7 +99,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     with contextlib.suppress(RuntimeError):  # its loop is closed already
         running.release()
     running.server.should_exit = True
-    running.thread.join(10)
+    running.thread.join(60)
     assert not running.thread.is_alive()
 
 

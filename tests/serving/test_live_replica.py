@@ -22,7 +22,7 @@ def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_healthy(m
 
     def hangs(predictor: Predictor, snapshot: WeightSnapshot) -> Any:
         if snapshot.version == 2:
-            release.wait(10)
+            release.wait(60)
         return load(predictor, snapshot)
 
     monkeypatch.setattr(Predictor, "load", hangs)

@@ -106,7 +106,7 @@ async def test_a_version_that_takes_too_long_is_left_when_both_have_computed_the
     async def is_left() -> bool:
         return (await infer(replica)).version == 1
 
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while not await is_left():
             pass
     await until(lambda: endpoint.entries() == [("rollback", 1, 2, "guard")])

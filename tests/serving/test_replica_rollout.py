@@ -390,7 +390,7 @@ def test_a_replica_that_hangs_while_it_stages_is_not_healthy(monkeypatch: pytest
             [replica] = await endpoint.start()
             monkeypatch.setattr("shoal.serve.replica.host.HANGING_S", 0.05)
             replica.check_health()
-            monkeypatch.setattr(RegisteredModel, "package", lambda source, version: release.wait(10))
+            monkeypatch.setattr(RegisteredModel, "package", lambda source, version: release.wait(60))
             with pytest.raises(InferenceError, match="had not staged version 2 after"):
                 await endpoint.administer(action="deploy", model="linear", version=2)
             with pytest.raises(ShoalError, match="has been loading for"):

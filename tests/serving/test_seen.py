@@ -58,7 +58,7 @@ def test_a_scrape_of_any_replica_sees_all_of_them() -> None:
                 return (await scrape(replica))["nv_inference_count_total"] == {"r1": 1, "r2": 5}
 
             for replica in (first, second):
-                async with asyncio.timeout(10.0):
+                async with asyncio.timeout(60.0):
                     while not await sees_both(replica):
                         await asyncio.sleep(0.01)
             seen = await scrape(first)

@@ -18,8 +18,8 @@ from shoal.serve.protocol.limits import Limits
 from shoal.serve.protocol.rest import RestApp
 from waiting import wait_for
 
-ANSWER_S = 10.0
-LIMITS = Limits(max_body_bytes=1 << 20, body_grace_s=0.3, min_body_bytes_per_s=1 << 20)
+ANSWER_S = 60.0
+LIMITS = Limits(max_body_bytes=1 << 20, body_grace_s=1.5, min_body_bytes_per_s=1 << 20)
 ROW = b'{"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}'
 
 
@@ -52,7 +52,7 @@ class Server:
     def close(self) -> None:
         assert self._server is not None
         self._server.should_exit = True
-        self._thread.join(10)
+        self._thread.join(ANSWER_S)
         self._socket.close()
 
 
