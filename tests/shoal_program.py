@@ -204,7 +204,7 @@ def commands_with(name: str, value: str) -> list[str]:
 def last_words() -> list[tuple[str, str]]:
     """The names of the logs of what lives now, and how they end."""
     found = {name: file.read_text(errors="replace") for name, file in logs.items() if file.exists()}
-    return [(f"the end of {name}", text[-LAST_CHARACTERS:]) for name, text in found.items()]
+    return [(f"the end of {name}", text[-LAST_CHARACTERS:]) for name, text in found.items() if text]
 
 
 def end_marked(mark: str, clusters: Collection[str] = ()) -> None:
