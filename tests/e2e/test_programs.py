@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 
 import pytest
 
 from shoal.cluster.processes import MARKER, folder_of
-from shoal_program import MARK, Program, end_marked, last_words, logs, processes_with
+from shoal_program import MARK, ROOT, Program, end_marked, last_words, logs, processes_with
 from waiting import wait_for
 
 # It has a child in a session of its own, which heeds no signal and holds its output, and itself heeds no interruption.
@@ -26,6 +28,15 @@ time.sleep(600 if "stay" in sys.argv else 0)
 """
 # As the head of a cluster, as far as its mark goes.
 CLUSTER = "import time; print('it is up', flush=True); time.sleep(600)"
+# As a session of tests, in a worker that is killed before it runs what `atexit` has.
+SESSION = """
+import os
+from programs import run_ranks
+from session_end import at_session_end
+print(run_ranks(repr, 1), flush=True)
+at_session_end.close()
+os._exit(0)
+"""
 
 
 def python(code: str, *words: str) -> Program:
@@ -108,3 +119,13 @@ def test_the_end_of_each_log_goes_with_a_failed_test(monkeypatch: pytest.MonkeyP
     assert name == "the end of an endpoint"
     assert text.endswith("xat last")
     assert len(text) < 100_000
+
+
+def test_the_server_of_ranks_ends_with_the_session() -> None:
+    path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with tempfile.TemporaryDirectory(prefix="x.") as folder:  # pytest's own are too long for unix sockets
+        environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": folder}
+        with Program([sys.executable, "-c", SESSION], environment) as program:
+            assert program.wait() == 0
+            assert processes_with(MARK, program.mark) == []
+        assert not [name for name in os.listdir(folder) if name.startswith("pymp-")]  # torch has a cache there
