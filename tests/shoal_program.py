@@ -1,6 +1,6 @@
 """Programs that tests start: what they say is kept, each wait has a deadline, and none outlives its test.
 
-    with shoal("run", "actor_learner") as program:
+    with shoal_program("run", "actor_learner") as program:
         program.wait_for_line("learning")
         program.interrupt()
         assert program.wait() == 130
@@ -160,14 +160,14 @@ class Program:
         self.process.wait(KILLED_S)
 
 
-def shoal(*words: str, env: Mapping[str, str] | None = None) -> Program:
+def shoal_program(*words: str, env: Mapping[str, str] | None = None) -> Program:
     """`shoal ...`, of the package that is tested, in the project's folder."""
     return Program([sys.executable, "-c", "from shoal.cli import main; main()", *words], env)
 
 
 def shoal_command(*words: str, timeout_s: float = STATE_S + END_S) -> tuple[int, str]:
     """The exit status of `shoal ...`, and what it said."""
-    with shoal(*words) as program:
+    with shoal_program(*words) as program:
         return program.wait(timeout_s), program.said
 
 

@@ -21,7 +21,7 @@ from shoal.models.actor_critic import ActorCritic
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.rl.learner import model_arrays
 from shoal.weights import WeightSnapshot
-from shoal_program import END_S, ROOT, commands_with, shoal, shoal_command
+from shoal_program import END_S, ROOT, commands_with, shoal_command, shoal_program
 from waiting import wait_for, wait_until_none
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def test_the_demo_from_start_to_finish(home: Path, nothing_stays: None) -> None:
 
 @pytest.mark.parametrize("phase", ["starting a Ray cluster", "starting the endpoint"])
 def test_ctrl_c_while_it_starts_leaves_nothing(home: Path, nothing_stays: None, phase: str) -> None:
-    with shoal(*DEMO) as program:
+    with shoal_program(*DEMO) as program:
         program.wait_for_line(phase)
         program.interrupt()
         assert program.wait() == 130
@@ -126,7 +126,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing(home: Path, nothing_stays: None, 
 def test_the_endpoint_answers_while_actors_teach_it_and_ctrl_c_ends_it_all(home: Path, nothing_stays: None) -> None:
     question = np.zeros((1, 4), np.float32)
     seen: set[int] = set()
-    with shoal(*DEMO, "target_return=1000", f"max_wall_s={4 * ANSWER_S:g}") as program:
+    with shoal_program(*DEMO, "target_return=1000", f"max_wall_s={4 * ANSWER_S:g}") as program:
         program.wait_for_line("learning")
         run = shoal.runs.load("latest")
         url = next(endpoint.address for endpoint in run.endpoints() if endpoint.kind == "inference")
@@ -186,7 +186,7 @@ def test_the_champion_is_served_until_ctrl_c_and_follows_its_alias(cluster: Embe
         _register_constant(registry, bias)
     registry.promote("constant@1")
     question = np.zeros((1, 4), np.float32)
-    with shoal("run", str(ROOT / "serve_apps" / "registered_model.py"), "model=constant@champion") as program:
+    with shoal_program("run", str(ROOT / "serve_apps" / "registered_model.py"), "model=constant@champion") as program:
         found = program.wait_for_line(r"serving constant@champion.*\(now constant@1\) at (\S+)/v2/models/constant")
         connection = InferenceConnection(found[1], "constant", (shared_home / "token").read_text(), timeout_s=ANSWER_S)
         wait_for_version(connection, question[0], 1, timeout_s=ANSWER_S)

@@ -19,7 +19,6 @@ import pytest
 from click.testing import CliRunner
 
 import shoal.runs
-import shoal_program
 from leftovers import listening
 from shoal.cli import cli
 from shoal.client import Client
@@ -30,6 +29,7 @@ from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs import Status
 from shoal.weights import WeightSnapshot
+from shoal_program import shoal_program
 from waiting import wait_for
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def register(version: int, *aliases: str) -> None:
 
 def shoal_command(*words: str) -> str:
     """In a process of its own, for verbs that start jobs."""
-    with shoal_program.shoal(*words) as program:
+    with shoal_program(*words) as program:
         assert program.wait() == 0
         return program.said
 

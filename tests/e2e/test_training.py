@@ -25,8 +25,7 @@ from shoal.parallel import World
 from shoal.runs import Run, Status
 from shoal.train.recipe import spec_from_words
 from shoal.train.spec import TrainSpec
-from shoal_program import END_S, ROOT, Program, commands_with, ended, shoal_command
-from shoal_program import shoal as shoal_program
+from shoal_program import END_S, ROOT, Program, commands_with, ended, shoal_command, shoal_program
 from train_task import Toy
 from waiting import wait_for, wait_until_none
 
