@@ -130,9 +130,9 @@ def test_an_answer_before_the_deadline_is_all_that_a_request_hears() -> None:
         batcher = Batcher(clock=lambda: now[0])
         queue = batcher.add_queue("model", opened(), max_batch_rows=2, max_queue_rows=2)
         for number in range(3):
-            assert await answer(queue, Request(number), deadline_s=100.0 + TICK_S) == number * 10
-        now[0] += 1.0
-        await asyncio.sleep(3 * TICK_S)  # lets the deadlines pass: nothing may happen then
+            assert await answer(queue, Request(number), deadline_s=102.0) == number * 10
+        now[0] += 3.0
+        await asyncio.sleep(2.0 + 3 * TICK_S)  # lets the deadlines pass: nothing may happen then
         counts = queue.counts()
         assert (counts.answered, counts.expired) == (3, 0)
         batcher.close()
