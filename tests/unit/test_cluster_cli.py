@@ -204,6 +204,13 @@ def test_a_signal_ends_what_up_has_begun(number: signal.Signals, monkeypatch: py
     assert ended == ["by the start itself"]
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_a_damaged_word_of_the_cluster_is_named_with_what_to_do(home: Path, text: str) -> None:
+    (home / "cluster.json").write_text(text)
+    with pytest.raises(ClusterError, match=r"cluster.json is no file of `shoal up` .*: delete it"):
+        attach.find_cluster()
+
+
 def test_a_cluster_of_which_no_word_can_be_left_is_ended(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heads: list[psutil.Process] = []
 

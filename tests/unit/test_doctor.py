@@ -159,6 +159,12 @@ def test_the_cluster_that_a_run_would_use(tmp_path: Path, monkeypatch: pytest.Mo
     assert found.remedy == f"end it there, or remove {path} if {host} is gone"
 
 
+def test_a_damaged_word_of_the_cluster_is_a_finding_and_no_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text("{")
+    assert doctor.check_cluster(path, {}).level is Level.WARN
+
+
 def test_the_cluster_is_alive_when_its_head_carries_its_mark(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"]
     environment = {**os.environ, "SHOAL_CLUSTER_ID": "id"}

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from shoal.errors import ConfigError
+from shoal.runs.run import direction_of
 from shoal.train.spec import TrainSpec
 
 
@@ -83,3 +84,34 @@ def test_a_spec_comes_back_from_its_record() -> None:
     words = ["task=mine.py:Mine", "args.hidden=8", "stop.target=accuracy>=0.9", "parallel=fsdp", "aliases=[a, b]"]
     spec = TrainSpec().override(words)
     assert TrainSpec.from_yaml(spec.to_yaml()) == spec
+
+
+@pytest.mark.parametrize(
+    ("metric", "is_more_better"),
+    [("accuracy", True), ("validation/F1", True), ("top5_map", True), ("val_nll", False), ("mape", False)],
+)
+def test_which_way_is_better_is_told_by_a_metrics_name(metric: str, is_more_better: bool) -> None:
+    assert direction_of(metric) == is_more_better
+    assert TrainSpec().override([f"stop.convergence.metric={metric}"]).stop.convergence is not None
+
+
+@pytest.mark.parametrize("what", ["target", "convergence"])
+def test_a_metric_whose_name_does_not_tell_needs_a_direction(what: str) -> None:
+    words = [f"stop.{what}.metric=uncertainty", *(["stop.target.value=1"] if what == "target" else [])]
+    with pytest.raises(ConfigError, match=r"'uncertainty' does not tell whether more is better: say direction="):
+        TrainSpec().override(words)
+    assert TrainSpec().override([*words, f"stop.{what}.direction=min"])
+
+
+@pytest.mark.parametrize("value", ["2024-01-01", ".nan", "{1: a}", "!!binary aGVsbG8=", "[[2024-01-01]]"])
+def test_what_would_be_another_value_when_resumed_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"a.* would be another value when the run is resumed"):
+        TrainSpec().override([f"args.a={value}"])
+
+
+def test_arguments_of_a_task_come_back_as_they_were() -> None:
+    spec = TrainSpec(args={"sizes": (1, 2), "rate": 1e-3, "names": {"a": [None, True]}})
+    assert spec.args["sizes"] == [1, 2]
+    assert TrainSpec.from_yaml(spec.to_yaml()) == spec
+    with pytest.raises(ConfigError, match="resumed"):
+        TrainSpec.parse({"args": {"a": object()}})

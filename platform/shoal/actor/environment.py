@@ -17,7 +17,9 @@ def make_environment(name: str) -> Any:
     try:
         import gymnasium
     except ImportError:
-        raise ConfigError("env", name, "needs gymnasium", "pip install 'shoal[gym]'") from None
+        raise ConfigError(
+            "env", name, "needs gymnasium", "pip install 'CHECKOUT[gym]', with the folder of Shoal's sources"
+        ) from None
     module = name.partition(":")[0]
     with _its_own_errors(name):
         try:

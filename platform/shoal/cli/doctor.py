@@ -28,7 +28,7 @@ import shoal
 from shoal.cluster.attach import remedy_elsewhere, state_path
 from shoal.cluster.handle import load
 from shoal.cluster.jobs import refuse_shadowing
-from shoal.errors import ConfigError
+from shoal.errors import ClusterError, ConfigError
 from shoal.home import home
 from shoal.runs.display import size
 
@@ -203,7 +203,10 @@ def check_cluster(path: Path, environment: Mapping[str, str]) -> Finding:
     if asked:
         remedy = "unset RAY_ADDRESS RAY_API_SERVER_ADDRESS, if that is not meant"
         return Finding("cluster", Level.WARN, f"the environment sends jobs to {asked}", remedy)
-    cluster = load(path)
+    try:
+        cluster = load(path)
+    except ClusterError as error:
+        return Finding("cluster", Level.WARN, str(error), f"rm {path}")
     if cluster is None:
         return Finding("cluster", Level.OK, "none is up; `shoal run` starts one of its own")
     if not cluster.is_of_this_host:

@@ -30,7 +30,7 @@ def job_main(
     check: Callable[[SpecT], object] = lambda spec: None,
     arguments: Sequence[str] | None = None,
 ) -> None:
-    """Run `run(spec with the words applied, job)` on the cluster of $RAY_ADDRESS; exits 1 on a ShoalError.
+    """Run `run(spec with the words applied, job)` on the cluster of $RAY_ADDRESS; exits 1 on a ShoalError or OSError.
 
     spec: what the words change, or a function that finds it by looking at them
 
@@ -56,7 +56,7 @@ def job_main(
             run(chosen, job)
         finally:
             disconnect()
-    except ShoalError as error:
+    except (ShoalError, OSError) as error:  # as of a disk that is full
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -13,6 +13,7 @@ import socket
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -77,11 +78,16 @@ class ClusterHandle:
 
 
 def load(path: Path) -> ClusterHandle | None:
-    """The handle that `save` wrote; None if there is no such file."""
+    """The handle that `save` wrote; None if there is no such file. Raises ClusterError for any other file."""
     try:
-        record = json.loads(path.read_text())
+        return _of(json.loads(path.read_text()))
     except FileNotFoundError:
         return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ClusterError(f"{path} is no file of `shoal up` ({error!r}): delete it") from error
+
+
+def _of(record: dict[str, Any]) -> ClusterHandle:
     token_path = Path(record["environment"]["RAY_AUTH_TOKEN_PATH"])
     return ClusterHandle(
         address=record["address"],

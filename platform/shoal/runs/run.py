@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import socket
 import sqlite3
 import time
@@ -44,6 +45,14 @@ _HEADLINES = (
     ("mae", False),
     ("mse", False),
 )
+# Words of a metric's name that tell the same, but are parts of other words too.
+_MORE_IS_BETTER = frozenset(
+    (
+        *("acc", "ap", "auc", "auroc", "auprc", "bleu", "coverage", "dice", "f1", "iou", "map", "mrr", "ndcg"),
+        *("precision", "psnr", "r2", "recall", "rouge", "ssim", "top1", "top5"),
+    )
+)
+_LESS_IS_BETTER = frozenset(("bpb", "bpc", "cer", "distance", "err", "fid", "kl", "mape", "nll", "ppl", "wer"))
 
 
 @dataclass(frozen=True)
@@ -102,9 +111,17 @@ def find_row(connection: sqlite3.Connection, ref: str) -> sqlite3.Row:
     return row
 
 
+def direction_of(metric: str) -> bool | None:
+    """Whether a higher value of the metric is the better one; None when its name does not tell."""
+    words = set(re.split(r"[^a-z0-9]+", metric.lower()))
+    if words & _MORE_IS_BETTER or words & _LESS_IS_BETTER:
+        return bool(words & _MORE_IS_BETTER)
+    return next((more_is_better for part, more_is_better in _HEADLINES if part in metric.lower()), None)
+
+
 def is_more_better(metric: str) -> bool:
-    """Whether a higher value of the metric is the better one."""
-    return next((more_is_better for part, more_is_better in _HEADLINES if part in metric), True)
+    """Whether a higher value of the metric is the better one, or its name does not tell."""
+    return direction_of(metric) is not False
 
 
 @dataclass(frozen=True)

@@ -221,5 +221,7 @@ def _exporter(where: Destination, replica: str) -> Iterator[SpanExporter]:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise ConfigError("trace", where.target, f"{error}", "pip install 'shoal[trace]'") from None
+        raise ConfigError(
+            "trace", where.target, f"{error}", "pip install 'CHECKOUT[trace]', with the folder of Shoal's sources"
+        ) from None
     yield OTLPSpanExporter(where.target, timeout=int(EXPORT_TIMEOUT_S))

@@ -5,7 +5,8 @@ Called by jobs, the CLI and the Trainer. Holds no behaviour beyond the questions
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,6 +14,7 @@ from shoal.config import Spec
 from shoal.data import LoaderSpec
 from shoal.parallel import Degrees, ParallelSpec
 from shoal.registry import AliasWords
+from shoal.runs.run import direction_of
 
 Direction = Literal["auto", "max", "min"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -51,6 +53,11 @@ class TargetSpec(Spec):
     value: float
     direction: Direction = "auto"
 
+    @model_validator(mode="after")
+    def _has_a_direction(self) -> Self:
+        _require_direction(self.metric, self.direction)
+        return self
+
 
 class ConvergenceSpec(Spec):
     """Stop when none of the `patience` evaluations after n betters it by over `min_improvement`; network n is kept."""
@@ -59,6 +66,11 @@ class ConvergenceSpec(Spec):
     patience: int = Field(default=3, ge=1)
     min_improvement: float = Field(default=0.0, ge=0)
     direction: Direction = "auto"
+
+    @model_validator(mode="after")
+    def _has_a_direction(self) -> Self:
+        _require_direction(self.metric, self.direction)
+        return self
 
 
 class StopSpec(Spec):
@@ -155,6 +167,12 @@ class TrainSpec(Spec):
     aliases: AliasWords = ("champion",)
     resume: str = ""
 
+    @field_validator("args", mode="after")
+    @classmethod
+    def _args_outlast_the_record(cls, args: dict[str, Any]) -> dict[str, Any]:
+        """What a run is resumed with is read back from its record."""
+        return {name: _plain(value, name) for name, value in args.items()}
+
     @model_validator(mode="after")
     def _fits_together(self) -> TrainSpec:
         if self.stop.money is not None and not self.price_per_device_hour:
@@ -166,3 +184,28 @@ class TrainSpec(Spec):
     def degrees(self) -> Degrees:
         """The degrees of the plan. Raises PlanError when they do not fit the workers."""
         return self.parallel.degrees(self.workers)
+
+
+def _require_direction(metric: str, direction: Direction) -> None:
+    """Raises ValueError when it cannot be told which values are better: the worst network would be kept as the best."""
+    if direction == "auto" and direction_of(metric) is None:
+        raise ValueError(
+            f"direction: the name {metric!r} does not tell whether more is better: say direction=max or min"
+        )
+
+
+def _plain(value: Any, path: str) -> Any:
+    """The value, or a like one, of types that YAML gives back as they were. Raises ValueError for others."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float() if math.isfinite(value):
+            return float(value)
+        case list() | tuple():
+            return [_plain(each, f"{path}[{number}]") for number, each in enumerate(value)]
+        case dict() if all(isinstance(name, str) for name in value):
+            return {name: _plain(each, f"{path}.{name}") for name, each in value.items()}
+    remedy = "say it as a text, a finite number, or a list or dictionary (by texts) of these"
+    raise ValueError(
+        f"{path} = {value!r} ({type(value).__name__}) would be another value when the run is resumed: {remedy}"
+    )

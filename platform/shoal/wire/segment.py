@@ -34,7 +34,7 @@ class DropReason(enum.StrEnum):
     INVALID_SHAPE = "invalid_shape"
     INVALID_RANGE = "invalid_range"
     NON_FINITE = "non_finite"
-    OVER_CREDIT = "over_credit"  # sent beyond the send limit, with the queue full
+    OVER_CREDIT = "over_credit"  # sent beyond the send limit, or when the queue was full
     STALE_ADMISSION = "stale_admission"  # older than max_version_lag when it arrived
     STALE_CONSUMPTION = "stale_consumption"  # older than max_version_lag when the learner took it
     GATEWAY_CRASH = "gateway_crash"  # queued in a gateway that died

@@ -72,7 +72,12 @@ def _runtime() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        raise ConfigError("format", "onnx", f"needs onnxruntime ({error})", "pip install 'shoal[onnx]'") from error
+        raise ConfigError(
+            "format",
+            "onnx",
+            f"needs onnxruntime ({error})",
+            "pip install 'CHECKOUT[onnx]', with the folder of Shoal's sources",
+        ) from error
     return onnxruntime
 
 
