@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ print(json.dumps([found, own]), flush=True)
 """
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+@contextmanager
+def fork_server() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A fork server, and its address."""
     with tempfile.TemporaryDirectory() as folder:  # pytest's own are too long for a socket
         address = f"{folder}/fork.sock"
@@ -56,6 +57,12 @@ def server() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
                 yield process, address
             finally:
                 process.kill()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    with fork_server() as started:
+        yield started
 
 
 @pytest.fixture
@@ -103,7 +110,8 @@ def test_a_forked_worker_finds_what_a_fresh_one_does(server: tuple[subprocess.Po
     process, address = server
     own_module = script.parent / "brought_along"
     own_module.mkdir()
-    words = {"PYTHONPATH": f"{own_module}:{os.environ.get('PYTHONPATH', '')}", "A_JOB": "its own"}
+    path = os.pathsep.join([str(own_module), *filter(None, [os.environ.get("PYTHONPATH")]), "brought_along", ""])
+    words = {"PYTHONPATH": path, "A_JOB": "its own"}
     found, own = start(script, address, **words)
     expected, fresh = start(script, "", **words)
     assert own["parent"] == process.pid != fresh["parent"]
@@ -143,16 +151,12 @@ def test_a_worker_that_nobody_waits_for_any_more_is_none(
 
 
 def test_the_server_ends_with_the_head_and_the_worker_stays(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
+    script, said = tmp_path / "worker.py", tmp_path / "out"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)")
-    with tempfile.TemporaryDirectory() as folder, (tmp_path / "out").open("w") as out:
-        address = f"{folder}/fork.sock"
-        command = [sys.executable, "-P", "-m", "shoal.cluster.fork_server", address]
-        server = subprocess.Popen(command, stdin=subprocess.PIPE)
-        wait_for(lambda: Path(address).exists(), timeout_s=180, what="fork server")
+    with fork_server() as (server, address), said.open("w") as out:
         words = [worker_launch.__file__, str(script), "--language=PYTHON"]
         subprocess.run([sys.executable, *words], stdout=out, env=os.environ | {ADDRESS_VARIABLE: address}, check=True)
-        worker = psutil.Process(int(wait_for((tmp_path / "out").read_text)))
+        worker = psutil.Process(int(wait_for(said.read_text, what="word of the worker")))
         try:
             assert worker.ppid() == server.pid
             assert server.stdin is not None
@@ -161,8 +165,6 @@ def test_the_server_ends_with_the_head_and_the_worker_stays(tmp_path: Path) -> N
             assert worker.status() == psutil.STATUS_SLEEPING
         finally:
             worker.kill()
-            server.kill()
-            server.wait()
 
 
 def request(**changes: Any) -> Request:

@@ -143,7 +143,7 @@ def fits(worker: Request) -> bool:
     names -= {"PYTHONPATH"}
     if any(os.environ.get(name) != worker["environment"].get(name) for name in names):
         return False
-    ours, theirs = python_path(os.environ), python_path(worker["environment"])
+    ours, theirs = python_path(os.environ, os.getcwd()), python_path(worker["environment"], worker["folder"])
     if not set(ours) <= set(theirs):
         return False
     added = [folder for folder in theirs if folder not in ours]
@@ -161,9 +161,11 @@ def _imported_packages() -> set[str]:
     return names - sys.stdlib_module_names - {"shoal", "__main__"}
 
 
-def python_path(environment: Mapping[str, str]) -> list[str]:
-    """The folders of PYTHONPATH, as they come to stand in `sys.path`."""
-    return [os.path.abspath(folder) for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+def python_path(environment: Mapping[str, str], folder: str) -> list[str]:
+    """The folders of PYTHONPATH, as `sys.path` has them of who starts in `folder`; an empty one is that."""
+    value = environment.get("PYTHONPATH", "")
+    entries = value.split(os.pathsep) if value else []
+    return list(dict.fromkeys(os.path.normpath(os.path.join(folder, entry)) for entry in entries))
 
 
 def become(worker: Request) -> None:
@@ -176,11 +178,11 @@ def become(worker: Request) -> None:
     os.setpriority(os.PRIO_PROCESS, 0, worker["niceness"])
     Path(OOM_SCORE).write_text(worker["oom_score"])
     os.setpgid(0, 0)  # the raylet ends the group of a worker that has ended
+    ours, theirs = python_path(os.environ, os.getcwd()), python_path(worker["environment"], worker["folder"])
     os.chdir(worker["folder"])
-    ours = python_path(os.environ)
     sys.path[:] = [
         str(Path(script).parent),
-        *python_path(worker["environment"]),
+        *theirs,
         *(p for p in sys.path if p not in ours),
     ]
     _take_environment(worker["environment"])
