@@ -53,7 +53,9 @@ class Spec(BaseModel):
     Numbers are finite, unless a field says otherwise.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        ser_json_inf_nan="constants", extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:

@@ -35,6 +35,13 @@ class Raw:
                 return message
         raise AssertionError(f"no {kind.__name__} within {timeout_s} s")
 
+    def rest(self, quiet_s: float = 1.0) -> list[Message]:
+        """What else has been said, until nothing is for a while."""
+        heard = []
+        while self.socket.poll(int(quiet_s * 1000)):
+            heard.append(decode(self.socket.recv_multipart(), Limits()))
+        return heard
+
     def enter(self, actor_id: str = "raw", incarnation: int = 1) -> Welcome:
         self.say(Hello(1, TOKEN, actor_id, incarnation))
         welcome = self.hear(Welcome)

@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 import zmq
 
-from loop.gateway_asking import client
-from rl_setting import Parts, segment, serving, weights
+from loop.gateway_asking import Raw, client
+from rl_setting import TOKEN, Parts, segment, serving, weights
 from shoal.errors import ConfigError, LedgerUnwritable
+from shoal.rl.ledger import Ledger
 from shoal.rl.listener import listen
 from shoal.rl.spec import GatewaySpec
+from shoal.wire import pack_segment
+from shoal.wire.messages import Bye, Hello
+from waiting import wait_for
 
 
 def test_a_gateway_that_died_is_found_where_it_was_and_gets_what_it_did_not_acknowledge(tmp_path: Path) -> None:
@@ -133,3 +137,47 @@ def test_a_disk_that_is_full_for_a_while_holds_up_actors_and_costs_nothing(tmp_p
         assert kinds == ["actor_joined", "ledger_unwritable", "ledger_writable"]
         assert parts.gateway.alive
         actor.close()
+
+
+def test_a_gateway_that_closes_while_the_disk_is_full_tells_nobody_what_is_not_written(tmp_path: Path) -> None:
+    with serving(tmp_path) as parts, Raw(parts) as raw, Raw(parts) as again:
+        raw.enter("one")
+        assert raw.send(0, segment()).seq == 0
+        commit = parts.ledger.commit
+
+        def refuse() -> None:
+            raise LedgerUnwritable("the ledger cannot be written: database or disk is full")
+
+        parts.ledger.commit = refuse  # type: ignore[method-assign]
+        raw.socket.send_multipart(pack_segment(segment(), 1))
+        wait_for(lambda: parts.ledger.account(("one", 1)).received == 2)
+        again.say(Hello(1, TOKEN, "one", 1))
+        wait_for(lambda: [kind for _, kind, _ in parts.gateway.take_events()].count("actor_left"))
+        with pytest.raises(LedgerUnwritable):
+            parts.gateway.close()
+        parts.ledger.commit = commit  # type: ignore[method-assign]
+        heard = [message for asking in (raw, again) for message in asking.rest()]
+        assert {type(message) for message in heard} == {Bye}
+
+
+def test_a_gateway_begins_on_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path) as first:
+        actor = client(first)
+        actor.connect()
+        actor.send(segment())
+        assert actor.drain(60)
+        actor.close()
+        commit = type(first.ledger).commit
+
+    def refuse(ledger: Ledger) -> None:
+        raise LedgerUnwritable("the ledger cannot be written: database or disk is full")
+
+    monkeypatch.setattr(Ledger, "commit", refuse)
+    with serving(tmp_path) as second:
+        wait_for(lambda: [kind for _, kind, _ in second.gateway.take_events()] == ["ledger_unwritable"])
+        monkeypatch.setattr(Ledger, "commit", commit)
+        again = client(second)
+        again.connect()
+        again.send(segment())
+        assert again.drain(60)
+        again.close()

@@ -314,27 +314,56 @@ def test_a_learner_whose_lease_was_revoked_stops(tmp_path: Path) -> None:
 
 
 def test_a_learner_waits_for_a_ledger_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_module, "UNWRITABLE_PAUSE_S", 0.0)
+    monkeypatch.setattr(learner_module, "UNWRITABLE_PAUSE_S", 0.01)
     bench = Bench(tmp_path)
-    settle, refusals = bench.queue.settle, 0
+    refusals = 0
 
-    def refuse_three_times(lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+    def refuse(lease_id: int, fates: Sequence[DropReason | None]) -> bool:
         nonlocal refusals
-        if refusals < 3:
-            refusals += 1
-            raise LedgerUnwritable("the disk is full")
-        return settle(lease_id, fates)
+        refusals += 1
+        raise LedgerUnwritable("the disk is full")
 
-    monkeypatch.setattr(bench.queue, "settle", refuse_three_times)
     for _ in range(4):
         bench.put(segment(8))
-    assert bench.learner.step()
-    assert refusals == 3
-    assert bench.queue.ledger.totals().consumed == 2
+    with monkeypatch.context() as full:
+        full.setattr(bench.queue, "settle", refuse)
+        learning = threading.Thread(target=bench.learner.run)
+        learning.start()
+        wait_for(lambda: refusals >= 3)
+        assert bench.learner.pause().version == 2  # a trial of what has been learnt does not wait for the disk
+        assert bench.learner.updates == 1
+        bench.learner.resume()
+        refusals = 0
+        wait_for(lambda: refusals >= 3)
+    wait_for(lambda: bench.queue.ledger.totals().consumed == 4)
     bench.learner.stop()
-    refusals = 0
-    with pytest.raises(LedgerUnwritable):
-        bench.learner.step()
+    learning.join(60)
+    assert bench.learner.updates == 2
+
+
+def test_a_pause_waits_for_room_for_the_number_of_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_module, "UNWRITABLE_PAUSE_S", 0.01)
+    bench = Bench(tmp_path, "learner.publish_interval_s=3600")
+    for _ in range(2):
+        bench.put(segment(8))
+    assert bench.learner.step()
+    bench.learner._num_reserved = bench.learner.version
+    refusals: list[Path] = []
+
+    def refuse(path: Path, content: bytes) -> None:
+        refusals.append(path)
+        raise OSError(28, "No space left on device")
+
+    paused: list[int] = []
+    with monkeypatch.context() as full:
+        full.setattr(learner_module.durable, "replace_synced", refuse)
+        pausing = threading.Thread(target=lambda: paused.append(bench.learner.pause().version))
+        pausing.start()
+        wait_for(lambda: len(refusals) >= 3)
+        assert paused == []
+    pausing.join(60)
+    assert paused == [2]
+    assert bench.store.version == 2
 
 
 def test_a_paused_learner_holds_its_weights_and_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -35,12 +35,14 @@ found = {
     "oom": open("/proc/self/oom_score_adj").read(), "streams": [os.readlink(f"/proc/self/fd/{n}") for n in range(3)],
 }
 os.environ["OMP_NUM_THREADS"] = "1"
-import numpy, torch
+import multiprocessing, numpy, sympy, tempfile, torch
 import torch.nn.functional
 assert torch.nn.functional.relu(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
 found |= {"threads": torch.get_num_threads(), "origin": torch.__spec__.origin}
 own = {"process": os.getpid(), "parent": os.getppid(), "group": os.getpgrp(), "random": random.random()}
-own |= {"numpy": numpy.random.rand(), "torch": torch.rand(1).item()}
+own |= {"numpy": numpy.random.rand(), "torch": torch.rand(1).item(), "sympy": sympy.core.random.rng.random()}
+own |= {"key": multiprocessing.current_process().authkey.hex()}
+found |= {"temporary": tempfile.gettempdir(), "modules": [one.__spec__.origin for one in (numpy, sympy, tempfile)]}
 print(json.dumps([found, own]), flush=True)
 """
 
@@ -111,7 +113,7 @@ def test_a_forked_worker_finds_what_a_fresh_one_does(server: tuple[subprocess.Po
     own_module = script.parent / "brought_along"
     own_module.mkdir()
     path = os.pathsep.join([str(own_module), *filter(None, [os.environ.get("PYTHONPATH")]), "brought_along", ""])
-    words = {"PYTHONPATH": path, "A_JOB": "its own"}
+    words = {"PYTHONPATH": path, "A_JOB": "its own", "TMPDIR": str(own_module)}
     found, own = start(script, address, **words)
     expected, fresh = start(script, "", **words)
     assert own["parent"] == process.pid != fresh["parent"]
@@ -125,7 +127,29 @@ def test_forked_workers_draw_random_numbers_of_their_own(
 ) -> None:
     _, one = start(script, server[1])
     _, other = start(script, server[1])
-    assert not [name for name in ("random", "numpy", "torch") if one[name] == other[name]]
+    assert not [name for name in ("random", "numpy", "torch", "sympy", "key") if one[name] == other[name]]
+
+
+def test_what_lies_beside_a_job_is_found_before_what_was_imported(
+    server: tuple[subprocess.Popen[bytes], str], script: Path
+) -> None:
+    """Ray tells a worker of the driver's folder when it has begun."""
+    beside = script.parent / "beside"
+    beside.mkdir()
+    for name in ("rich", "statistics"):
+        (beside / f"{name}.py").touch()
+    lines = [
+        f"import json, os, sys; sys.path.insert(0, {str(beside)!r})",
+        "import rich, statistics, unittest.mock, yaml",
+        "own = {'parent': os.getppid()}",
+        "print(json.dumps([{'environment': dict(os.environ), 'rich': rich.__file__, 'statistics': statistics.__file__,",
+        "    'unittest': unittest.mock.__file__, 'yaml': yaml.__file__}, own]))",
+    ]
+    script.write_text("\n".join(lines))
+    found, own = start(script, server[1])
+    assert own["parent"] == server[0].pid
+    assert (found["rich"], found["statistics"]) == (str(beside / "rich.py"), str(beside / "statistics.py"))
+    assert found == start(script, "")[0]
 
 
 def test_who_asks_and_ends_leaves_a_server_that_answers(
@@ -173,7 +197,10 @@ def request(**changes: Any) -> Request:
     return Request(**(worker | changes))
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTHONHASHSEED", "LD_PRELOAD", "MKL_NUM_THREADS", "TORCH_LOGS"])
+@pytest.mark.parametrize(
+    "name",
+    ["OMP_NUM_THREADS", "PYTHONHASHSEED", "LD_PRELOAD", "MKL_DYNAMIC", "TORCH_LOGS", "PYTORCH_JIT", "TZ", "LC_ALL"],
+)
 def test_who_would_have_read_something_else_as_it_began_is_not_forked(name: str) -> None:
     assert fits(request())
     assert not fits(request(environment=os.environ | {name: "1234"}))
@@ -181,7 +208,7 @@ def test_who_would_have_read_something_else_as_it_began_is_not_forked(name: str)
 
 @pytest.mark.parametrize(
     ("file", "is_forked"),
-    [("numpy.py", False), ("torch/__init__.py", False), ("sitecustomize.py", False), ("numpy/data.txt", True)],
+    [("json.py", False), ("psutil/__init__.py", False), ("sitecustomize.py", False), ("psutil/data.txt", True)],
 )
 def test_who_would_import_something_else_is_not_forked(tmp_path: Path, file: str, is_forked: bool) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)

@@ -216,7 +216,7 @@ def test_spans_go_to_a_collector_over_otlp() -> None:
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"pip install 'shoal\[trace\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'CHECKOUT\[trace\]'"):
         Tracer("otlp://127.0.0.1:1", "digits", "replica-1")
 
 

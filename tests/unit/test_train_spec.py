@@ -103,14 +103,16 @@ def test_a_metric_whose_name_does_not_tell_needs_a_direction(what: str) -> None:
     assert TrainSpec().override([*words, f"stop.{what}.direction=min"])
 
 
-@pytest.mark.parametrize("value", ["2024-01-01", ".nan", "{1: a}", "!!binary aGVsbG8=", "[[2024-01-01]]"])
+@pytest.mark.parametrize("value", ["2024-01-01", "{1: a}", "!!binary aGVsbG8=", "[[2024-01-01]]"])
 def test_what_would_be_another_value_when_resumed_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=r"a.* would be another value when the run is resumed"):
         TrainSpec().override([f"args.a={value}"])
 
 
 def test_arguments_of_a_task_come_back_as_they_were() -> None:
-    spec = TrainSpec(args={"sizes": (1, 2), "rate": 1e-3, "names": {"a": [None, True]}})
+    spec = TrainSpec(
+        args={"sizes": (1, 2), "rate": 1e-3, "names": {"a": [None, True]}, "bound": math.inf}, clip_norm=math.inf
+    )
     assert spec.args["sizes"] == [1, 2]
     assert TrainSpec.from_yaml(spec.to_yaml()) == spec
     with pytest.raises(ConfigError, match="resumed"):

@@ -137,7 +137,7 @@ def start(
 
 def _may_fork() -> bool:
     """Whether workers are forked: not where a driver of an accelerator might be initialised before (decision 012)."""
-    has_accelerator = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    has_accelerator = any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
     return sys.platform == "linux" and os.environ.get(FORK_VARIABLE) != "0" and not has_accelerator
 
 

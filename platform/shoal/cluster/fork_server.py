@@ -6,7 +6,7 @@ worker imports is then there. `worker_launch` asks it, in the raylet's name. It 
 not survive a fork, nor shoal, which a job may bring along itself.
 
 A forked worker finds what a fresh one would: its own environment, folder, streams, `sys.path` and `__main__`; random
-numbers of its own; and as many threads of torch as its `OMP_NUM_THREADS` says when it first imports torch.
+numbers of its own; and, for what it imports, what its own `sys.path` leads to (see `imported`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-import numpy
-import torch
-
+from shoal.cluster.imported import Imported
 from shoal.cluster.worker_launch import OOM_SCORE, READ_AT_START, Request
 
 # What workers import sooner or later, and what may be forked: no threads but numpy's, whose library minds forks, and no
@@ -39,52 +38,21 @@ LIBRARIES = (
     *("aiohttp", "fastapi", "uvicorn", "pydantic", "httpx", "msgspec", "rich.console"),  # an endpoint's
     *("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "safetensors.torch"),
 )
-OF_TORCH = ("torch", "torchgen", "functorch", "safetensors")  # packages that a worker is shown as not yet imported
-
 REQUEST_TIMEOUT_S = 10.0
 BACKLOG = 128
 CHUNK_BYTES = 64 * 1024
 
 
-class Imported(MetaPathFinder, Loader):
-    """Packages that are in memory, as they look to a process that has not imported them yet.
-
-    Their modules are hidden. The first import of one of them brings all back, and calls `restored`: that is when a
-    fresh process would have read its environment.
-    """
-
-    def __init__(self, packages: Sequence[str], restored: Callable[[], None]) -> None:
-        self._modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in packages}
-        self._specs = {name: module.__spec__ for name, module in self._modules.items()}
-        self._restored = restored
-        for name in self._modules:
-            del sys.modules[name]
-        sys.meta_path.insert(0, self)
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in self._modules:
-            return None
-        return ModuleSpec(name, self)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return self._modules[spec.name]
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._specs[module.__name__]
-        sys.meta_path.remove(self)
-        sys.modules.update(self._modules)
-        self._restored()
-
-
 def main() -> None:
     """Import, then fork for whoever asks at the socket that argument 1 names, until ended. Returns in no process."""
-    environment = dict(os.environ)
+    before, environment = set(sys.modules), dict(os.environ)
     for name in LIBRARIES:
         importlib.import_module(name)
+    imported = sys.modules.keys() - before
     _take_environment(environment)  # torch's compiler has written to it, and will again in who uses it
     gc.collect()
     gc.freeze()  # else a worker's first search for garbage would copy the pages of all that it shares
-    become(_worker_of_this_process(sys.argv[1]))
+    become(_worker_of_this_process(sys.argv[1]), imported)
 
 
 def _worker_of_this_process(address: str) -> Request:
@@ -156,9 +124,8 @@ def _is_found(name: str, folders: list[str]) -> bool:
 
 
 def _imported_packages() -> set[str]:
-    """The packages that were imported and are no part of Python; shoal is, for a worker, not imported either."""
-    names = {name.partition(".")[0] for name in sys.modules}
-    return names - sys.stdlib_module_names - {"shoal", "__main__"}
+    """What has been imported; shoal is, for a worker, not imported."""
+    return {name.partition(".")[0] for name in sys.modules} - {"shoal", "__main__"}
 
 
 def python_path(environment: Mapping[str, str], folder: str) -> list[str]:
@@ -168,8 +135,8 @@ def python_path(environment: Mapping[str, str], folder: str) -> list[str]:
     return list(dict.fromkeys(os.path.normpath(os.path.join(folder, entry)) for entry in entries))
 
 
-def become(worker: Request) -> None:
-    """Make this process the worker, and run it."""
+def become(worker: Request, imported: Iterable[str]) -> None:
+    """Make this process the worker, which does not see yet what was imported for it, and run it."""
     script = worker["command"][0]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, worker["blocked_signals"])
@@ -187,10 +154,10 @@ def become(worker: Request) -> None:
     ]
     _take_environment(worker["environment"])
     sys.argv[:] = worker["command"]
-    numpy.random.seed()  # Python's own generator does so by itself
+    tempfile.tempdir = None  # somebody has asked for it, and so fixed it
     for name in [name for name in sys.modules if name.partition(".")[0] == "shoal"]:
         del sys.modules[name]
-    Imported(OF_TORCH, _begin_torch)
+    Imported(imported, BEGIN)
     module = ModuleType("__main__")
     module.__file__ = script
     sys.modules["__main__"] = module
@@ -206,12 +173,25 @@ def _take_environment(environment: Mapping[str, str]) -> None:
             os.environ[name] = value
 
 
-def _begin_torch() -> None:
+def _begin_torch(torch: Any) -> None:
     """What torch does as it is loaded: draw a seed, and read how many processors Ray says that the worker has."""
     torch.default_generator.seed()
     number = os.environ.get("OMP_NUM_THREADS", "")
     if number.isdecimal():
         torch.set_num_threads(min(int(number), torch.get_num_threads()))  # never more than there are
+
+
+def _begin_multiprocessing(multiprocessing: Any) -> None:
+    multiprocessing.current_process().authkey = os.urandom(32)
+
+
+# What these do as they are loaded. Python's own generator of random numbers takes another seed by itself.
+BEGIN: dict[str, Callable[[Any], None]] = {
+    "numpy": lambda numpy: numpy.random.seed(),
+    "sympy": lambda sympy: sympy.core.random.rng.seed(),
+    "multiprocessing": _begin_multiprocessing,
+    "torch": _begin_torch,
+}
 
 
 if __name__ == "__main__":

@@ -161,8 +161,7 @@ def main() -> None:
 
 def _stay(options: HeadOptions, temp_dir: Path, ready: int) -> None:
     """Start Ray and stay; exits with status 1 when a part of Ray dies, 0 after SIGTERM."""
-    if options["fork_workers"]:
-        _start_fork_server()
+    server = _start_fork_server() if options["fork_workers"] else None  # it ends when this lets go of it
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     with os.fdopen(ready, "w") as parent:
@@ -179,16 +178,18 @@ def _stay(options: HeadOptions, temp_dir: Path, ready: int) -> None:
     # On the way down the children get the same SIGTERM; leaving at once would have the kernel kill them.
     while stopping.is_set() and node.live_processes():
         time.sleep(0.05)
+    if server is not None:
+        server.kill()
     sys.exit(0 if stopping.is_set() else 1)
 
 
-def _start_fork_server() -> None:
+def _start_fork_server() -> subprocess.Popen[bytes]:
     """Workers are started by Ray until it has imported what it forks, and when it has died. It ends with this process.
 
     Before anything of Ray, since it takes as long as all of that.
     """
     command = [sys.executable, "-P", "-m", "shoal.cluster.fork_server", os.environ[worker_launch.ADDRESS_VARIABLE]]
-    subprocess.Popen(command, stdin=subprocess.PIPE)
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def _parameters(options: HeadOptions) -> RayParams:

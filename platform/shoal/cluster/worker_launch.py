@@ -20,7 +20,11 @@ ADDRESS_VARIABLE = "SHOAL_FORK_SERVER"  # the path of its unix socket
 PATIENCE_S = 30.0  # for a fork server that has taken the request, on a busy machine
 
 # Libraries, and Python itself, read these once as they are loaded, which the fork server has done.
-READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "TORCH")
+READ_AT_START = (
+    *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TZ", "OPENSSL_", "SSL_", "PROTOCOL_BUFFERS_", "SYMPY_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "NPY_", "TORCH", "PYTORCH_", "AOT_", "PT2_"),
+    *("AIOHTTP_", "YARL_", "MULTIDICT_", "FROZENLIST_", "PROPCACHE_", "PYDANTIC_"),
+)
 OOM_SCORE = "/proc/self/oom_score_adj"
 _CONTEXT = "--serialized-runtime-env-context="
 _PYTHON = "--language=PYTHON"

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -71,7 +72,7 @@ class Gateway:
         self._roster = Roster()
         self._sessions = Sessions()
         self._outbox: list[tuple[bytes, Sequence[bytes]]] = []
-        self._pongs: list[tuple[bytes, Sequence[bytes]]] = []  # which say nothing of the ledger
+        self._plain: list[tuple[bytes, Sequence[bytes]]] = []  # pongs and errors, which say nothing of the ledger
         self._unwritable = False
         self._latest: WeightSnapshot | None = None
         self._lock = threading.Lock()  # guards the state above; never held while waiting
@@ -98,7 +99,8 @@ class Gateway:
         remembered_port = int(self.queue.ledger.fact("port") or 0)
         self._socket, self.port = listen(self._context, self.spec, remembered_port, self._curve_keys)
         self.queue.ledger.set_fact("port", str(self.port))  # a restarted gateway must be found where it was
-        self.queue.ledger.commit()
+        with suppress(LedgerUnwritable):  # the first round writes it
+            self.queue.ledger.commit()
         if (before := self.queue.ledger.fact("progress")) is not None:
             self._progress.restore(before)
         self.queue.on_room = self._wake
@@ -191,6 +193,8 @@ class Gateway:
                         self._end_session(route, "timed out")
                 self._answer_round()
         with self._lock:
+            if not self._committed():
+                self._outbox.clear()  # what was not written down is told to nobody
             for route in list(self._sessions):
                 self._post(route, Bye("the run is over" if self._finished else "the gateway stops", self._finished))
             self._send_all()
@@ -222,15 +226,11 @@ class Gateway:
             self._handle(route, frames)
 
     def _answer_round(self) -> None:
-        """Commit first, then hand out credit, acknowledgements and weights; pongs alone while that cannot be done."""
-        pongs, self._pongs = self._pongs, []
-        self._send(pongs)
-        try:
-            self.queue.ledger.commit()
-        except LedgerUnwritable as error:
-            self._tell_unwritable(str(error))
+        """Commit first, then hand out credit, acknowledgements and weights: nothing of it while that cannot be done."""
+        plain, self._plain = self._plain, []
+        self._send(plain)
+        if not self._committed():
             return
-        self._tell_unwritable("")
         self._sessions.grant_credit(self.queue, self.spec.max_credits)
         snapshot = self._latest
         payload: list[bytes] | None = None
@@ -245,13 +245,19 @@ class Gateway:
                 session.pull_newer_than = None
         self._send_all()
 
-    def _tell_unwritable(self, problem: str) -> None:
-        """Note it once that actors wait for the ledger, and once that they no longer do."""
-        if problem and not self._unwritable:
-            self._progress.event("ledger_unwritable", problem=problem)
-        elif self._unwritable and not problem:
+    def _committed(self) -> bool:
+        """Write the ledger; False when that cannot be done now. That it has begun and ended is noted."""
+        try:
+            self.queue.ledger.commit()
+        except LedgerUnwritable as error:
+            if not self._unwritable:
+                self._progress.event("ledger_unwritable", problem=str(error))
+            self._unwritable = True
+            return False
+        if self._unwritable:
             self._progress.event("ledger_writable")
-        self._unwritable = bool(problem)
+        self._unwritable = False
+        return True
 
     def _post_acks(self, route: bytes, session: Session) -> None:
         """Acks go to the outbox, which is sent after the next commit."""
@@ -297,7 +303,7 @@ class Gateway:
         elif isinstance(message, Pull):
             session.pull_newer_than = message.newer_than
         elif isinstance(message, Ping):
-            self._pongs.append((route, [encode(Pong(message.nonce))]))
+            self._plain.append((route, [encode(Pong(message.nonce))]))
         elif isinstance(message, Bye):
             self._end_session(route, "bye", message=_printable(message.reason))
         elif not isinstance(message, Pong):
@@ -305,7 +311,7 @@ class Gateway:
 
     def _refuse(self, route: bytes, code: str, message: str) -> None:
         self._progress.protocol_errors[code] += 1
-        self._post(route, Error(code, message, code in _FATAL))
+        self._plain.append((route, [encode(Error(code, message, code in _FATAL))]))
 
     def _on_hello(self, route: bytes, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
@@ -326,6 +332,7 @@ class Gateway:
 
     def _supersede(self, route: bytes, hello: Hello) -> None:
         """End other connections of the same actor: an older incarnation for good, the same one because it is back."""
+        self._outbox = [waiting for waiting in self._outbox if waiting[0] != route]  # it begins anew
         if route in self._sessions:
             self._end_session(route, "said hello again")
         for other, session in list(self._sessions.items()):

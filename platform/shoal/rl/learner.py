@@ -80,6 +80,7 @@ class Learner:
         self._num_reserved = int(self._reserved.read_text()) if self._reserved.exists() else 0
         self.version = max(self.version, used_version or self._num_reserved)
         self._num_bad_batches, self._bad_since = 0, 0.0  # in a row; by time.monotonic(), when there are any
+        self._unsettled: tuple[int, Sequence[DropReason | None]] | None = None  # the lease that was learnt from last
         self._metrics: dict[str, float] = {}
         self._published: deque[Published] = deque(maxlen=10_000)
         self._lock = threading.Lock()  # guards what stats() reads together
@@ -117,20 +118,38 @@ class Learner:
     def pause(self) -> WeightSnapshot:
         """Stop learning for a while; returns the weights as they stay, published, until `resume`.
 
-        Waits for the update that is going on. Experience waits in the queue meanwhile, and then the actors do.
+        Waits for the update that is going on, and for room on the disk for the number of a version. Experience waits in
+        the queue meanwhile, and then the actors do. Raises Closed when it is stopped before.
         """
         self._running.clear()
-        with self._stepping:
-            if self.updates != self._published_updates:
-                self._publish()
-            return self.snapshot()
+        while not self._stop.is_set():
+            with self._stepping:
+                if self.updates != self._published_updates:
+                    self._publish_if_possible()
+                if self.updates == self._published_updates:
+                    return self.snapshot()
+            self._stop.wait(UNWRITABLE_PAUSE_S)
+        raise Closed("the learner was stopped")
 
     def resume(self) -> None:
         """Learn on after `pause`."""
         self._running.set()
 
     def step(self) -> bool:
-        """Take one batch and learn from it; False when none came within the timeout."""
+        """Take one batch and learn from it; False when none came in time, or its fate cannot be written down yet."""
+        if self._unsettled is None and not self._take_and_learn():
+            return False
+        if not self._settle():
+            return False
+        if self._num_bad_batches >= MAX_BAD_BATCHES and time.monotonic() - self._bad_since >= MAX_BAD_S:
+            raise NonFiniteLoss(
+                f"the loss of {self._num_bad_batches} batches in a row was not finite, each segment of them by itself;"
+                " lower impala.learning_rate or check the rewards"
+            )
+        self._save_if_due()
+        return True
+
+    def _take_and_learn(self) -> bool:
         self._request = self._request._replace(number=self._request.number + 1)
         batch = self._source.take(self.consumer, self._request)
         if batch is None:
@@ -142,24 +161,24 @@ class Learner:
         num_dropped = sum(fate is not None for fate in fates)
         self.counts["dropped"] += num_dropped
         self.counts["consumed"] += len(fates) - num_dropped
-        if not self._settle(batch.lease_id, fates):
-            raise Closed("another life of this learner has taken over")
-        if self._num_bad_batches >= MAX_BAD_BATCHES and time.monotonic() - self._bad_since >= MAX_BAD_S:
-            raise NonFiniteLoss(
-                f"the loss of {self._num_bad_batches} batches in a row was not finite, each segment of them by itself;"
-                " lower impala.learning_rate or check the rewards"
-            )
-        self._save_if_due()
+        self._unsettled = (batch.lease_id, fates)
         return True
 
-    def _settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
-        """Answer for a batch, however long the ledger cannot be written; raises LedgerUnwritable when told to stop."""
-        while True:
-            try:
-                return self._source.settle(lease_id, fates)
-            except LedgerUnwritable:
-                if self._stop.wait(UNWRITABLE_PAUSE_S):
-                    raise
+    def _settle(self) -> bool:
+        """Answer for the newest batch; False when that cannot be written down now: the next step says it again.
+
+        Raises Closed when another life of this learner has taken over.
+        """
+        assert self._unsettled is not None
+        try:
+            is_mine = self._source.settle(*self._unsettled)
+        except LedgerUnwritable:
+            self._stop.wait(UNWRITABLE_PAUSE_S)
+            return False
+        self._unsettled = None
+        if not is_mine:
+            raise Closed("another life of this learner has taken over")
+        return True
 
     def stats(self) -> dict[str, Any]:
         """Counters and the newest metrics. Plain values."""
@@ -245,10 +264,13 @@ class Learner:
 
     def _publish_if_due(self) -> None:
         if time.monotonic() - self._published_at >= self.spec.learner.publish_interval_s:
-            try:
-                self._publish()
-            except OSError as error:  # no room for the number of the version: the next update tries again
-                self.failure = f"no version could be reserved: {error}"
+            self._publish_if_possible()
+
+    def _publish_if_possible(self) -> None:
+        try:
+            self._publish()
+        except OSError as error:  # no room for the number of the version: it is tried again
+            self.failure = f"no version could be reserved: {error}"
 
     def _publish(self) -> None:
         """Raises OSError, having published nothing, when the version cannot be reserved."""

@@ -14,12 +14,16 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import LedgerUnwritable
 from shoal.wire.segment import DropReason
+
+# What may pass: a disk that is full, or refuses to write; somebody who looks into the file.
+_PASSING = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 ActorKey = tuple[str, int]  # (actor id, incarnation)
 
@@ -217,6 +221,8 @@ class Ledger:
                 self._write_all()
                 self._database.execute("COMMIT")
             except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF not in _PASSING:
+                    raise
                 if self._database.in_transaction:  # SQLite has ended it already where the disk is full
                     self._database.execute("ROLLBACK")
                 raise LedgerUnwritable(f"the ledger cannot be written: {error}") from error
@@ -294,4 +300,5 @@ class Ledger:
             self._totals.duplicates += account.duplicates
             self._totals.dropped.update(account.dropped)
             self._drop(key, account.queued - leased[key], DropReason.GATEWAY_CRASH)
-        self.commit()
+        with suppress(LedgerUnwritable):  # a later commit writes it, or the next life finds what this one found
+            self.commit()

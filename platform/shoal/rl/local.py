@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -73,9 +74,10 @@ class LocalLoop:
         self.learner.stop()
         if self._thread.is_alive():
             self._thread.join(timeout=30)
-        self.gateway.close(finished=True)
-        self.store.close()
-        self.ledger.close()
+        with ExitStack() as closing:  # each, also when the disk takes nothing more
+            closing.callback(self.ledger.close)
+            closing.callback(self.store.close)
+            closing.callback(self.gateway.close, finished=True)
 
     def _learn(self) -> None:
         try:

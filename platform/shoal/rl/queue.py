@@ -192,14 +192,14 @@ class ExperienceQueue:
         return self.ledger.settle(lease_id, fates)
 
     def close(self) -> None:
-        """Drop what is left as SHUTDOWN and wake `take`. Idempotent."""
+        """Drop what is left as SHUTDOWN and wake `take`. Idempotent. Raises LedgerUnwritable, closed all the same."""
         with self._arrived:
             self._closed = True
             self.ledger.drop_queued((key for key, _ in self._segments), DropReason.SHUTDOWN)
             self._segments.clear()
             self._num_steps = 0
+            self._arrived.notify_all()  # they go on when this has let go of the lock
             self.ledger.commit()
-            self._arrived.notify_all()
 
     def _is_enough(self, min_steps: int, max_segments: int) -> bool:
         return self._num_steps >= min_steps or len(self._segments) >= max_segments

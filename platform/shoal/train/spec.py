@@ -5,7 +5,6 @@ Called by jobs, the CLI and the Trainer. Holds no behaviour beyond the questions
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -199,13 +198,13 @@ def _plain(value: Any, path: str) -> Any:
     match value:
         case None | bool() | int() | str():
             return value
-        case float() if math.isfinite(value):
+        case float():
             return float(value)
         case list() | tuple():
             return [_plain(each, f"{path}[{number}]") for number, each in enumerate(value)]
         case dict() if all(isinstance(name, str) for name in value):
             return {name: _plain(each, f"{path}.{name}") for name, each in value.items()}
-    remedy = "say it as a text, a finite number, or a list or dictionary (by texts) of these"
+    remedy = "say it as a text, a number, or a list or dictionary (by texts) of these"
     raise ValueError(
         f"{path} = {value!r} ({type(value).__name__}) would be another value when the run is resumed: {remedy}"
     )
