@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -45,6 +45,12 @@ _ROUND = 256  # messages handled between two commits, at most
 _FATAL = frozenset({"bad_token", "bad_version", "stale_incarnation", "superseded"})
 
 
+class _Outgoing(NamedTuple):
+    route: bytes
+    frames: Sequence[bytes]
+    is_of_ledger: bool = True  # and so waits for a commit
+
+
 class Gateway:
     """Serve actors on `spec.host:spec.port` from `start()` until `close()`. Safe to call from any thread."""
 
@@ -71,8 +77,7 @@ class Gateway:
         self._progress = Progress(target_return)
         self._roster = Roster()
         self._sessions = Sessions()
-        self._outbox: list[tuple[bytes, Sequence[bytes]]] = []
-        self._plain: list[tuple[bytes, Sequence[bytes]]] = []  # pongs and errors, which say nothing of the ledger
+        self._outbox: list[_Outgoing] = []
         self._unwritable = False
         self._latest: WeightSnapshot | None = None
         self._lock = threading.Lock()  # guards the state above; never held while waiting
@@ -227,9 +232,11 @@ class Gateway:
 
     def _answer_round(self) -> None:
         """Commit first, then hand out credit, acknowledgements and weights: nothing of it while that cannot be done."""
-        plain, self._plain = self._plain, []
-        self._send(plain)
         if not self._committed():
+            kept = [each for each in self._outbox if each.is_of_ledger]
+            self._outbox = [each for each in self._outbox if not each.is_of_ledger]
+            self._send_all()
+            self._outbox = kept + self._outbox
             return
         self._sessions.grant_credit(self.queue, self.spec.max_credits)
         snapshot = self._latest
@@ -241,7 +248,7 @@ class Gateway:
             self._post_acks(route, session)
             if snapshot and session.pull_newer_than is not None and snapshot.version > session.pull_newer_than:
                 payload = payload or [encode(Weights(snapshot.version, snapshot.sha256)), snapshot.payload]
-                self._outbox.append((route, payload))
+                self._outbox.append(_Outgoing(route, payload))
                 session.pull_newer_than = None
         self._send_all()
 
@@ -265,14 +272,11 @@ class Gateway:
             self._post(route, ack)
 
     def _post(self, route: bytes, message: Message) -> None:
-        self._outbox.append((route, [encode(message)]))
+        self._outbox.append(_Outgoing(route, [encode(message)], not isinstance(message, Pong | Error)))
 
     def _send_all(self) -> None:
         outbox, self._outbox = self._outbox, []
-        self._send(outbox)
-
-    def _send(self, messages: list[tuple[bytes, Sequence[bytes]]]) -> None:
-        for route, frames in messages:
+        for route, frames, _ in outbox:
             try:
                 self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=len(frames[-1]) < 65536)
             except zmq.ZMQError as error:
@@ -303,7 +307,7 @@ class Gateway:
         elif isinstance(message, Pull):
             session.pull_newer_than = message.newer_than
         elif isinstance(message, Ping):
-            self._plain.append((route, [encode(Pong(message.nonce))]))
+            self._post(route, Pong(message.nonce))
         elif isinstance(message, Bye):
             self._end_session(route, "bye", message=_printable(message.reason))
         elif not isinstance(message, Pong):
@@ -311,7 +315,7 @@ class Gateway:
 
     def _refuse(self, route: bytes, code: str, message: str) -> None:
         self._progress.protocol_errors[code] += 1
-        self._plain.append((route, [encode(Error(code, message, code in _FATAL))]))
+        self._post(route, Error(code, message, code in _FATAL))
 
     def _on_hello(self, route: bytes, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
@@ -332,7 +336,7 @@ class Gateway:
 
     def _supersede(self, route: bytes, hello: Hello) -> None:
         """End other connections of the same actor: an older incarnation for good, the same one because it is back."""
-        self._outbox = [waiting for waiting in self._outbox if waiting[0] != route]  # it begins anew
+        self._outbox = [waiting for waiting in self._outbox if waiting.route != route]  # it begins anew
         if route in self._sessions:
             self._end_session(route, "said hello again")
         for other, session in list(self._sessions.items()):
