@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 
 from shoal.errors import Closed, ConfigError, InvalidSegment, LedgerUnwritable, ProtocolViolation
+from shoal.rl.answers import Answers
 from shoal.rl.ledger import ActorKey
 from shoal.rl.listener import address_of, listen
 from shoal.rl.progress import Progress, Roster
@@ -32,7 +33,6 @@ from shoal.wire.messages import (
     Bye,
     Error,
     Hello,
-    Message,
     Ping,
     Pong,
     Pull,
@@ -43,12 +43,6 @@ from shoal.wire.messages import (
 
 _ROUND = 256  # messages handled between two commits, at most
 _FATAL = frozenset({"bad_token", "bad_version", "stale_incarnation", "superseded"})
-
-
-class _Outgoing(NamedTuple):
-    route: bytes
-    frames: Sequence[bytes]
-    is_of_ledger: bool = True  # and so waits for a commit
 
 
 class Gateway:
@@ -75,9 +69,7 @@ class Gateway:
         self._limits = Limits(max_message_bytes=spec.max_message_bytes)
         require_message_room(spec, experience)
         self._progress = Progress(target_return)
-        self._roster = Roster()
-        self._sessions = Sessions()
-        self._outbox: list[_Outgoing] = []
+        self._roster, self._sessions, self._answers = Roster(), Sessions(), Answers()
         self._unwritable = False
         self._latest: WeightSnapshot | None = None
         self._lock = threading.Lock()  # guards the state above; never held while waiting
@@ -151,21 +143,13 @@ class Gateway:
         """A copy of everything countable: progress, actors, queue, accounting. Plain values, ready for JSON."""
         with self._lock:
             version = self._latest.version if self._latest else 0
-            progress = self._progress
             return {
                 "pid": os.getpid(),
                 "weights_version": version,
-                "steps": progress.steps,
-                "episodes": progress.episodes,
-                "mean_return": progress.mean_return,
-                "episodes_in_window": len(progress.returns),
-                "first_segment_at": progress.first_segment_at,
-                "solved_s": progress.solved_s,
-                "solved_steps": progress.solved_steps,
+                **self._progress.to_dict(),
                 "queue_depth": len(self.queue),
                 "queue_capacity": self.queue.capacity,
                 "actors": [actor.to_dict(version) for actor in self._roster],
-                "protocol_errors": dict(progress.protocol_errors),
                 "counted_at": time.time(),
                 "segments": self.queue.ledger.totals().to_dict(),
             }
@@ -173,9 +157,7 @@ class Gateway:
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
         """(time, kind, details) of what happened since the last call: joins, losses, refusals."""
         with self._lock:
-            events = list(self._progress.events)
-            self._progress.events.clear()
-            return events
+            return self._progress.take_events()
 
     # -- the thread that owns the socket ------------------------------------------------------------------------
 
@@ -199,9 +181,11 @@ class Gateway:
                 self._answer_round()
         with self._lock:
             if not self._committed():
-                self._outbox.clear()  # what was not written down is told to nobody
+                self._answers.clear()  # what was not written down is told to nobody
             for route in list(self._sessions):
-                self._post(route, Bye("the run is over" if self._finished else "the gateway stops", self._finished))
+                self._answers.add(
+                    route, Bye("the run is over" if self._finished else "the gateway stops", self._finished)
+                )
             self._send_all()
         self._socket.close(linger=500)
 
@@ -233,22 +217,18 @@ class Gateway:
     def _answer_round(self) -> None:
         """Commit first, then hand out credit, acknowledgements and weights: nothing of it while that cannot be done."""
         if not self._committed():
-            kept = [each for each in self._outbox if each.is_of_ledger]
-            self._outbox = [each for each in self._outbox if not each.is_of_ledger]
-            self._send_all()
-            self._outbox = kept + self._outbox
-            return
+            return self._send_all(is_written=False)
         self._sessions.grant_credit(self.queue, self.spec.max_credits)
         snapshot = self._latest
         payload: list[bytes] | None = None
         for route, session in self._sessions.items():
             credit = session.take_credit()
             if credit is not None:
-                self._post(route, credit)
+                self._answers.add(route, credit)
             self._post_acks(route, session)
             if snapshot and session.pull_newer_than is not None and snapshot.version > session.pull_newer_than:
                 payload = payload or [encode(Weights(snapshot.version, snapshot.sha256)), snapshot.payload]
-                self._outbox.append(_Outgoing(route, payload))
+                self._answers.add_frames(route, payload)
                 session.pull_newer_than = None
         self._send_all()
 
@@ -267,16 +247,12 @@ class Gateway:
         return True
 
     def _post_acks(self, route: bytes, session: Session) -> None:
-        """Acks go to the outbox, which is sent after the next commit."""
+        """Acks are sent after the next commit."""
         for ack in session.take_acks(self._latest.version if self._latest else 0):
-            self._post(route, ack)
+            self._answers.add(route, ack)
 
-    def _post(self, route: bytes, message: Message) -> None:
-        self._outbox.append(_Outgoing(route, [encode(message)], not isinstance(message, Pong | Error)))
-
-    def _send_all(self) -> None:
-        outbox, self._outbox = self._outbox, []
-        for route, frames, _ in outbox:
+    def _send_all(self, is_written: bool = True) -> None:
+        for route, frames, _ in self._answers.take(is_written):
             try:
                 self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=len(frames[-1]) < 65536)
             except zmq.ZMQError as error:
@@ -307,7 +283,7 @@ class Gateway:
         elif isinstance(message, Pull):
             session.pull_newer_than = message.newer_than
         elif isinstance(message, Ping):
-            self._post(route, Pong(message.nonce))
+            self._answers.add(route, Pong(message.nonce))
         elif isinstance(message, Bye):
             self._end_session(route, "bye", message=_printable(message.reason))
         elif not isinstance(message, Pong):
@@ -315,7 +291,7 @@ class Gateway:
 
     def _refuse(self, route: bytes, code: str, message: str) -> None:
         self._progress.protocol_errors[code] += 1
-        self._post(route, Error(code, message, code in _FATAL))
+        self._answers.add(route, Error(code, message, code in _FATAL))
 
     def _on_hello(self, route: bytes, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
@@ -336,7 +312,7 @@ class Gateway:
 
     def _supersede(self, route: bytes, hello: Hello) -> None:
         """End other connections of the same actor: an older incarnation for good, the same one because it is back."""
-        self._outbox = [waiting for waiting in self._outbox if waiting.route != route]  # it begins anew
+        self._answers.forget(route)
         if route in self._sessions:
             self._end_session(route, "said hello again")
         for other, session in list(self._sessions.items()):
@@ -365,7 +341,7 @@ class Gateway:
             self.spec.max_message_bytes,
         )
         self._progress.event("actor_joined", actor_id=key[0], incarnation=key[1], next_seq=account.next_seq)
-        self._post(route, welcome)
+        self._answers.add(route, welcome)
 
     def _on_segment(self, route: bytes, session: Session, message: SegmentMessage, frames: Sequence[bytes]) -> None:
         ledger, key, seq = self.queue.ledger, session.key, message.seq

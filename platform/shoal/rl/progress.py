@@ -137,6 +137,25 @@ class Progress:
         """From the first segment on, in all lives."""
         return self.elapsed_before_s + (time.time() - self.first_segment_at if self.first_segment_at else 0.0)
 
+    def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
+        """(time, kind, details) of what happened since the last call."""
+        events = list(self.events)
+        self.events.clear()
+        return events
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "steps": self.steps,
+            "episodes": self.episodes,
+            "mean_return": self.mean_return,
+            "episodes_in_window": len(self.returns),
+            "first_segment_at": self.first_segment_at,
+            "solved_s": self.solved_s,
+            "solved_steps": self.solved_steps,
+            "protocol_errors": dict(self.protocol_errors),
+        }
+
     def to_json(self) -> str:
         """What the next life must know."""
         returns, lengths = list(self.returns), list(self.lengths)
