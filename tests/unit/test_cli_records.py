@@ -254,6 +254,13 @@ def test_what_a_run_has_named_is_said_as_it_is(home: Path, capsys: pytest.Captur
     assert "mean return 1.0 over 1 episodes played through the endpoint's HTTP interface (2 requests)\n" in said
 
 
+def test_of_a_program_that_keeps_no_record_nothing_more_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    session = a_session()
+    session._console = literal_console()
+    session._summary()
+    assert capsys.readouterr().out == ""
+
+
 def test_what_a_run_that_never_had_a_gateway_counts_at_its_end_is_not_learning() -> None:
     with runs.create("x", "target_return: 475", "one") as run:
         session = a_session("resume=one")

@@ -299,7 +299,10 @@ class _Session:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _summary(self) -> None:
-        record = shoal.runs.load(self.run_id)
+        try:
+            record = shoal.runs.load(self.run_id)
+        except RunError:
+            return  # a program that keeps no record: what it said has been shown
         events, registered = record.last_events(since_resumed=True), record.models()
         models = registered[registered["time"] >= record.life_began_at() - record.created_at].to_dict("records")
         say = self._console.print
