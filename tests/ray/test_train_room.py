@@ -28,7 +28,9 @@ def test_a_group_is_seen_while_it_waits_and_once_it_has_a_place(cluster: Embedde
 
     spec = TrainSpec.parse({"task": "tests/train_task.py:Toy", "workers": 2})
     controller = Controller.remote()
-    made = [placement_group([{"CPU": workers_that_fit(spec) - 1}])]
+    assert workers_that_fit(spec) == ray.cluster_resources()["CPU"]
+    wait_for(lambda: free_places(spec) > 1, STATE_S, "room on the cluster that all tests share")
+    made = [placement_group([{"CPU": free_places(spec) - 1}])]
     try:
         assert made[0].wait(STATE_S)
         wait_for(lambda: free_places(spec) == 1, STATE_S, "one place that is free")
