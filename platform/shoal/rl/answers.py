@@ -11,6 +11,8 @@ from typing import NamedTuple
 from shoal.wire import encode
 from shoal.wire.messages import Error, Message, Pong
 
+OF_NO_LEDGER = (Pong, Error)
+
 
 class Answer(NamedTuple):
     """The frames of a message, and who is to get it."""
@@ -28,7 +30,7 @@ class Answers:
 
     def add(self, route: bytes, message: Message) -> None:
         """A message without a payload."""
-        self._waiting.append(Answer(route, [encode(message)], not isinstance(message, Pong | Error)))
+        self._waiting.append(Answer(route, [encode(message)], not isinstance(message, OF_NO_LEDGER)))
 
     def add_frames(self, route: bytes, frames: Sequence[bytes]) -> None:
         """A message with its payload."""
@@ -40,8 +42,10 @@ class Answers:
 
     def take(self, is_written: bool) -> list[Answer]:
         """All; while the ledger is not written, what says nothing of it."""
-        taken = [answer for answer in self._waiting if is_written or not answer.is_of_ledger]
-        self._waiting = [] if is_written else [answer for answer in self._waiting if answer.is_of_ledger]
+        taken, self._waiting = self._waiting, []
+        if not is_written:
+            self._waiting = [answer for answer in taken if answer.is_of_ledger]
+            taken = [answer for answer in taken if not answer.is_of_ledger]
         return taken
 
     def clear(self) -> None:
