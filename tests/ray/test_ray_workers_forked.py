@@ -88,15 +88,33 @@ def test_a_worker_that_is_killed_takes_its_processes_along(fork_server: psutil.P
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, what="end of its child")
 
 
-def test_without_a_fork_server_workers_live_on_and_ray_starts_others(fork_server: psutil.Process) -> None:
-    """The last test of this module: others of this process have workers that Ray starts."""
-    before: Any = Worker.remote()
-    assert ray.get(before.parent.remote()) == fork_server.pid
-    fork_server.kill()
-    after: Any = Worker.remote()
+# On a cluster of its own: others are to go on forking.
+WITHOUT_A_SERVER = """
+import os, psutil
+from shoal.cluster import embedded
+with embedded.start(num_cpus=2) as cluster:
+    os.environ.update(cluster.environment)
+    import ray
+    from ray_workers import Worker, server_of
+    ray.init(log_to_driver=False)
+    server, before = server_of(cluster), Worker.remote()
+    assert ray.get(before.parent.remote()) == server.pid
+    server.kill()
+    after = Worker.remote()
     raylet = psutil.Process(ray.get(after.parent.remote()))
     assert raylet.name() == "raylet"
-    assert ray.get(before.parent.remote()) not in (fork_server.pid, raylet.pid)
+    assert ray.get(before.parent.remote()) not in (server.pid, raylet.pid)
+    ray.shutdown()
+print("all lived on")
+"""
+
+
+def test_without_a_fork_server_workers_live_on_and_ray_starts_others() -> None:
+    script = WITHOUT_A_SERVER.replace("ray_workers", Path(__file__).stem)
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent), *sys.path])
+    command = [sys.executable, "-c", script]
+    ran = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=800)
+    assert ran.stdout.endswith("all lived on\n"), ran.stdout + ran.stderr
 
 
 def test_a_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
