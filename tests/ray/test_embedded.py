@@ -233,6 +233,13 @@ def test_a_client_with_the_environment_finds_the_cluster(
 
 
 def test_two_clusters_at_once_stop_leaves_nothing_and_spares_the_other(cluster: EmbeddedCluster) -> None:
+    import ray
+    from ray.util.state import list_nodes
+
+    @ray.remote(num_cpus=0)
+    def known_nodes() -> int:
+        return len(list_nodes())
+
     ray_files = Path("/tmp/ray")
     before = sorted(ray_files.rglob("*")) if ray_files.exists() else None
     with embedded.start(num_cpus=1) as second:
@@ -243,6 +250,7 @@ def test_two_clusters_at_once_stop_leaves_nothing_and_spares_the_other(cluster: 
         job = jobs.submit(second, ["python", "-c", "import ray; ray.init(); print(ray.cluster_resources()['CPU'])"])
         assert job.wait(timeout_s=400) is jobs.JobStatus.SUCCEEDED
         assert "\n1.0\n" in job.logs()
+        assert ray.get(known_nodes.remote()) == 1, "so does a worker: who waits there for an actor's death hears of it"
         ports, pids = listening_ports(second.pids()), second.pids()
         assert len(ports) > 6
         assert not set(pids) & set(cluster.pids())

@@ -120,7 +120,13 @@ def start(
             "watch_parent": not detached,
             "fork_workers": _may_fork(),
         }
-        extra = {"DASHBOARD_METRIC_PORT": str(metrics_port), **(environment or {})}
+        extra = {
+            "DASHBOARD_METRIC_PORT": str(metrics_port),
+            # Ray's clients of its state would look for the one Ray of the machine; with two they find none. One of them
+            # is who gives up the place of a training group when Ray Train's controller has died.
+            "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{ports[_PORTS.index('dashboard_port')]}",
+            **(environment or {}),
+        }
         head = _launch(options, _cluster_environment(temp_dir, cluster_id, serve, extra), detached)
         on_failure.callback(_stop, head, cluster_id, temp_dir, 0.5)
         report = _wait_until_ready(head, temp_dir, timeout_s)
