@@ -14,6 +14,7 @@ the same shapes are generated, and the run says so. They stay bytes until they a
 are normalised images: see `inputs`.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 from shoal.data import Data
 from shoal.data.formats import Idx
-from shoal.models.lenet import MEAN, SPREAD, LeNet
+from shoal.models.lenet import MEAN, SPREAD, LeNet, normalise
 from shoal.train import Task, TrainSpec
 
 INSTALLED = "/usr/share/datasets/fashion-mnist"
@@ -61,6 +62,10 @@ class FashionTask(Task):
         """Bytes [B, 28, 28] become floats [B, 1, 28, 28] here, where the batch is on the device already."""
         images = batch[0].unsqueeze(1).float()
         return ((images - MEAN) / SPREAD if self.normalise else images,)
+
+    def preprocess(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """The same of what an endpoint is asked: pixels of 0 to 255."""
+        return normalise(arrays) if self.normalise else arrays
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(outputs, batch[1])

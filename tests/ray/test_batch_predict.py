@@ -122,6 +122,27 @@ def test_a_model_that_ends_its_process_ends_the_prediction(
     assert folders(tmp_path) == []
 
 
+def test_a_prediction_that_fails_leaves_its_places_while_its_error_is_kept(
+    cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shoal.cluster.room import wait_for_free
+    from shoal.serve import ray_batch_predict
+
+    class Wrong:
+        def __init__(self, job: object) -> None: ...
+
+        def __call__(self, table: pa.Table) -> pa.Table:
+            raise DataError("column", "x", "is no picture")
+
+    monkeypatch.setattr(ray_batch_predict, "PredictWorker", Wrong)
+    pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "in.parquet")
+    free = wait_for_free("CPU", 8.0, 10.0)
+    with pytest.raises(RunError, match="is no picture") as raised:
+        ray_batch_predict.predict_files(None, [tmp_path / "in.parquet"], tmp_path / "out", 1)  # type: ignore[arg-type]
+    assert wait_for_free("CPU", free, 10.0) == free
+    assert raised.value.__context__ is None
+
+
 def test_places_of_what_has_just_ended_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     views = iter([{"CPU": 0.5}, {}, {"CPU": 2.0}])
     said = predicted(tmp_path, monkeypatch, write_rows, lambda: next(views))

@@ -104,9 +104,13 @@ def require_code(spec: ServingSpec) -> None:
     for model in spec.models:
         version = Registry().get(model)
         name, options, own = version.name, spec.endpoint.options(version.name), spec.endpoint.models.get(version.name)
-        if factory := version.manifest.model.factory:
-            find_callable(f"{version.ref}: model.factory", factory)
+        registered = version.manifest.model
+        if registered.factory:
+            find_callable(f"{version.ref}: model.factory", registered.factory)
         for field in ("preprocess", "postprocess"):
             is_own = own is not None and field in own.model_fields_set
-            if reference := getattr(options, field):
-                find_callable(f"endpoint.models.{name}.{field}" if is_own else f"endpoint.model.{field}", reference)
+            said, known = getattr(options, field), getattr(registered, field)
+            if said:
+                find_callable(f"endpoint.models.{name}.{field}" if is_own else f"endpoint.model.{field}", said)
+            elif said is None and known:
+                find_callable(f"{version.ref}: model.{field}", known)

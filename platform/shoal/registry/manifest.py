@@ -70,11 +70,15 @@ class ModelFactory(Spec):
 
     format:  `module` builds `factory`, of the form module:Class, with `kwargs`, and loads weights into it; a program
              of torch.export and an ONNX file hold both, and need no factory
+    preprocess, postprocess: what an endpoint does before and after the model, unless its options say otherwise:
+             `module:function` that gives that function (a dict of arrays to another) for the model's `kwargs`
     """
 
     factory: str = ""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     format: Format = "module"
+    preprocess: str = ""
+    postprocess: str = ""
 
     @model_validator(mode="after")
     def _modules_alone_have_a_factory(self) -> ModelFactory:

@@ -45,7 +45,8 @@ class ModelOptions(Spec):
     compile:        torch.compile the forward
     cuda_graphs:    replay the forward as one CUDA graph per batch size (CUDA only)
     device:         auto measures, and takes the CPU where it is faster
-    preprocess, postprocess: `module:function` of a dict of arrays, run before and after the forward, per batch
+    preprocess, postprocess: `module:function` of a dict of arrays, run before and after the forward, per batch; None:
+                    what the model was registered with; "": nothing
     finite:         an output that is NaN or infinite is an error (500), and weights that are are not taken; off: JSON
                     carries null
     warm_up:        run the forward at every power of two of the batch before the version is ready
@@ -64,8 +65,8 @@ class ModelOptions(Spec):
     compile: bool = False
     cuda_graphs: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    preprocess: str = ""
-    postprocess: str = ""
+    preprocess: str | None = None
+    postprocess: str | None = None
     finite: bool = True
     warm_up: bool = True
     held_versions: int = Field(default=2, ge=0)

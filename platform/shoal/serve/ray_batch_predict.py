@@ -5,11 +5,12 @@ Called by the flow, on a cluster. Rows keep their order, and the output's folder
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,20 +96,39 @@ def predict_files(
     incoming = incoming_for(output)
     with ExitStack() as on_failure:
         on_failure.callback(shutil.rmtree, incoming, ignore_errors=True)
-        try:
-            if files[0].suffix == ".csv":
-                converted = pa.csv.ConvertOptions(column_types=types)
-                rows = ray.data.read_csv(paths, num_cpus=FILES_CPUS, partitioning=None, convert_options=converted)
-            else:  # `partitioning`, in both: a folder that is called day=3 is no column of theirs
-                rows = ray.data.read_parquet(paths, num_cpus=FILES_CPUS, partitioning=None)
-            answered = _map(rows, job, count, cpus_each)
-            answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILES_CPUS})
-        except ray.exceptions.RayError as error:
-            raise _in_words(error) from None
+        if (failure := _failure_of(lambda: _predict(paths, incoming, job, count, cpus_each, types))) is not None:
+            gc.collect()  # ends the workers: Ray Data lets go of them, and what it made of them holds itself in cycles
+            raise failure
         num_rows = require_all_rows(incoming, files)
         on_failure.pop_all()
     publish(incoming, output)
     return num_rows
+
+
+def _predict(
+    paths: list[str],
+    incoming: Path,
+    job: BatchJob,
+    count: int,
+    cpus_each: float,
+    types: Mapping[str, pa.DataType] | None,
+) -> None:
+    if paths[0].endswith(".csv"):
+        converted = pa.csv.ConvertOptions(column_types=types)
+        rows = ray.data.read_csv(paths, num_cpus=FILES_CPUS, partitioning=None, convert_options=converted)
+    else:  # `partitioning`, in both: a folder that is called day=3 is no column of theirs
+        rows = ray.data.read_parquet(paths, num_cpus=FILES_CPUS, partitioning=None)
+    answered = _map(rows, job, count, cpus_each)
+    answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILES_CPUS})
+
+
+def _failure_of(predict: Callable[[], None]) -> RunError | None:
+    """In words alone: the frames of Ray's error hold the workers, and with them the CPUs that those reserve."""
+    try:
+        predict()
+    except ray.exceptions.RayError as error:
+        return _in_words(error)
+    return None
 
 
 def _map(rows: ray.data.Dataset, job: BatchJob, count: int, cpus_each: float) -> ray.data.Dataset:

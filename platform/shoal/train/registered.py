@@ -22,7 +22,7 @@ from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
 from shoal.runs import RunRecorder
 from shoal.train.outcome import Outcome
 from shoal.train.spec import TrainSpec
-from shoal.train.task import Task, find_task, source_of
+from shoal.train.task import Hook, Task, find_task, make_task, source_of
 from shoal.weights import WeightSnapshot
 
 
@@ -43,14 +43,28 @@ def factory_of(spec: TrainSpec) -> ModelFactory:
     kwargs: dict[str, Any] = {"task": spec.task, "args": dict(spec.args)}
     if source is not None:
         kwargs |= {"source": source, "name": find_task(spec.task).__name__}
-    return ModelFactory(factory="shoal.train.registered:build", kwargs=kwargs)
+    task = make_task(spec.task, spec.args)
+    return ModelFactory(
+        factory=f"{__name__}:build",
+        kwargs=kwargs,
+        preprocess=f"{__name__}:preprocess" if task.preprocess is not None else "",
+        postprocess=f"{__name__}:postprocess" if task.postprocess is not None else "",
+    )
 
 
 def build(task: str, args: Mapping[str, Any], source: str = "", name: str = "") -> nn.Module:
     """The network of a registered Task, with fresh weights. Raises ConfigError when its source does not run."""
-    made: object = getattr(_module_of(source, task), name)(**args) if source else find_task(task)(**args)
-    assert isinstance(made, Task)
-    return made.model()
+    return _made(task, args, source, name).model()
+
+
+def preprocess(task: str, args: Mapping[str, Any], source: str = "", name: str = "") -> Hook | None:
+    """What the registered Task does with an endpoint's requests. Raises ConfigError as `build`."""
+    return _made(task, args, source, name).preprocess
+
+
+def postprocess(task: str, args: Mapping[str, Any], source: str = "", name: str = "") -> Hook | None:
+    """What the registered Task makes of an endpoint's answers. Raises ConfigError as `build`."""
+    return _made(task, args, source, name).postprocess
 
 
 def register(
@@ -82,6 +96,12 @@ def register(
     )
     recorder.model_registered(version.name, version.version, version.aliases)
     return version
+
+
+def _made(task: str, args: Mapping[str, Any], source: str, name: str) -> Task:
+    made: object = getattr(_module_of(source, task), name)(**args) if source else find_task(task)(**args)
+    assert isinstance(made, Task)
+    return made
 
 
 def _module_of(source: str, task: str) -> ModuleType:

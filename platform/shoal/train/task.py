@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,6 +28,9 @@ JOBS = Path("jobs")
 _SOURCE = "__source__"  # of a module of a file: its text when it was loaded
 
 
+Hook = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
+
+
 class Task:
     """What is trained. `model`, `data` and `loss` are yours to write; everything else has a default.
 
@@ -35,9 +39,14 @@ class Task:
     list or dict of tensors, with the sample as dimension 0.
 
     parts: for `shoal ablate`: what can be removed or changed, as {name: arguments of the Task}
+    preprocess, postprocess: what an endpoint that serves the network does with a batch of requests, and with its
+           outputs, each a dict of arrays by name with the sample as dimension 0; methods, functions or None. They
+           belong here as `inputs` does: what is prepared in another way than in training is answered wrongly
     """
 
     parts: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    preprocess: Hook | None = None
+    postprocess: Hook | None = None
 
     def model(self) -> nn.Module:
         """The model, with fresh weights: the seed is set before the call, alike on every worker."""

@@ -20,17 +20,28 @@ from typing import Any, Literal
 import numpy as np
 
 from shoal.errors import InferenceError
-from shoal.registry.manifest import find_callable
+from shoal.registry.manifest import ModelFactory, find_callable
 from shoal.serve.model.formats import Arrays
+from shoal.serve.options import ModelOptions
 
 Hook = Callable[[Arrays], Arrays]
 
 
-def find_hook(field: Literal["preprocess", "postprocess"], reference: str) -> Hook | None:
-    """The function that `reference` names; None when it names none. Raises ConfigError."""
+def find_hook(field: Literal["preprocess", "postprocess"], factory: ModelFactory, options: ModelOptions) -> Hook | None:
+    """What the options name, or else what the model was registered with; None when that is nothing.
+
+    Raises ConfigError, and whatever the registered code raises when it is made.
+    """
+    reference: str | None = getattr(options, field)
+    if reference is not None:
+        return _hook(field, reference, find_callable(field, reference)) if reference else None
+    reference = getattr(factory, field)
     if not reference:
         return None
-    function = find_callable(field, reference)
+    return _hook(field, reference, find_callable(f"model.{field}", reference)(**factory.kwargs))
+
+
+def _hook(field: str, reference: str, function: Callable[[Arrays], Any]) -> Hook:
     blames_input = field == "preprocess"
 
     def hook(arrays: Arrays) -> Arrays:

@@ -63,16 +63,18 @@ class Predictor:
         self.signature, self.options, self.torch_threads = signature, options, torch_threads
         self._joiner = Joiner(signature, options.pad_value if options.ragged == "pad" else None)
         self._check = OutputCheck(signature, finite=options.finite)
-        self._preprocess = find_hook("preprocess", options.preprocess)
-        self._postprocess = find_hook("postprocess", options.postprocess)
+        self._preprocess = find_hook("preprocess", factory, options)
+        self._postprocess = find_hook("postprocess", factory, options)
+        has_hooks = self._preprocess is not None, self._postprocess is not None
         self._templates = {
-            device: open_template(factory, Setting(signature, options, device, torch_threads))
+            device: open_template(factory, Setting(signature, options, device, torch_threads, *has_hooks))
             for device in devices(options, has_cuda(factory.format))
         }
         self._first = threading.Lock()  # held while the first version chooses a device
         self._is_warm = False
         self._has_example = options.warm_up
-        self._must_answer = not is_guessed(signature, options.preprocess) or (after is not None and after._is_warm)
+        self._is_typical = not is_guessed(signature, is_prepared=self._preprocess is not None)
+        self._must_answer = self._is_typical or (after is not None and after._is_warm)
         self.measured: list[tuple[int, float]] = []
 
     def enter_thread(self) -> None:
@@ -107,12 +109,11 @@ class Predictor:
         if not self._has_example:
             return
         sizes = [1] if self._is_warm else batch_sizes(self.options.max_batch_size)
-        is_typical = not is_guessed(self.signature, self.options.preprocess)
         try:
             examples = {size: [example(self.signature, size)] for size in sizes}
             for size in sizes:
                 model.predict_batch(examples[size])
-            if is_typical and not self._is_warm:
+            if self._is_typical and not self._is_warm:
                 self.measured = measure(lambda size: model.predict_batch(examples[size]), sizes)
         except Exception as error:  # whatever a model raises for an example is why it cannot serve
             if not self._is_warm and not self._must_answer:

@@ -44,10 +44,10 @@ def measure(
     return found
 
 
-def is_guessed(signature: Signature, preprocess: str) -> bool:
+def is_guessed(signature: Signature, is_prepared: bool) -> bool:
     """Whether an example may be something that no caller would send, so that its failure says nothing."""
     open_shapes = any(-1 in spec.shape[1:] for spec in signature.inputs)
-    return bool(preprocess) or open_shapes or any(spec.datatype == "BYTES" for spec in signature.inputs)
+    return is_prepared or open_shapes or any(spec.datatype == "BYTES" for spec in signature.inputs)
 
 
 def example(signature: Signature, num_rows: int) -> dict[str, np.ndarray]:

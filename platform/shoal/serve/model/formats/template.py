@@ -26,21 +26,24 @@ class Template(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """How a template runs: the model's signature and options, the device that was chosen, the threads of a forward."""
+    """How a template runs: the model's signature and options, the device that was chosen, the threads of a forward, and
+    whether code of the user's prepares its inputs, and makes an answer of what it gives."""
 
     signature: Signature
     options: ModelOptions
     device: str  # cpu or cuda
     torch_threads: int
+    has_preprocess: bool = False
+    has_postprocess: bool = False
 
     @property
     def bf16_inputs(self) -> frozenset[str]:
         """Those that arrive as the bits of bfloat16; a preprocessing gives arrays that NumPy knows."""
-        if self.options.preprocess:
+        if self.has_preprocess:
             return frozenset()
         return frozenset(spec.name for spec in self.signature.inputs if spec.datatype == "BF16")
 
     @property
     def outputs(self) -> tuple[TensorSignature, ...] | None:
         """What the model itself gives; None when that is for a postprocessing alone to know."""
-        return None if self.options.postprocess else tuple(self.signature.outputs)
+        return None if self.has_postprocess else tuple(self.signature.outputs)
