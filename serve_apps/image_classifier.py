@@ -6,8 +6,8 @@
     shoal predict fashion --image shoe.png --white 255
     python serve_apps/image_classifier_client.py
 
-The endpoint takes pixels of 0 to 255 and gives probabilities: what the network is trained on, and what it gives, is the
-matter of the model's preprocessing and postprocessing. The alias is followed: train again, and the endpoint flips.
+The endpoint takes pixels of 0 to 255 and gives probabilities: the recipe's Task says how pixels become what the network
+is trained on, and the YAML file what becomes of its logits. The alias is followed: train again, and the endpoint flips.
 """
 
 from pathlib import Path

@@ -113,6 +113,13 @@ def test_a_preprocessing_that_writes_in_place_writes_to_what_is_its_own() -> Non
             np.testing.assert_array_equal(model.predict_batch([{"x": request}])[0]["y"], ROWS / 2)
 
 
+@pytest.mark.parametrize(("shape", "is_known"), [([-1, 3], True), ([-1, -1], False)])
+def test_behind_a_preprocessing_rows_of_one_size_are_timed(shape: list[int], is_known: bool) -> None:
+    subject = predictor("torch.nn:Identity", shape, preprocess=f"{__name__}:reversed_view")
+    subject.load(WeightSnapshot.of(1, {}))
+    assert bool(subject.measured) == is_known
+
+
 def test_a_preprocessing_may_give_a_view_that_runs_backwards() -> None:
     model = predictor("torch.nn:Identity", [-1, 3], preprocess=f"{__name__}:reversed_view").load(
         WeightSnapshot.of(1, {})

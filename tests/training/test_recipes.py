@@ -165,6 +165,13 @@ def test_lenet_takes_bytes_from_files_and_normalises_them_where_the_batch_is(tmp
     (inputs,) = task.inputs(batch)
     assert inputs.shape == (4, 1, 28, 28)
     assert torch.allclose(inputs[:, 0] * 90 + 73, images.float(), atol=1e-3)
+    asked = {"input": images[:, None].numpy().astype(np.float32)}
+    np.testing.assert_allclose(task.preprocess(asked)["input"], inputs.numpy(), atol=1e-5)  # an endpoint does the same
+
+
+def test_without_normalisation_an_endpoint_normalises_nothing_either() -> None:
+    pixels = {"input": np.full((1, 1, 28, 28), 255.0, np.float32)}
+    assert task_of("lenet", normalise=False).preprocess(pixels) == pixels
 
 
 def test_where_fashion_is_absent_images_are_generated_and_that_is_said(

@@ -6,19 +6,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
 import shoal.runs
 from shoal.errors import ConfigError
-from shoal.registry import Registry
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs import Run, Status
+from shoal.serve.model.predictor import Predictor
+from shoal.serve.options import ModelOptions
 from shoal.train.alone import train_here
 from shoal.train.outcome import Outcome
 from shoal.train.registered import build, factory_of, model_name
 from shoal.train.spec import TrainSpec
 from shoal.train.trainer import Trainer
+from shoal.weights import WeightSnapshot
 from train_task import Toy
 
 TASK = Path(__file__).parents[1] / "train_task.py"
@@ -90,6 +94,67 @@ def test_a_task_of_an_installed_module_is_built_by_its_name() -> None:
     factory = factory_of(spec_of(task="train_task:Toy"))
     assert factory.kwargs == {"task": "train_task:Toy", "args": {"hidden": 4}}
     assert isinstance(factory.build(), torch.nn.Sequential)
+
+
+PREPARED = """
+import numpy as np
+from train_task import Toy
+
+
+class Prepared(Toy):
+    def __init__(self, scale=2.0):
+        super().__init__(hidden=4)
+        self.scale = scale
+        if scale == 1.0:
+            self.preprocess = None
+
+    def preprocess(self, arrays):
+        return {name: array * np.float32(self.scale) for name, array in arrays.items()}
+
+    def postprocess(self, arrays):
+        return {"output": -arrays["output"]}
+"""
+
+
+def test_what_a_task_does_to_its_inputs_is_done_by_whoever_serves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "prepared.py").write_text(PREPARED)
+    factory = factory_of(spec_of(task=f"{tmp_path}/prepared.py:Prepared", args={"scale": 4.0}))
+    (tmp_path / "prepared.py").unlink()
+    del sys.modules["shoal_task_prepared"]
+    signature = Signature(
+        inputs=[TensorSignature(name="input", datatype="FP32", shape=[-1, 8])],
+        outputs=[TensorSignature(name="output", datatype="FP32", shape=[-1, 3])],
+    )
+    network = Toy(hidden=4).model().eval()
+    rows = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
+
+    def answer(served: ModelFactory, **options: object) -> np.ndarray:
+        predictor = Predictor(served, signature, ModelOptions.parse(options))
+        state = {name: tensor.numpy() for name, tensor in network.state_dict().items()}
+        return predictor.load(WeightSnapshot.of(1, state)).predict_batch([{"input": rows}])[0]["output"]
+
+    def raw(inputs: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            return network(torch.from_numpy(inputs)).numpy()
+
+    np.testing.assert_allclose(answer(factory), -raw(4 * rows), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(answer(factory, preprocess="", postprocess=""), raw(rows), rtol=1e-4, atol=1e-5)
+    other = f"{__name__}:_halved"
+    np.testing.assert_allclose(answer(factory, preprocess=other), -raw(rows / 2), rtol=1e-4, atol=1e-5)
+    without = factory.model_copy(update={"kwargs": factory.kwargs | {"args": {"scale": 1.0}}, "preprocess": ""})
+    np.testing.assert_allclose(answer(without), -raw(rows), rtol=1e-4, atol=1e-5)
+
+
+def _halved(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: array / 2 for name, array in arrays.items()}
+
+
+def test_a_task_without_code_for_its_endpoint_has_none() -> None:
+    factory = factory_of(spec_of(task="train_task:Toy"))
+    assert (factory.preprocess, factory.postprocess) == ("", "")
 
 
 def test_a_source_that_does_not_run_here_says_what_is_missing() -> None:

@@ -60,7 +60,7 @@ def register(num_versions: int) -> None:
         Registry().register(
             "cartpole",
             weights,
-            model=ModelFactory(factory="shoal.models:Net", kwargs={"hidden": 64}),
+            model=ModelFactory(factory="shoal.models:Net", kwargs={"hidden": 64}, preprocess="shoal.models:clean"),
             signature=signature,
             run_id="run-1",
             metrics={"return": 480.5},
@@ -399,6 +399,8 @@ def test_models_are_listed_shown_promoted_and_rolled_back() -> None:
         "weights version 41",
         "shoal.models:Net",
         '{"hidden": 64}',
+        "preprocess by",
+        "shoal.models:clean",
         "FP32 [any, 4]",
         "rollback to 2",
     ):

@@ -116,6 +116,7 @@ def show(model: str, as_json: bool) -> None:
         ("registered", f"{moment(manifest.created_at)}, {since} ago"),
         ("from run", f"{manifest.run_id or '-'}, weights version {manifest.weights_version}"),
         ("built by", built_by),
+        *((f"{hook} by", reference) for hook, reference in _hooks(manifest.model) if reference),
         *(("input", _tensor(each)) for each in manifest.signature.inputs),
         *(("output", _tensor(each)) for each in manifest.signature.outputs),
         *((key, number(value)) for key, value in manifest.metrics.items()),
@@ -232,6 +233,10 @@ def _as_dict(found: ModelVersion) -> dict[str, object]:
 
 def _aliases(found: ModelVersion) -> Text:
     return Text(", ".join(found.aliases) or "-", style="green" if found.aliases else "default")
+
+
+def _hooks(model: ModelFactory) -> list[tuple[str, str]]:
+    return [("preprocess", model.preprocess), ("postprocess", model.postprocess)]
 
 
 def _tensor(tensor: TensorSignature) -> str:

@@ -1,7 +1,8 @@
 """LeNet-5 (http://yann.lecun.com/exdb/publis/pdf/lecun-98.pdf, figure 2) with today's ReLU and max-pooling.
 
 Called by the recipe jobs/lenet.py and by benchmarks. A plain sequence of named layers, so that it can be cut anywhere.
-`normalise` and `probabilities` are what its endpoint does before and after it: see serve_apps/image_classifier.py.
+`normalise` and `probabilities` are what endpoints do before and after it: see the recipe, and
+serve_apps/image_classifier.yaml.
 Legend: B images, C channels.
 """
 

@@ -24,7 +24,7 @@ from shoal.serve.model.formats import Forward, Setting, Template, has_cuda, open
 from shoal.serve.model.hooks import Hook, find_hook
 from shoal.serve.model.outputs import NotFiniteOutput, OutputCheck
 from shoal.serve.model.ragged import Joiner
-from shoal.serve.model.warm_up import batch_sizes, example, is_guessed, measure
+from shoal.serve.model.warm_up import batch_sizes, example, has_one_shape, is_guessed, measure
 from shoal.serve.options import ModelOptions
 from shoal.weights import WeightSnapshot
 
@@ -44,7 +44,7 @@ class Predictor:
     """The template of one model, for any number of versions and threads.
 
     `measured` says how long forwards of the first version took when it was warm, as (rows, seconds); empty before, and
-    when nobody knows what a typical request is like.
+    when nobody knows how large a typical request is.
 
     after: that of the version before, where the model is built in another way now: when that one answered an example,
            however improbable, so must this one
@@ -73,8 +73,8 @@ class Predictor:
         self._first = threading.Lock()  # held while the first version chooses a device
         self._is_warm = False
         self._has_example = options.warm_up
-        self._is_typical = not is_guessed(signature, is_prepared=self._preprocess is not None)
-        self._must_answer = self._is_typical or (after is not None and after._is_warm)
+        is_typical = not is_guessed(signature, is_prepared=self._preprocess is not None)
+        self._must_answer = is_typical or (after is not None and after._is_warm)
         self.measured: list[tuple[int, float]] = []
 
     def enter_thread(self) -> None:
@@ -113,7 +113,7 @@ class Predictor:
             examples = {size: [example(self.signature, size)] for size in sizes}
             for size in sizes:
                 model.predict_batch(examples[size])
-            if self._is_typical and not self._is_warm:
+            if has_one_shape(self.signature) and not self._is_warm:
                 self.measured = measure(lambda size: model.predict_batch(examples[size]), sizes)
         except Exception as error:  # whatever a model raises for an example is why it cannot serve
             if not self._is_warm and not self._must_answer:
