@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -61,3 +62,33 @@ def test_more_episodes_than_the_endpoint_takes_at_once_are_asked_for_in_pieces()
 def test_episodes_that_do_not_end_are_given_up() -> None:
     with pytest.raises(RunError, match=r"2 of 2 episodes of CartPole-v1 have not ended after 0 s.*eval_timeout_s"):
         play_through(AlwaysLeft(), "CartPole-v1", 2, 1, max_rows=64, timeout_s=0.0)  # type: ignore[arg-type]
+
+
+class Held(gymnasium.Env):  # type: ignore[type-arg]
+    """Holds something (a window, a port, a process) from its making to its `close`. Never ends."""
+
+    observation_space, action_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32), gymnasium.spaces.Discrete(2)
+    num_open = 0
+
+    def __init__(self) -> None:
+        Held.num_open += 1
+
+    def reset(self, *, seed: int | None = None, options: object = None) -> tuple[np.ndarray, dict[str, object]]:
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, object]]:
+        return np.zeros(4, np.float32), 0.0, False, False, {}
+
+    def close(self) -> None:
+        Held.num_open -= 1
+
+
+@pytest.mark.parametrize(("max_rows", "taken", "error"), [(2, 1, InferenceError), (2, 2, RunError)])
+def test_a_trial_that_fails_leaves_no_environment_open(max_rows: int, taken: int, error: type[Exception]) -> None:
+    gymnasium.register("Held-v0", entry_point=Held)
+    try:
+        with pytest.raises(error):
+            play_through(AlwaysLeft(taken), "Held-v0", 5, 1, max_rows, timeout_s=0.05)  # type: ignore[arg-type]
+    finally:
+        del gymnasium.registry["Held-v0"]
+    assert Held.num_open == 0

@@ -9,6 +9,7 @@ import http.client
 import json
 import math
 import time
+from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -117,30 +118,29 @@ def play_through(
     Raises RunError when they have not ended after `timeout_s`, and what `InferenceConnection.insist` does.
     """
     started = time.monotonic()
-    environments = [gymnasium.make(env) for _ in range(num_episodes)]
-    observations = [environment.reset(seed=seed + index)[0] for index, environment in enumerate(environments)]
-    returns = [0.0] * num_episodes
-    playing = list(range(num_episodes))
-    versions: set[int] = set()
-    num_requests = 0
-    while playing:
-        if time.monotonic() - started > timeout_s:
-            still_s = f"{len(playing)} of {num_episodes} episodes of {env} have not ended after {timeout_s:g} s"
-            raise RunError(f"{still_s}: give the environment a time limit, or raise eval_timeout_s")
-        actions: list[int] = []
-        for start in range(0, len(playing), max_rows):
-            rows = [observations[index] for index in playing[start : start + max_rows]]
-            answer = connection.insist(np.stack(rows).astype(np.float32))
-            num_requests += 1
-            versions.add(answer.version)
-            actions += answer.outputs["action"].astype(int).tolist()
-        still = []
-        for index, action in zip(playing, actions, strict=True):
-            observations[index], reward, terminated, truncated, _ = environments[index].step(action)
-            returns[index] += float(reward)
-            if not (terminated or truncated):
-                still.append(index)
-        playing = still
-    for environment in environments:
-        environment.close()
+    with ExitStack() as opened:  # what cannot be played to its end is closed too: there may be another trial
+        environments = [opened.enter_context(closing(gymnasium.make(env))) for _ in range(num_episodes)]
+        observations = [environment.reset(seed=seed + index)[0] for index, environment in enumerate(environments)]
+        returns = [0.0] * num_episodes
+        playing = list(range(num_episodes))
+        versions: set[int] = set()
+        num_requests = 0
+        while playing:
+            if time.monotonic() - started > timeout_s:
+                still_s = f"{len(playing)} of {num_episodes} episodes of {env} have not ended after {timeout_s:g} s"
+                raise RunError(f"{still_s}: give the environment a time limit, or raise eval_timeout_s")
+            actions: list[int] = []
+            for start in range(0, len(playing), max_rows):
+                rows = [observations[index] for index in playing[start : start + max_rows]]
+                answer = connection.insist(np.stack(rows).astype(np.float32))
+                num_requests += 1
+                versions.add(answer.version)
+                actions += answer.outputs["action"].astype(int).tolist()
+            still = []
+            for index, action in zip(playing, actions, strict=True):
+                observations[index], reward, terminated, truncated, _ = environments[index].step(action)
+                returns[index] += float(reward)
+                if not (terminated or truncated):
+                    still.append(index)
+            playing = still
     return Evaluation(returns, num_requests, versions, time.monotonic() - started)
