@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import gymnasium
+import numpy as np
 import pytest
 
 import shoal.runs
@@ -32,6 +33,12 @@ def test_actions_that_do_not_count_from_zero_are_refused() -> None:
 def test_observations_of_nothing_are_refused() -> None:
     box = gymnasium.spaces.Box(-1, 1, (0,))
     with pytest.raises(ConfigError, match="this algorithm needs a flat Box"):
+        experience_spec(box, gymnasium.spaces.Discrete(2), RLSpec())
+
+
+def test_observations_of_a_type_that_cannot_travel_are_refused_by_name() -> None:
+    box = gymnasium.spaces.Box(-1, 1, (4,), np.longdouble)
+    with pytest.raises(ConfigError, match=rf"observes {box.dtype.name}, which cannot travel. wrap it; .*float64"):
         experience_spec(box, gymnasium.spaces.Discrete(2), RLSpec())
 
 

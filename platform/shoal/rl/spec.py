@@ -16,7 +16,7 @@ from shoal.algorithms.impala_config import ImpalaConfig
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.wire.segment import largest_segment_bytes
-from shoal.wire.spec import ExperienceSpec, PolicySpec, TensorSpec
+from shoal.wire.spec import DTYPES, ExperienceSpec, PolicySpec, TensorSpec
 
 
 class GatewaySpec(Spec):
@@ -86,6 +86,9 @@ def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec) -> 
         problem = f"acts with {action_space}, which starts at {action_space.start}"
         raise ConfigError("env", spec.env, problem, "this algorithm counts actions from 0: wrap the environment")
     dtype = np.dtype(observation_space.dtype).name
+    if dtype not in DTYPES:
+        problem, remedy = f"observes {dtype}, which cannot travel", f"wrap it; these can: {', '.join(DTYPES)}"
+        raise ConfigError("env", spec.env, problem, remedy)
     low, high = float(np.min(observation_space.low)), float(np.max(observation_space.high))
     observation = TensorSpec(
         dtype,
