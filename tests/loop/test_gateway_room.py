@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 
 from loop.gateway_asking import Raw, client, connected
-from rl_setting import segment, serving, weights
+from rl_setting import TOKEN, Parts, segment, serving, weights
 from shoal.errors import ConnectionLost
+from shoal.rl import sessions
+from shoal.rl.credit import share_credit
 from shoal.rl.queue import BatchRequest
+from shoal.wire import Limits, decode, encode
+from shoal.wire.messages import Hello, Welcome
 from waiting import wait_for
 
 
@@ -22,6 +26,29 @@ def test_a_full_queue_stops_the_actor_and_room_lets_it_go_on() -> None:
         actor.send(segment(), timeout_s=60)
         assert actor.drain(60)
         assert actor.acknowledged["dropped"] == 0
+
+
+def test_many_actors_that_come_at_once_share_the_credit_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that is welcomed by itself looks at all the others: 3,000 that come back took half a minute."""
+    shared: list[int] = []
+
+    def share(open_credit: dict[bytes, int], *words: int) -> dict[bytes, int]:
+        shared.append(len(open_credit))
+        return share_credit(open_credit, *words)
+
+    monkeypatch.setattr(sessions, "share_credit", share)
+    parts, said = Parts(), []
+    parts.gateway._latest = parts.store.latest()
+    monkeypatch.setattr(parts.gateway, "_send_all", lambda: said.extend(parts.gateway._answers.take(True)))
+    for number in range(40):
+        parts.gateway._handle(bytes([number]), [encode(Hello(1, TOKEN, f"actor-{number}", 1))])
+    parts.gateway._answer_round()
+    welcomes = [decode([*answer.frames], Limits()) for answer in said]
+    assert (len(welcomes), shared) == (40, [40])
+    assert {type(welcome) for welcome in welcomes} == {Welcome}
+    assert {welcome.send_limit for welcome in welcomes if isinstance(welcome, Welcome)} == {1}
+    parts.gateway.close()
+    parts.ledger.close()
 
 
 def test_what_is_sent_beyond_the_limit_is_dropped_and_counted() -> None:

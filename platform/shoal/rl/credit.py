@@ -25,10 +25,10 @@ def share_credit(open_credit: Mapping[K, int], queued: int, capacity: int, max_c
         return grants
     free = capacity - queued - sum(open_credit.values())
     window = max(1, min(max_credits, capacity // (4 * len(open_credit))))
-    for session, credit in sorted(open_credit.items(), key=lambda item: item[1]):
+    needy = [(session, credit) for session, credit in open_credit.items() if credit <= window // 2]
+    for session, credit in sorted(needy, key=lambda each: each[1]):
         if free <= 0:
             break
-        if credit <= window // 2:
-            grants[session] = min(window - credit, free)
-            free -= grants[session]
+        grants[session] = min(window - credit, free)
+        free -= grants[session]
     return grants

@@ -222,8 +222,9 @@ class Gateway:
         snapshot = self._latest
         payload: list[bytes] | None = None
         for route, session in self._sessions.items():
-            credit = session.take_credit()
-            if credit is not None:
+            if not session.is_welcome:
+                self._answers.add(route, self._welcome(session))
+            if (credit := session.take_credit()) is not None:
                 self._answers.add(route, credit)
             self._post_acks(route, session)
             if snapshot and session.pull_newer_than is not None and snapshot.version > session.pull_newer_than:
@@ -308,40 +309,39 @@ class Gateway:
         if newest is not None and hello.incarnation < newest:
             return self._refuse(route, "stale_incarnation", f"incarnation {newest} of this actor has been seen")
         self._supersede(route, hello)
-        self._welcome(route, (hello.actor_id, hello.incarnation))
+        self._enter(route, (hello.actor_id, hello.incarnation))
 
     def _supersede(self, route: bytes, hello: Hello) -> None:
         """End other connections of the same actor: an older incarnation for good, the same one because it is back."""
         self._answers.forget(route)
-        if route in self._sessions:
-            self._end_session(route, "said hello again")
-        for other, session in list(self._sessions.items()):
-            if session.key[0] == hello.actor_id:
-                if session.key[1] < hello.incarnation:
-                    self._refuse(other, "superseded", f"incarnation {hello.incarnation} has taken over")
-                self._end_session(other, "superseded" if session.key[1] < hello.incarnation else "reconnected")
+        self._end_session(route, "said hello again")
+        if (other := self._sessions.route_of(hello.actor_id)) is not None:
+            is_older = self._sessions[other].key[1] < hello.incarnation
+            if is_older:
+                self._refuse(other, "superseded", f"incarnation {hello.incarnation} has taken over")
+            self._end_session(other, "superseded" if is_older else "reconnected")
 
-    def _welcome(self, route: bytes, key: ActorKey) -> None:
+    def _enter(self, route: bytes, key: ActorKey) -> None:
+        """A new session. It is welcomed when all that came with it have shared the credit."""
         for older in self._roster.forget_older(key):
             self._progress.event("actor_restarted", actor_id=older.actor_id, steps_before=older.steps)
-        account = self.queue.ledger.open_account(key)
-        session = Session(key, self._roster.join(key), account.next_seq)
-        self._sessions[route] = session
-        self._sessions.grant_credit(self.queue, self.spec.max_credits)
-        session.told_limit = session.send_limit
-        welcome = Welcome(
+        next_seq = self.queue.ledger.open_account(key).next_seq
+        self._sessions[route] = Session(key, self._roster.join(key), next_seq)
+        self._progress.event("actor_joined", actor_id=key[0], incarnation=key[1], next_seq=next_seq)
+
+    def _welcome(self, session: Session) -> Welcome:
+        session.is_welcome, session.told_limit = True, session.send_limit
+        return Welcome(
             PROTOCOL_VERSION,
             self._run_id,
             self.experience,
-            account.next_seq,
+            self.queue.ledger.account(session.key).next_seq,
             session.send_limit,
             self._latest.version if self._latest else 0,
             self.spec.heartbeat_s,
             self.spec.timeout_s,
             self.spec.max_message_bytes,
         )
-        self._progress.event("actor_joined", actor_id=key[0], incarnation=key[1], next_seq=account.next_seq)
-        self._answers.add(route, welcome)
 
     def _on_segment(self, route: bytes, session: Session, message: SegmentMessage, frames: Sequence[bytes]) -> None:
         ledger, key, seq = self.queue.ledger, session.key, message.seq
@@ -387,7 +387,7 @@ class Gateway:
         return (None, "") if queued else (DropReason.OVER_CREDIT, "the queue is full")
 
     def _end_session(self, route: bytes, reason: str, **details: str) -> None:
-        session = self._sessions.pop(route, None)
+        session = self._sessions.end(route)
         if session is not None:
             self._post_acks(route, session)
             self._roster.leave(session.key)

@@ -47,6 +47,7 @@ class Roster:
 
     def __init__(self) -> None:
         self._actors: dict[ActorKey, ActorProgress] = {}
+        self._incarnations: dict[str, set[int]] = {}  # of those, by actor id
         self._gone: dict[ActorKey, None] = {}  # in the order in which they left
 
     def __iter__(self) -> Iterator[ActorProgress]:
@@ -55,6 +56,7 @@ class Roster:
     def join(self, key: ActorKey) -> ActorProgress:
         """A new actor, or one that is back."""
         progress = self._actors.setdefault(key, ActorProgress(*key))
+        self._incarnations.setdefault(key[0], set()).add(key[1])
         self._gone.pop(key, None)
         progress.connected = True
         return progress
@@ -68,14 +70,17 @@ class Roster:
 
     def forget_older(self, key: ActorKey) -> list[ActorProgress]:
         """Forget the earlier incarnations of this actor, and return them. They have left."""
-        older = [each for (actor_id, number), each in self._actors.items() if actor_id == key[0] and number < key[1]]
-        for progress in older:
-            self._forget((progress.actor_id, progress.incarnation))
-        return older
+        actor_id, incarnation = key
+        older = sorted(each for each in self._incarnations.get(actor_id, ()) if each < incarnation)
+        return [self._forget((actor_id, each)) for each in older]
 
-    def _forget(self, key: ActorKey) -> None:
-        del self._actors[key]
+    def _forget(self, key: ActorKey) -> ActorProgress:
+        actor_id, incarnation = key
+        self._incarnations[actor_id].discard(incarnation)
+        if not self._incarnations[actor_id]:
+            del self._incarnations[actor_id]
         del self._gone[key]
+        return self._actors.pop(key)
 
 
 @dataclass

@@ -25,6 +25,7 @@ class Session:
     send_limit: int
     last_seen: float = field(default_factory=time.monotonic)
     told_limit: int = 0
+    is_welcome: bool = False  # it has been told so
     pull_newer_than: int | None = None  # an open pull
     _settled: list[tuple[int, str, str, str]] = field(default_factory=list)  # seq, status, reason, detail
 
@@ -46,7 +47,25 @@ class Session:
 
 
 class Sessions(dict[bytes, Session]):
-    """Sessions by route, the address that the socket gives a connection."""
+    """Sessions by route, the address that the socket gives a connection; one for each actor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._routes: dict[str, bytes] = {}  # by actor id: thousands may come back at once
+
+    def __setitem__(self, route: bytes, session: Session) -> None:
+        super().__setitem__(route, session)
+        self._routes[session.key[0]] = route
+
+    def route_of(self, actor_id: str) -> bytes | None:
+        """Where an actor is connected, if it is."""
+        return self._routes.get(actor_id)
+
+    def end(self, route: bytes) -> Session | None:
+        """Forget a connection; what there was of it."""
+        if (session := self.pop(route, None)) is not None:
+            del self._routes[session.key[0]]
+        return session
 
     def grant_credit(self, queue: ExperienceQueue, max_credits: int) -> None:
         """Share what room the queue has among all; of those that are equally poor, who waited longest comes first."""
