@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket as network
+import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,24 @@ def test_a_disk_that_is_full_for_a_while_holds_up_actors_and_costs_nothing(tmp_p
         assert kinds == ["actor_joined", "ledger_unwritable", "ledger_writable"]
         assert parts.gateway.alive
         actor.close()
+
+
+def test_a_ledger_that_somebody_else_holds_for_a_while_holds_up_acknowledgements_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    """A backup, say. SQLite itself would wait for it for 5 s at each commit, and every actor with it."""
+    with serving(tmp_path, timeout_s=3.0) as parts, client(parts) as actor:
+        actor.send(segment())
+        assert actor.drain(60)
+        with closing(sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            actor.send(segment())
+            assert not actor.drain(parts.gateway.spec.timeout_s + 2.0)
+        assert actor.drain(60)
+        assert actor.reconnects == 0
+        assert parts.ledger.account((actor.actor_id, actor.incarnation)).received == 2
+        kinds = [kind for _, kind, _ in parts.gateway.take_events()]
+        assert kinds == ["actor_joined", "ledger_unwritable", "ledger_writable"]
 
 
 def test_a_gateway_that_closes_while_the_disk_is_full_tells_nobody_what_is_not_written(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from shoal.wire.segment import DropReason
 # What may pass: a disk that is full, or refuses to write; somebody who looks into the file.
 _PASSING = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
+BUSY_MS = 100  # that a commit waits for whoever holds the file; the gateway answers nobody meanwhile
+
 ActorKey = tuple[str, int]  # (actor id, incarnation)
 
 _SCHEMA = """
@@ -92,6 +94,7 @@ class Ledger:
         self._last_settled = 0
         self._closed = False
         self._load()
+        self._database.execute(f"PRAGMA busy_timeout={BUSY_MS}")
 
     def account(self, key: ActorKey) -> Account:
         """The account of an actor's incarnation, opened when it is new. The caller must not change it."""
