@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rl_setting import EXPERIENCE, segment
+from shoal import checkpoint
 from shoal.algorithms.impala import NonFiniteLoss
 from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch
 from shoal.rl import learner as learner_module
@@ -311,6 +312,46 @@ def test_a_learner_whose_lease_was_revoked_stops(tmp_path: Path) -> None:
     with pytest.raises(Closed, match="another life"):
         bench.learner.run()
     assert bench.queue.ledger.account(A).dropped == {"learner_crash": 1}
+
+
+def test_a_learner_that_was_superseded_leaves_versions_and_checkpoints_to_the_one_that_took_over(
+    tmp_path: Path,
+) -> None:
+    """It has gone on from an older checkpoint, say: the newest one is then of the life that was given up."""
+    first = Bench(tmp_path, "learner.publish_interval_s=3600")
+    for _ in range(2):
+        first.put(segment(16))
+    assert first.learner.step()
+    second = Learner(spec(), EXPERIENCE, first.queue, first.store, tmp_path, first.store.version)
+    original = first.queue.settle
+
+    def taken_over(*words: object) -> bool:
+        first.queue.ledger.end_open_leases(second.consumer)
+        return original(*words)  # type: ignore[arg-type]
+
+    first.queue.settle = taken_over  # type: ignore[method-assign, assignment]
+    with pytest.raises(Closed, match="another life"):
+        first.learner.run()
+    assert first.store.version == second.version == 2
+    assert checkpoint.load_latest(tmp_path) is None
+
+
+def test_a_learner_that_can_reserve_no_version_at_its_end_saves_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, "learner.publish_interval_s=3600")
+    bench.put(segment(16))
+    assert bench.learner.step()
+    bench.learner._num_reserved = bench.learner.version
+
+    def refuse(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(learner_module.durable, "replace_synced", refuse)
+        bench.learner.stop()
+        bench.learner.run()
+    assert Bench(tmp_path).learner.restored_updates == 1
 
 
 def test_a_learner_waits_for_a_ledger_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,7 @@ class Learner:
         self.version = max(self.version, used_version or self._num_reserved)
         self._num_bad_batches, self._bad_since = 0, 0.0  # in a row; by time.monotonic(), when there are any
         self._unsettled: tuple[int, Sequence[DropReason | None]] | None = None  # the lease that was learnt from last
+        self._is_superseded = False  # by another life of this learner
         self._metrics: dict[str, float] = {}
         self._published: deque[Published] = deque(maxlen=10_000)
         self._lock = threading.Lock()  # guards what stats() reads together
@@ -93,7 +94,10 @@ class Learner:
         self._publish()
 
     def run(self) -> None:
-        """Learn until `stop()`; publish and save the last good state, also when an update raises."""
+        """Learn until `stop()`; publish and save the last good state, also when an update raises.
+
+        Not when another life of this learner has taken over (Closed): versions and checkpoints are that one's now.
+        """
         try:
             while not self._stop.is_set():
                 if self._running.wait(timeout=0.1):
@@ -101,9 +105,10 @@ class Learner:
                         if self._running.is_set():  # `pause` may have come in between
                             self.step()
         finally:
-            if self.updates != self._published_updates:
-                self._publish()
-            self.save()
+            if not self._is_superseded:
+                if self.updates != self._published_updates:
+                    self._publish_if_possible()
+                self.save()
 
     def run_in_own_thread(self) -> None:
         """`run`, in a thread that does nothing else: with settings of the thread that are good for learning."""
@@ -177,6 +182,7 @@ class Learner:
             return False
         self._unsettled = None
         if not is_mine:
+            self._is_superseded = True
             raise Closed("another life of this learner has taken over")
         return True
 
