@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from shoal.rl.progress import MAX_GONE_ACTORS, REFUSALS_INTERVAL_S, Progress, Roster
+import time
+
+import pytest
+
+from rl_setting import segment
+from shoal.rl.progress import EPISODE_WINDOW, MAX_GONE_ACTORS, REFUSALS_INTERVAL_S, ActorProgress, Progress, Roster
 
 
 def test_the_next_word_on_refusals_says_how_many_there_were() -> None:
@@ -29,3 +34,20 @@ def test_of_the_actors_that_left_only_the_last_ones_are_remembered() -> None:
     assert names == ["here", "back", *(f"guest {number}" for number in range(50, MAX_GONE_ACTORS + 50))]
     assert [actor.actor_id for actor in roster.forget_older(("guest 60", 2))] == ["guest 60"]
     assert roster.forget_older(("guest 0", 2)) == []
+
+
+def test_a_clock_that_is_set_while_a_run_goes_on_changes_nothing_of_how_long_it_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    progress, actor = Progress(target_return=1.0), ActorProgress("one", 1)
+    episode = segment(2, terminated=True, episode_return=1.0, episode_length=2)
+    progress.segment(actor, episode)
+    now = time.time()
+    monkeypatch.setattr("shoal.rl.progress.time.time", lambda: now - 3600.0)
+    for _ in range(EPISODE_WINDOW - 1):
+        progress.segment(actor, episode)
+    assert progress.solved_s is not None
+    assert 0.0 <= progress.solved_s < 600.0
+    again = Progress()
+    again.restore(progress.to_json())
+    assert 0.0 <= again.elapsed_s < 600.0

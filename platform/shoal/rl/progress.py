@@ -96,6 +96,7 @@ class Progress:
     solved_s: float | None = None
     solved_steps: int | None = None
     elapsed_before_s: float = 0.0  # in earlier lives
+    _began: float | None = None  # with the first segment of this life, by time.monotonic(): clocks are set
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))
     protocol_errors: Counter[str] = field(default_factory=Counter)
@@ -122,7 +123,7 @@ class Progress:
     def segment(self, actor: ActorProgress, segment: Segment) -> None:
         """Count a valid segment, whether it was accepted or too old."""
         if self.first_segment_at is None:
-            self.first_segment_at = time.time()
+            self.first_segment_at, self._began = time.time(), time.monotonic()
         actor.steps += segment.num_steps
         actor.segments += 1
         actor.weights_version = int(segment.versions[-1])
@@ -140,7 +141,7 @@ class Progress:
     @property
     def elapsed_s(self) -> float:
         """From the first segment on, in all lives."""
-        return self.elapsed_before_s + (time.time() - self.first_segment_at if self.first_segment_at else 0.0)
+        return self.elapsed_before_s + (0.0 if self._began is None else time.monotonic() - self._began)
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
         """(time, kind, details) of what happened since the last call."""
