@@ -67,6 +67,18 @@ def test_an_observation_of_another_shape_is_refused_where_it_comes_from(other: o
         builder.step(1, -0.5, 3, 1.0, other, False, False)
 
 
+def test_a_step_that_was_refused_leaves_no_trace() -> None:
+    """A game may take the observation again; what lay in the builder's memory before must not be learnt from."""
+    builder = SegmentBuilder(EXPERIENCE)
+    builder.begin(np.zeros(4))
+    with pytest.raises(InvalidSegment):
+        builder.step(0, -0.5, 3, 7.0, np.zeros(3), False, False)
+    segment = builder.step(1, -0.5, 3, 1.0, np.ones(4), True, False)
+    assert segment is not None
+    assert (segment.actions.tolist(), segment.rewards.tolist()) == ([1], [1.0])
+    assert segment.observations.tolist() == [[0.0] * 4, [1.0] * 4]
+
+
 BYTES = msgspec.structs.replace(EXPERIENCE, observation=TensorSpec("uint8", (3,)))
 
 

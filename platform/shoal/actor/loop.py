@@ -63,9 +63,9 @@ class SegmentBuilder:
         Raises InvalidSegment as `begin` does, and for actions that are no whole numbers.
         """
         # Everything that can wait does: this runs at every step of an environment that may be as fast as it is.
+        num_steps = len(self._steps) + 1
+        self._take(num_steps, observation)  # first: what is refused is no step
         self._steps.append((action, reward, log_probability, version))
-        num_steps = len(self._steps)
-        self._take(num_steps, observation)
         if terminated or truncated or num_steps == self._segment_length:
             return self._complete(terminated, truncated)
         return None
