@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket as network
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from rl_setting import EXPERIENCE as OTHER_MODEL
 from rl_setting import TOKEN
 from shoal.actor import ActorClient, play
-from shoal.errors import RunError
+from shoal.errors import Closed, ConfigError, RunError
 from shoal.rl.local import LocalLoop
 from shoal.rl.spec import RLSpec, policy_spec
 from waiting import wait_for
@@ -96,3 +98,14 @@ def test_a_loop_that_is_not_solved_in_time_says_how_far_it_came(tmp_path: Path) 
         pytest.raises(RunError, match="mean return"),
     ):
         loop.wait_until_solved(timeout_s=0.2)
+
+
+def test_a_loop_that_cannot_start_leaves_nothing_open(tmp_path: Path) -> None:
+    with network.create_server(("127.0.0.1", 0)) as server:
+        loop = LocalLoop(SPEC.override([f"gateway.port={server.getsockname()[1]}"]), EXPERIENCE, tmp_path, TOKEN)
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(ConfigError, match="another port"), loop:
+            pass
+        assert len(os.listdir("/proc/self/fd")) < before  # the ledger's file is closed, and the gateway's sockets
+        with pytest.raises(Closed):
+            loop.store.publish(loop.learner.snapshot())
