@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import Any, Self, TypeAlias, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
+from yaml.error import MarkedYAMLError
 
 from shoal.errors import ConfigError
 
-_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_INT, _FLOAT, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "merge"))
 _INTS = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
 _FLOATS = re.compile(
     r"""([-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?
@@ -29,7 +31,17 @@ _FLOATS = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1, but for `1e-3`, which is a number as in YAML 1.2, and `1:30`, which is none."""
+    """YAML 1.1, but for `1e-3`, which is a number as in YAML 1.2, and `1:30`, which is none.
+
+    A name that stands twice in a mapping is refused, as YAML demands: what the first one said would be lost.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise MarkedYAMLError(problem=f"{twice[0]!r} stands twice in it")
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -108,7 +120,10 @@ class Spec(BaseModel):
 
 def read_yaml(text: str) -> Any:
     """What a spec's file or a word says. Raises yaml.YAMLError."""
-    return yaml.load(text, _Loader)
+    try:
+        return yaml.load(text, _Loader)
+    except ValueError as error:  # what looks like a date, or a number, and is none: 2026-02-30
+        raise MarkedYAMLError(problem=str(error)) from error
 
 
 def word_of(path: str, value: str | list[str]) -> str:

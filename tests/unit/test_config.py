@@ -183,3 +183,27 @@ def test_a_word_that_is_no_yaml_is_refused_without_being_shown() -> None:
         with pytest.raises(ConfigError, match=r"front.colour = '...': is not YAML: .*put it in quotes") as caught:
             Cart().override([f"front.colour={text}"])
         assert "S3CRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("2026-02-30", "day is out of range for month"),
+        ("0x_", "invalid literal for int"),
+        ("9" * 5000, "Exceeds the limit"),
+        ("{size: 1, colour: red, size: 2}", "'size' stands twice in it"),
+    ],
+)
+def test_what_only_looks_like_a_value_is_refused_by_its_field(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"front = '...': is not YAML: {problem}"):
+        Cart().override([f"front={text}"])
+    with pytest.raises(ConfigError, match=problem):
+        Cart.from_yaml(f"front: {text}")
+    assert Cart().override([word_of("notes.x", text)]).notes == {"x": text}
+
+
+def test_a_part_that_stands_twice_in_a_file_is_refused_and_one_that_is_merged_is_not() -> None:
+    with pytest.raises(ConfigError, match="'front' stands twice in it"):
+        Cart.from_yaml("front: {size: 2}\nspare: {size: 1}\nfront: {colour: red}\n")
+    merged = "front: &wheel {size: 2, colour: red}\nmore: [{<<: *wheel, size: 3}, *wheel]\nspare: {<<: *wheel}\n"
+    assert Cart.from_yaml(merged).more == [Wheel(size=3, colour="red"), Wheel(size=2, colour="red")]
