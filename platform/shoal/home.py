@@ -44,18 +44,28 @@ def access_token() -> str:
     Raises ConfigError when the file is empty, or cannot be made, and for what no header can carry.
     """
     token = _said_token() or _token_file("token")
-    if not token.isascii() or not token.isprintable() or " " in token:
-        remedy = "choose printable ASCII without blanks, as `openssl rand -hex 24` makes it"
-        raise ConfigError("SHOAL_TOKEN", "***", "cannot be carried by a header", remedy)
+    require_header("SHOAL_TOKEN", token)
     return token
 
 
+def require_header(field: str, token: str) -> None:
+    """Raises ConfigError, which does not show the token, when no header can carry it."""
+    if not token.isascii() or not token.isprintable() or " " in token:
+        remedy = "choose printable ASCII without blanks, as `openssl rand -hex 24` makes it"
+        raise ConfigError(field, "***", "cannot be carried by a header", remedy)
+
+
 def existing_token() -> str:
-    """Like `access_token`, for actors, who must have been told: makes nothing, and is "" when there is none."""
+    """Like `access_token`, for actors, who must have been told: makes nothing, and is "" when there is none.
+
+    Raises ConfigError when there is one that cannot be read.
+    """
     try:
         return _said_token() or (_folder() / "token").read_text().strip()
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, RuntimeError):  # the last: whose home nobody knows
         return ""
+    except OSError as error:
+        raise ConfigError("token", error.filename, f"cannot be read: {error.strerror}", "set SHOAL_TOKEN") from None
 
 
 def ray_token_path() -> Path:

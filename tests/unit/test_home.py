@@ -79,3 +79,18 @@ def test_a_token_that_no_header_carries_is_refused_and_not_shown(
     with pytest.raises(ConfigError, match="cannot be carried by a header") as caught:
         home.access_token()
     assert said not in str(caught.value)
+
+
+def test_a_token_that_cannot_be_read_is_said_so(folder: Path) -> None:
+    (folder / "token").mkdir()
+    with pytest.raises(ConfigError, match=r"^token = '.*token': cannot be read: Is a directory. set SHOAL_TOKEN$"):
+        home.existing_token()
+
+
+def test_who_has_no_home_has_no_token_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "SHOAL_HOME", "SHOAL_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as in a container that runs as some number
+    assert home.existing_token() == ""
+    with pytest.raises(ConfigError, match=r"^SHOAL_HOME = '~/.shoal': is no folder: Could not determine home"):
+        home.home()

@@ -10,10 +10,11 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from shoal.cluster.handle import FOLDER_VARIABLE, ClusterHandle, load
 from shoal.errors import ClusterError, ConfigError
-from shoal.home import exclusive, home, ray_token_path
+from shoal.home import exclusive, home, ray_token_path, require_header
 
 LOCK_TIMEOUT_S = 120.0  # a start may take a minute, and so may an end
 
@@ -73,14 +74,23 @@ def only_one() -> Iterator[None]:
 
 
 def _resolve(field: str, address: str) -> ClusterHandle:
+    url = address.partition("#")[0].rstrip("/")  # a browser shows the dashboard's as http://HOST:8265/#/overview
     for handle in (_left_here(), _of_environment()):
-        if handle is not None and address.rstrip("/") in (handle.address, handle.dashboard_url):
+        if handle is not None and url in (handle.address, handle.dashboard_url):
             if not handle.head_is_alive():
                 raise ConfigError(field, address, "is a cluster that has ended", "`shoal up` starts a new one")
             return handle
-    if not address.startswith(("http://", "https://")):
+    if not _is_url(url):
         raise ConfigError(field, address, "is not the URL of a dashboard", "write http://HOST:8265, or unset it")
-    return _remote(address.rstrip("/"))
+    return _remote(url)
+
+
+def _is_url(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port, or of brackets
+        return False
 
 
 def _left_here() -> ClusterHandle | None:
@@ -97,12 +107,18 @@ def _of_environment() -> ClusterHandle | None:
 def _remote(url: str) -> ClusterHandle:
     """A cluster on other machines, with Ray's own rules for the token, and at last the token of $SHOAL_HOME."""
     environment = {"RAY_ADDRESS": url, "RAY_API_SERVER_ADDRESS": url, "RAY_AUTH_MODE": "token"}
-    token = os.environ.get("RAY_AUTH_TOKEN", "")
+    token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if token:
+        require_header("RAY_AUTH_TOKEN", token)
         return ClusterHandle(url, url, token, {**environment, "RAY_AUTH_TOKEN": token})
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray/auth_token")
-    if "RAY_AUTH_TOKEN_PATH" in os.environ and not path.exists():
+    said = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(said or os.path.expanduser("~/.ray/auth_token"))  # which stays as it is where nobody knows the home
+    if said and not path.exists():
         raise ConfigError("RAY_AUTH_TOKEN_PATH", str(path), "does not exist", "copy the cluster's token file there")
     if not path.exists():
         path = ray_token_path()
-    return ClusterHandle(url, url, path.read_text().strip(), {**environment, "RAY_AUTH_TOKEN_PATH": str(path)})
+    token = path.read_text().strip()
+    if not token:
+        raise ConfigError("RAY_AUTH_TOKEN_PATH", str(path), "holds no token", "copy the cluster's token file there")
+    require_header("RAY_AUTH_TOKEN_PATH", token)
+    return ClusterHandle(url, url, token, {**environment, "RAY_AUTH_TOKEN_PATH": str(path)})

@@ -60,7 +60,10 @@ def ask(client: httpx.Client, method: str, path: str, json: object = None) -> An
     if answer.status_code != 200:
         reason = (answer.text.strip().splitlines() or ["no reason given"])[-1]
         raise ClusterError(f"{client.base_url} answered {answer.status_code}: {reason}")
-    return answer.json()
+    try:
+        return answer.json()
+    except ValueError:
+        raise ClusterError(f"{client.base_url} is no dashboard of Ray: what it answers is no JSON") from None
 
 
 def resources(cluster: ClusterHandle) -> Resources:
