@@ -180,6 +180,16 @@ def test_a_file_that_is_not_a_record_is_a_run_error(home: Path) -> None:
         runs.list_runs()
 
 
+def test_a_record_that_is_damaged_is_a_run_error(run: RunRecorder, home: Path) -> None:
+    run.close()
+    record, path = runs.load(run.id), home / "runs.sqlite"
+    path.write_bytes(path.read_bytes()[:4096].ljust(path.stat().st_size, b"A"))
+    questions = [runs.list_runs, runs.list_running, record.latest]
+    for ask in [*questions, lambda: runs.load("latest"), lambda: runs.reopen("latest")]:
+        with pytest.raises(RunError, match=r"runs\.sqlite cannot be read: .*malformed: move it away, or put a copy"):
+            ask()
+
+
 def test_what_is_no_text_is_recorded_all_the_same(run: RunRecorder) -> None:
     around: list[object] = []
     around.append(around)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from shoal.errors import RecordUnwritable, RunError
@@ -71,6 +71,23 @@ def connect(home: Path) -> sqlite3.Connection:
         connection.close()
         raise RunError(f"the run record {path} was made by a newer Shoal (schema {found}): upgrade, or set SHOAL_HOME")
     return connection
+
+
+@contextmanager
+def reading(home: Path) -> Iterator[sqlite3.Connection]:
+    """A connection to read with, which is closed at the end. Raises RunError when it cannot be opened, or not read."""
+    with closing(connect(home)) as connection, unreadable(home):
+        yield connection
+
+
+@contextmanager
+def unreadable(home: Path) -> Iterator[None]:
+    """Raises RunError for what the database refuses to the body, which reads."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        remedy = ": move it away, or put a copy in its place" if "malformed" in str(error) else ""
+        raise RunError(f"the run record {home / 'runs.sqlite'} cannot be read: {error}{remedy}") from error
 
 
 def _version(connection: sqlite3.Connection) -> int:

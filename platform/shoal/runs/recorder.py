@@ -26,7 +26,7 @@ import numpy as np
 from shoal.errors import Closed, ConfigError, RunError
 from shoal.home import home
 from shoal.runs import summaries
-from shoal.runs.database import BUSY_TIMEOUT_S, connect, refusals, transaction
+from shoal.runs.database import BUSY_TIMEOUT_S, connect, refusals, transaction, unreadable
 from shoal.runs.mirror import Mirror
 from shoal.runs.origin import command_line, git_revision
 from shoal.runs.pending import Pending
@@ -94,7 +94,8 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
     spec = None if spec is None else storable(spec)
     connection = connect(home())
     try:
-        row = find_row(connection, ref)
+        with unreadable(home()):
+            row = find_row(connection, ref)
         folder = home() / "runs" / row["id"]
         with transaction(connection):
             incarnation = _start(connection, row["number"], is_resumed=True, spec=spec)

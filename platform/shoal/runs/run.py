@@ -13,14 +13,13 @@ import socket
 import sqlite3
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from shoal.errors import RunError
 from shoal.home import home
-from shoal.runs.database import connect
+from shoal.runs.database import reading
 from shoal.runs.kind import Kind, kind_of
 from shoal.runs.status import Status, observed
 
@@ -71,14 +70,14 @@ def load(ref: str) -> Run:
     Raises RunError, with ids that look alike, when there is none.
     """
     folder = home()
-    with closing(connect(folder)) as connection:
+    with reading(folder) as connection:
         return Run._of(find_row(connection, ref), folder)
 
 
 def list_runs(limit: int = 50) -> list[Run]:
     """The newest runs, newest first."""
     folder = home()
-    with closing(connect(folder)) as connection:
+    with reading(folder) as connection:
         rows = connection.execute("SELECT * FROM runs ORDER BY created_at DESC, number DESC LIMIT ?", (limit,))
         return [Run._of(row, folder) for row in rows]
 
@@ -86,7 +85,7 @@ def list_runs(limit: int = 50) -> list[Run]:
 def list_running() -> list[Run]:
     """Every run that goes on, newest first, however many others have been created since."""
     folder = home()
-    with closing(connect(folder)) as connection:
+    with reading(folder) as connection:
         rows = connection.execute(
             "SELECT * FROM runs WHERE status = ? ORDER BY created_at DESC, number DESC", (Status.RUNNING,)
         )
@@ -297,11 +296,8 @@ class Run:
     def _query(self, sql: str) -> list[sqlite3.Row]:
         """The rows of a question whose first parameter is this run, and whose second is its creation time."""
         parameters = (self._number, self.created_at)[: 2 if "?2" in sql else 1]
-        try:
-            with closing(connect(self._home)) as connection:
-                return connection.execute(sql, parameters).fetchall()
-        except sqlite3.Error as error:
-            raise RunError(f"the record of run {self.id!r} cannot be read: {error}") from error
+        with reading(self._home) as connection:
+            return connection.execute(sql, parameters).fetchall()
 
 
 def _frame(rows: Sequence[tuple[object, ...]], columns: list[str]) -> DataFrame:
