@@ -24,7 +24,7 @@ from shoal.cluster.embedded import start
 from shoal.cluster.handle import ClusterHandle
 from shoal.cluster.jobs import Job, JobInfo, list_jobs
 from shoal.cluster.processes import end_cluster
-from shoal.errors import ClusterError, ConnectionLost
+from shoal.errors import ClusterError, ConnectionLost, RunError
 from shoal.runs import Run, list_running
 from shoal.runs.display import age, duration, size
 from shoal.runs.origin import masked_line
@@ -98,10 +98,15 @@ def _stop_jobs(cluster: ClusterHandle, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     # A cluster that does not answer any more, or a job that will not stop, is ended with the processes.
     with contextlib.suppress(ConnectionLost, ClusterError):
-        for info in list_jobs(cluster):
-            if not info.status.is_over:
-                click.echo(f"stopping job {info.submission_id} ...")
-                Job(cluster, info.submission_id).stop(max(0.1, deadline_s - time.monotonic()))
+        jobs = [Job(cluster, info.submission_id) for info in list_jobs(cluster) if not info.status.is_over]
+        for job in jobs:  # all of them first: each has the whole time to save what it has
+            click.echo(f"stopping job {job.submission_id} ...")
+            with contextlib.suppress(RunError, ClusterError):  # it has ended, and is forgotten
+                job.ask_to_stop()
+        for job in jobs:
+            with contextlib.suppress(RunError, ClusterError):
+                for _ in job.follow(max(0.1, deadline_s - time.monotonic())):
+                    pass
 
 
 def _end(cluster: ClusterHandle) -> None:

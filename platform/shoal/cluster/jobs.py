@@ -271,10 +271,14 @@ class Job:
                 time.sleep(poll_s)
                 poll_s = min(LAST_POLL_S, poll_s * 1.1)
 
-    def stop(self, timeout_s: float = 30.0) -> JobStatus:
-        """Ask it to end (SIGTERM; Ray sends SIGKILL after $RAY_JOB_STOP_WAIT_TIME_S) and wait until it has."""
+    def ask_to_stop(self) -> None:
+        """Ask it to end (SIGTERM; Ray sends SIGKILL after $RAY_JOB_STOP_WAIT_TIME_S)."""
         with connect(self._cluster) as client:
             ask(client, "POST", f"{self._path}/stop")
+
+    def stop(self, timeout_s: float = 30.0) -> JobStatus:
+        """Ask it to end and wait until it has."""
+        self.ask_to_stop()
         for _ in self.follow(timeout_s):
             pass
         return self.status()
