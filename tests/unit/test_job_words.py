@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from shoal.cli.job_words import failure, lines_of
+from shoal.cli.job_words import failure, lines_of, said
+from shoal.cli.literal import literal_console
+from shoal.cli.run import Typed
+from shoal.cli.run import _Session as Session
 from shoal.cluster.jobs import Job, JobStatus
 
 
@@ -38,3 +42,46 @@ def test_lines_are_whole_and_rays_own_are_left_out() -> None:
 )
 def test_a_job_that_another_has_stopped_did_not_fail(log: str, outcome: JobStatus, said: str) -> None:
     assert failure(cast(Job, SimpleNamespace(logs=lambda: log)), "the job", outcome) == said
+
+
+@pytest.mark.parametrize(
+    ("log", "lines", "at_the_end"),
+    [
+        ("", [], []),
+        ("step 1\nstep", ["step 1"], ["step 1", "step"]),
+        ("step 1\n\nstep 2\n", ["step 1", "", "step 2"], ["step 1", "", "step 2"]),
+        (" 10%\r 20%\r 3", [" 10%", " 20%"], [" 10%", " 20%", " 3"]),
+        ("step 1\nerror: no", ["step 1"], ["step 1"]),
+    ],
+)
+def test_a_line_that_has_only_begun_is_said_when_it_is_whole(log: str, lines: list[str], at_the_end: list[str]) -> None:
+    job = cast(Job, SimpleNamespace(logs=lambda: log))
+    assert said(job) == lines
+    assert said(job, is_over=True) == at_the_end
+
+
+class Ends:
+    """A job that keeps no record; of each look at it, what it has written by then, and what it has ended as."""
+
+    def __init__(self, *looks: tuple[str, JobStatus | None]) -> None:
+        self.looks, self.log = list(looks), ""
+
+    def logs(self) -> str:
+        return self.log
+
+    def outcome(self) -> JobStatus | None:
+        self.log, outcome = self.looks.pop(0)
+        return outcome
+
+
+def test_what_a_program_says_last_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    monkeypatch.setattr("shoal.cli.watch.REFRESH_S", 0.0)
+    session = Session(Typed("x", (), 0), Path("x.py"), literal_console(), plain=True)
+    whole = "counting ... 1 2\nthe answer is 42"
+    job = Ends(("", None), ("counting ... 1", None), (whole[:-2], None), (whole, JobStatus.SUCCEEDED))
+    session._job = cast(Any, job)
+    assert session._follow() is JobStatus.SUCCEEDED
+    assert capsys.readouterr().out == whole + "\n"

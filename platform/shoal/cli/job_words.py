@@ -46,9 +46,15 @@ def job_environment(run_id: str, command: str) -> dict[str, str]:
     }
 
 
-def said(job: Job) -> list[str]:
-    """The lines of the job so far, up to an error of ours, which is told at the end."""
-    lines = [line for line in job.logs().splitlines() if not _RAYS_OWN.search(line)]
+def said(job: Job, *, is_over: bool = False) -> list[str]:
+    """The lines of the job so far, up to an error of ours, which is told at the end.
+
+    is_over: nothing comes any more, and so no end of a line that has only begun
+    """
+    lines = job.logs().splitlines(keepends=True)
+    if lines and not is_over and lines[-1].splitlines() == [lines[-1]]:
+        lines.pop()
+    lines = [line.splitlines()[0] for line in lines if not _RAYS_OWN.search(line)]
     return list(takewhile(lambda line: not line.startswith(_TYPED), lines))
 
 

@@ -193,15 +193,17 @@ class _Session:
         assert self._job is not None
         time.sleep(watch.REFRESH_S)
         self._read_record()
+        outcome = self._job.outcome()  # asked first: what the job said last must not be missed
         if self._view is None or not (self._view.metrics or self._view.phase == train_display.TRAINING):
-            self._print_new_words()
-            self._require_actors()
-        return self._job.outcome()
+            self._print_new_words(is_over=outcome is ray_jobs.JobStatus.SUCCEEDED)
+            if outcome is None:
+                self._require_actors()
+        return outcome
 
-    def _print_new_words(self) -> None:
+    def _print_new_words(self, is_over: bool) -> None:
         """What the job says, as long as its record has nothing to show: not every job measures something."""
         assert self._job is not None
-        lines = said(self._job)
+        lines = said(self._job, is_over=is_over)
         for line in lines[self._num_words :]:
             self._console.print(line)
         self._num_words = max(self._num_words, len(lines))
