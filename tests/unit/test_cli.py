@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from shoal.cli import cli, main
 from shoal.cli.job_words import job_environment
+from shoal.cluster.embedded import _cluster_environment
 from shoal.errors import ConnectionLost
 
 
@@ -17,6 +20,18 @@ def test_a_job_finds_what_is_found_where_it_is_typed(monkeypatch: pytest.MonkeyP
     assert job_environment("one", "shoal run x")["PYTHONPATH"] == "/here"
     monkeypatch.delenv("PYTHONPATH")
     assert "PYTHONPATH" not in job_environment("one", "shoal run x")
+
+
+def test_workers_whose_folder_is_another_find_what_is_found_where_it_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["lib", "", "/there"]))
+    monkeypatch.setenv("SHOAL_HOME", "kept")
+    expected = os.pathsep.join([str(tmp_path / "lib"), str(tmp_path), "/there"])
+    for environment in (job_environment("one", "shoal run x"), _cluster_environment(Path("/tmp/one"), "one", {}, {})):
+        assert environment["PYTHONPATH"] == expected
+        assert environment["SHOAL_HOME"] == str(tmp_path / "kept")
 
 
 def test_ctrl_c_while_a_verb_is_loaded_ends_as_any_program_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,14 @@ def test_every_job_has_the_whole_time_to_save_what_it_has(
 ) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     ClusterHandle(
-        "127.0.0.1:1", "http://127.0.0.1:2", "", {"RAY_AUTH_TOKEN_PATH": "none"}, tmp_path / "one", "id", os.getpid(), 0.0
+        "127.0.0.1:1",
+        "http://127.0.0.1:2",
+        "",
+        {"RAY_AUTH_TOKEN_PATH": "none"},
+        tmp_path / "one",
+        "id",
+        os.getpid(),
+        0.0,
     ).save(tmp_path / "cluster.json")
     monkeypatch.setattr(ClusterHandle, "head_is_alive", lambda _: True)
     monkeypatch.setattr(verbs, "list_jobs", jobs.list)

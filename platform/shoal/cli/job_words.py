@@ -16,6 +16,7 @@ from itertools import takewhile
 
 import click
 
+from shoal.cluster.embedded import absolute_python_path
 from shoal.cluster.jobs import Job, JobStatus
 from shoal.errors import ClusterError, ConnectionLost
 from shoal.home import access_token, home
@@ -42,7 +43,7 @@ def job_environment(run_id: str, command: str) -> dict[str, str]:
         "SHOAL_TOKEN": access_token(),
         COMMAND_VARIABLE: command,
         # What is found here is found there, on a cluster that somebody else has started too.
-        **{name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ},
+        **absolute_python_path(),
     }
 
 

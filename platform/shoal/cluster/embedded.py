@@ -21,13 +21,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from shoal.cluster.fork_server import python_path
 from shoal.cluster.handle import FOLDER_VARIABLE, ClusterHandle
 from shoal.cluster.ports import held_ports
 from shoal.cluster.processes import MARKER, end_cluster, folder_of, members
 from shoal.cluster.serve_environment import serve_environment
 from shoal.cluster.worker_launch import ADDRESS_VARIABLE
 from shoal.errors import ClusterError
-from shoal.home import ray_token_path
+from shoal.home import home, ray_token_path
 
 # Variables of an outer Ray that would make ours something else.
 _FOREIGN = (
@@ -200,6 +201,8 @@ def _cluster_environment(
     bin_folder = str(Path(sys.executable).parent)
     return {
         **inherited,
+        **absolute_python_path(),
+        "SHOAL_HOME": str(home()),
         **_common_environment(temp_dir),
         **serve,
         # Ray would start a worker for each CPU when somebody connects; a job, with its own environment, uses others.
@@ -215,6 +218,13 @@ def _cluster_environment(
         ADDRESS_VARIABLE: str(temp_dir / "fork.sock"),
         MARKER: cluster_id,
     }
+
+
+def absolute_python_path() -> dict[str, str]:
+    """$PYTHONPATH where it is set, for processes that run in other folders: it may be relative to this one."""
+    if "PYTHONPATH" not in os.environ:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(python_path(os.environ, os.getcwd()))}
 
 
 def _wait_until_ready(head: subprocess.Popen[bytes], temp_dir: Path, timeout_s: float) -> dict[str, str]:
