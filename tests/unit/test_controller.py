@@ -92,6 +92,20 @@ def test_a_lost_state_file_does_not_let_replicas_believe_that_they_know_the_plan
     assert {replica.candidate for replica in cluster.replicas.values()} == {0}
 
 
+@pytest.mark.parametrize("pad_value", [float("-inf"), float("nan")])
+def test_options_that_json_has_no_number_for_outlive_the_controller(cluster: Cluster, pad_value: float) -> None:
+    options = ModelOptions(ragged="pad", pad_value=pad_value).model_dump(mode="json")
+    cluster.controller.redeploy(Deployment("m", "/registry", "champion", options))
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    cluster.start_controller()
+    cluster.settle()
+    assert cluster.rollout.phase is Phase.CANARY
+    (planned,) = cluster.controller.plan.models
+    assert str(ModelOptions.parse(planned.options).pad_value) == str(pad_value)
+    assert ModelOptions.parse(planned.options).model_dump(mode="json") == options  # and so no other options
+
+
 def test_a_model_that_comes_back_under_its_name_is_staged_anew(cluster: Cluster) -> None:
     """What a replica reported of its last life, and reports still, says nothing about this one."""
     for attempt in (1, 2, 3):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, field_serializer, field_validator, model_validator
 
 from shoal.config import Spec
 
@@ -71,6 +72,11 @@ class ModelOptions(Spec):
     warm_up: bool = True
     held_versions: int = Field(default=2, ge=0)
     guard: GuardOptions = GuardOptions()
+
+    @field_serializer("pad_value", when_used="json")
+    def _in_words(self, pad_value: float) -> float | str:
+        """JSON has no infinity, and no NaN is equal to itself: a word is, and is read back as the same number."""
+        return pad_value if math.isfinite(pad_value) else str(pad_value)
 
     @model_validator(mode="after")
     def _queue_holds_a_batch(self) -> ModelOptions:
