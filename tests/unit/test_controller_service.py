@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import pytest
 from shoal.errors import ConfigError, InferenceError, RegistryError
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.serve.controller.controller import EndpointController
+from shoal.serve.controller.rollout import Phase
 from shoal.serve.controller.service import ControllerService
 from shoal.serve.controller.setting import controller_setting
 from shoal.serve.deployment_options import deployment_options
 from shoal.serve.endpoint import EndpointSpec
 from shoal.serve.options import ModelOptions
 from shoal.serve.refusals import Refused
-from shoal.serve.report import ReplicaReport
+from shoal.serve.report import ModelReport, ReplicaReport
 from shoal.serve.sources import LiveModel, ServedModel, registered
 from shoal.weights import WeightSnapshot, WeightStore
 
@@ -99,6 +102,42 @@ def test_it_ends_when_no_replica_has_asked_for_a_while(monkeypatch: pytest.Monke
 
     run(body, idle_s=0.2)
     assert len(ended) == 1
+
+
+async def ticks(controller: EndpointController, num: int) -> None:
+    """Return when it has ticked so often."""
+    tick, ticked = controller.tick, asyncio.Event()
+    for _ in range(num):
+        ticked.clear()
+        controller.tick = lambda: (tick(), ticked.set())[0]  # type: ignore[method-assign]
+        await ticked.wait()
+    controller.tick = tick  # type: ignore[method-assign]
+
+
+def test_a_controller_that_stood_still_takes_nobody_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that does not answer, or a machine that stands still: what came meanwhile waits to be heard."""
+    monkeypatch.setattr("shoal.serve.controller.service.TICK_S", 0.01)
+    monkeypatch.setattr("shoal.serve.controller.service.STALL_S", 0.05)
+
+    def report(name: str, *staged: int) -> ReplicaReport:
+        return ReplicaReport(name, 1, 1 << 20, True, {"linear": ModelReport(staged=staged)})
+
+    async def body(service: ControllerService) -> None:
+        controller = service._controller
+        controller._lease_s = 0.2
+        for name in ("r1", "r2"):
+            await service.report(report(name))
+        await service.follow("r1", -1, 0.0)
+        rollout = controller.state.models["linear"].rollout
+        assert (rollout.phase, rollout.candidate) == (Phase.STAGING, 1)
+        await ticks(controller, 1)
+        time.sleep(0.4)
+        await ticks(controller, 2)
+        await service.report(report("r1", 1))
+        assert controller.state.models["linear"].rollout.phase is Phase.STAGING  # r2 has not said that it has it
+        assert [event.kind for event in controller.state.events] == []
+
+    run(body)
 
 
 def test_endpoints_of_one_name_keep_their_states_apart() -> None:

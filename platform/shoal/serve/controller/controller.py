@@ -185,6 +185,10 @@ class EndpointController:
         self.live.tick()
         self._advance_all()
 
+    def stood_still(self, seconds: float) -> None:
+        """This process did, or its disk: nobody could be heard meanwhile, and nobody's lease went on."""
+        self._heard_s = {replica: heard_s + seconds for replica, heard_s in self._heard_s.items()}
+
     def close(self, forget: bool = False) -> None:
         """Wake everybody; `forget` when the endpoint itself is gone. Idempotent."""
         self._closed = True

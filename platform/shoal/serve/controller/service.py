@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.serve.controller.administration import Administration
 from shoal.serve.controller.audit import FILE, AuditLog
-from shoal.serve.controller.controller import EndpointController
+from shoal.serve.controller.controller import LEASE_S, EndpointController
 from shoal.serve.controller.setting import ControllerSetting
 from shoal.serve.controller.state import Event, StateFile
 from shoal.serve.controller.status import StatusBook
@@ -24,6 +24,7 @@ from shoal.serve.report import ReplicaReport
 from shoal.weights import WeightSnapshot
 
 TICK_S = 0.25
+STALL_S = LEASE_S / 2  # a tick as late as this was held up, and so was whatever replicas have said meanwhile
 logger = logging.getLogger(__name__)
 
 
@@ -90,8 +91,15 @@ class ControllerService:
         self._controller.close(forget=True)
 
     async def _run(self) -> None:
+        ticked_s = time.monotonic()
         try:
-            while time.monotonic() - self._asked_s < self._idle_s:
+            while True:
+                before_s, ticked_s = ticked_s, time.monotonic()
+                if (stalled_s := ticked_s - before_s) > STALL_S:
+                    self._controller.stood_still(stalled_s)
+                    self._asked_s += stalled_s
+                if ticked_s - self._asked_s >= self._idle_s:
+                    break
                 self._controller.tick()
                 self._status.sample()
                 await asyncio.sleep(TICK_S)
