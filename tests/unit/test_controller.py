@@ -116,6 +116,18 @@ def test_a_model_that_comes_back_under_its_name_is_staged_anew(cluster: Cluster)
         cluster.start_controller()
 
 
+def test_what_replicas_had_of_a_candidate_that_was_dropped_does_not_count_when_it_is_wanted_again(
+    cluster: Cluster,
+) -> None:
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    cluster.controller.drop("m", "rollback", "guard", "slow")
+    cluster.ask(action="promote", version=2)
+    for replica in cluster.replicas.values():
+        cluster.tell(replica)  # before it has heard of either
+    assert cluster.rollout.phase is Phase.STAGING
+
+
 def test_many_replicas_that_die_with_a_candidate_roll_it_back(cluster: Cluster) -> None:
     cluster.ask(action="canary", version=2, percent=10)
     cluster.settle()

@@ -38,8 +38,10 @@ LEGAL = {
 }
 
 
-def staging(version: int = 2, goal: Goal = Goal.FLIP, base: Rollout = STEADY, **shares: float) -> Rollout:
-    return stage(base, version, goal, kind="deploy", by="me", why="new", now_s=10.0, **shares)
+def staging(
+    version: int = 2, goal: Goal = Goal.FLIP, base: Rollout = STEADY, generation: int = 0, **shares: float
+) -> Rollout:
+    return stage(base, version, goal, kind="deploy", by="me", why="new", now_s=10.0, generation=generation, **shares)
 
 
 def report(name: str, *staged: int, generation: int = 0, failure: Failure | None = None) -> ReplicaReport:
@@ -97,6 +99,14 @@ def test_it_goes_on_when_every_replica_has_staged_and_not_before() -> None:
     assert decide("m", rollout, [report("a", 1, 2), report("b", 1)], 0.0, 60.0) == Wait(("b",))
     assert decide("m", rollout, [report("a", 1, 2), ReplicaReport("b")], 0.0, 60.0) == Wait(("b",))
     assert decide("m", rollout, [report("a", 1, 2), report("b", 1, 2)], 0.0, 60.0) == Proceed()
+
+
+def test_what_a_replica_had_before_it_heard_that_the_version_is_wanted_does_not_count() -> None:
+    """It was a candidate until a moment ago, say, and this replica has yet to hear that it was dropped."""
+    rollout = staging(generation=7)
+    reports = [report("a", 1, 2, generation=7), report("b", 1, 2, generation=6)]
+    assert decide("m", rollout, reports, 0.0, 60.0) == Wait(("b",))
+    assert decide("m", rollout, [reports[0], replace(reports[1], generation=8)], 0.0, 60.0) == Proceed()
 
 
 def test_one_replica_that_cannot_is_enough_to_abandon() -> None:

@@ -274,6 +274,7 @@ class EndpointController:
             now_s=time.time(),
             percent=percent,
             shadow_percent=shadow_percent,
+            generation=self.state.generation + 1,
         )
         self._set(name, rollout)
         self._advance(name)

@@ -83,7 +83,7 @@ class Rollout:
     shadow_percent: of the stable version's requests, those that the candidate computes too, for comparison
     previous:       what was stable before
     attempt:        counts the stagings, so that what failed once may be tried again
-    generation:     of the document that told the replicas to flip
+    generation:     of the document that told the replicas to stage the candidate, or to flip
     since_s:        time.time() of the last move
     kind, by, why:  what was asked for, by whom, and their words
     refused, reason: the last candidate that did not become stable, and why
@@ -124,8 +124,9 @@ def stage(
     now_s: float,
     percent: float = 0.0,
     shadow_percent: float = 0.0,
+    generation: int = 0,
 ) -> Rollout:
-    """Begin: let every replica load `version` beside what answers."""
+    """Begin: let every replica load `version` beside what answers, from document `generation` on."""
     return replace(
         _moved(rollout, Move.STAGE, now_s),
         candidate=version,
@@ -133,6 +134,7 @@ def stage(
         percent=percent,
         shadow_percent=shadow_percent,
         attempt=rollout.attempt + 1,
+        generation=generation,
         kind=kind,
         by=by,
         why=why,
@@ -243,7 +245,9 @@ def decide(
     late = [
         report.replica
         for report in replicas
-        if model not in report.models or rollout.candidate not in report.models[model].staged
+        if report.generation < rollout.generation  # what it had of this version, it may be about to forget
+        or model not in report.models
+        or rollout.candidate not in report.models[model].staged
     ]
     if late and waited_s > stage_timeout_s:
         return Abandon(f"replica {late[0]} had not staged version {rollout.candidate} after {stage_timeout_s:g} s")

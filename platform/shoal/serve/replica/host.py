@@ -135,9 +135,9 @@ class ReplicaHost:
 
     def apply(self, plan: EndpointPlan) -> None:
         """Do at once what can be done, and begin to stage what is missing."""
-        self._plan, self._plans = plan, {model.name: model for model in plan.models}
+        before, self._plan, self._plans = self._plans, plan, {model.name: model for model in plan.models}
         self._failures = {name: failure for name, failure in self._failures.items() if name in self._plans}
-        for name in self._models.keys() - self._plans.keys():
+        for name in [name for name in self._models if not _is_of(self._plans.get(name), before[name])]:
             hosted = self._leaving[name] = self._models.pop(name)
             if name in self.followers:
                 self.followers.pop(name).close(timeout_s=0.0)
@@ -177,7 +177,9 @@ class ReplicaHost:
 
     def report(self) -> ReplicaReport:
         """What the controller is told."""
-        models = {name: hosted.report() for name, hosted in (self._leaving | self._models).items()}
+        # What leaves has nothing that could answer: it is not what the next model of its name waits for.
+        models = {name: replace(hosted.report(), version=0, staged=()) for name, hosted in self._leaving.items()}
+        models |= {name: hosted.report() for name, hosted in self._models.items()}
         for name, failure in self._failures.items():
             models[name] = replace(models.get(name, ModelReport()), failure=failure)
         generation = self._plan.generation if self._plan is not None else 0
@@ -280,11 +282,16 @@ class ReplicaHost:
         hosted.close()
         if self._leaving.get(name) is hosted:
             del self._leaving[name]
-        del self._tasks[name, RETIRE]
+        self._tasks.pop((name, RETIRE), None)  # another of its name may have followed it
         self.changed()
 
     def _start(self, key: tuple[str, int], work: Coroutine[Any, Any, None]) -> None:
         self._tasks[key] = asyncio.get_running_loop().create_task(work)
+
+
+def _is_of(plan: ModelPlan | None, before: ModelPlan) -> bool:
+    """Whether it is the model of the plan before, and not one that was deployed anew, to be served otherwise."""
+    return plan is not None and (plan.registry, plan.options) == (before.registry, before.options)
 
 
 def _point(hosted: Hosted, plan: ModelPlan) -> None:

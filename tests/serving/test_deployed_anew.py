@@ -1,0 +1,53 @@
+"""A model that is deleted and deployed anew under its name: what is left of its last life is not taken for this one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+
+import pytest
+
+from serving.replica_set import ReplicaSet, infer, register, until
+from serving.test_replica_rollout import everywhere, rollout
+from shoal.errors import InferenceError
+from shoal.serve.replica.hosted import Hosted
+from shoal.serve.sources import RegisteredModel
+
+
+@rollout(1)
+async def test_a_replica_that_missed_a_deletion_serves_a_model_as_it_was_deployed_anew(endpoint: ReplicaSet) -> None:
+    register("other")
+    await endpoint.administer(action="deploy", model="other")
+    cut_off = endpoint.replicas["r3"]
+    endpoint.dead.add("r3")  # for longer than its lease, and back when all is done
+    endpoint.controller._heard_s["r3"] = -math.inf
+    cut_off._follower._apply = lambda plan: None  # also for what it has asked before
+    await until(lambda: list(endpoint.controller.reports) == ["r1", "r2"])
+    await endpoint.administer(action="delete", model="other")
+    await endpoint.administer(action="deploy", model="other", options={"max_batch_size": 2})
+    cut_off._follower._apply, cut_off._follower._known = cut_off.host.apply, -1
+    endpoint.dead.discard("r3")
+    await until(lambda: cut_off.host._plan == endpoint.controller.plan and cut_off.host.is_staged)
+    assert [(await infer(each, "other", rows=3)).status for each in endpoint.replicas.values()] == [422] * 3
+    assert await everywhere(endpoint) == {1: 120}
+
+
+@rollout(1, replicas=2)
+async def test_what_still_answers_of_a_model_that_was_deleted_is_not_taken_for_the_next_of_its_name(
+    endpoint: ReplicaSet,
+) -> None:
+    register("other")
+    await endpoint.administer(action="deploy", model="other")
+    release, load = threading.Event(), RegisteredModel.package
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hosted, "is_idle", property(lambda hosted: release.is_set()))
+        with pytest.raises(InferenceError, match="still answering"):
+            await endpoint.administer(action="delete", model="other", timeout_s=0.2)
+        patch.setattr(RegisteredModel, "package", lambda source, version: release.wait(60) and load(source, version))
+        deploying = asyncio.create_task(endpoint.administer(action="deploy", model="other", timeout_s=0.5))
+        with pytest.raises(InferenceError, match="was not ready after"):  # since no replica has it
+            await deploying
+        release.set()
+    await endpoint.administer(action="deploy", model="other", options={"max_batch_size": 2})
+    assert [(await infer(each, "other", rows=3)).status for each in endpoint.replicas.values()] == [422] * 2
