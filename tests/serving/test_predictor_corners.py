@@ -1,6 +1,12 @@
-"""Networks and hooks that do what most do not: single numbers and bfloat16 as weights, hooks that write in place."""
+"""Networks and hooks that do what most do not: single numbers and bfloat16 as weights, hooks that write in place, and
+weights that a module reaches by functions and lists."""
 
 from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -55,6 +61,64 @@ class Text(nn.Module):
         return self.encoder(x, src_key_padding_mask=x[..., 0] == 0)
 
 
+class Enclosed(nn.Module):
+    """Python copies no function: that of a copy of this computes with the layer of the original."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.compute = lambda x: self.layer(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.compute(x)
+        return y
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head, self.seen = nn.Linear(3, 3), nn.Linear(3, 2), torch.zeros(1, 3)
+        self.layer.register_forward_hook(lambda layer, inputs, output: setattr(self, "seen", output))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer(x)
+        y: torch.Tensor = self.head(self.seen)
+        return y
+
+
+class Listed(nn.Module):
+    """The list holds the parameters that there were before others took their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.listed = [self.layer.weight, self.layer.bias]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, *self.listed)
+
+
+class WeightNormed(nn.Module):
+    """By the older of torch's two ways, which keeps a tensor that torch does not copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings(action="ignore"):
+            self.layer = nn.utils.weight_norm(nn.Linear(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        return y
+
+
+class Watched(nn.Linear):
+    weights: ClassVar[weakref.WeakSet[torch.Tensor]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.weights.add(self.weight)
+
+
 def scale_in_place(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     arrays["x"] /= 2
     return arrays
@@ -83,6 +147,43 @@ def test_a_number_among_the_weights_stays_one() -> None:
     model = predictor("Normed", [-1, 3]).load(snapshot)
     expected = module(torch.from_numpy(ROWS)).detach().numpy()
     np.testing.assert_allclose(model.predict_batch([{"x": ROWS}])[0]["y"], expected, rtol=1e-6)
+
+
+def versions_of(module: type[nn.Module]) -> list[tuple[nn.Module, WeightSnapshot]]:
+    made = []
+    for version in (1, 2):
+        torch.manual_seed(version)
+        network = module().eval()
+        arrays = {name: value.detach().numpy() for name, value in network.state_dict().items()}
+        made.append((network, WeightSnapshot.of(version, arrays)))
+    return made
+
+
+@pytest.mark.parametrize("module", [Enclosed, Hooked, Listed, WeightNormed])
+def test_however_a_module_reaches_its_weights_they_are_those_of_the_version(module: type[nn.Module]) -> None:
+    subject = predictor(module.__name__, [-1, 3], [-1, 2])
+    loaded = [(network, subject.load(snapshot)) for network, snapshot in versions_of(module)]
+    for network, model in loaded:
+        expected = network(torch.from_numpy(ROWS)).detach().numpy()
+        np.testing.assert_allclose(model.predict_batch([{"x": ROWS}])[0]["y"], expected, rtol=1e-6)
+
+
+def test_a_module_is_refused_where_its_weights_would_not_be_those_of_the_version() -> None:
+    with pytest.raises(ConfigError, match="compile = True: is not for a module that keeps its weights in a list"):
+        predictor("Listed", [-1, 3], [-1, 2], compile=True)
+    signature = Signature(inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 3])], outputs=[])
+    setting = Setting(signature, ModelOptions(cuda_graphs=True), device="cpu", torch_threads=1)
+    with pytest.raises(ConfigError, match="cuda_graphs = True: is not for a module that functions within it hold"):
+        ModuleTemplate(ModelFactory(factory=f"{__name__}:Enclosed"), setting)
+
+
+def test_what_versions_are_copied_from_holds_no_weights() -> None:
+    subject = predictor("Watched", [-1, 3], [-1, 2])
+    gc.collect()
+    assert not [*Watched.weights]
+    ((network, snapshot), _) = versions_of(Watched)
+    expected = network(torch.from_numpy(ROWS)).detach().numpy()
+    np.testing.assert_array_equal(subject.load(snapshot).predict_batch([{"x": ROWS}])[0]["y"], expected)
 
 
 def test_bfloat16_weights_are_registered_and_served() -> None:

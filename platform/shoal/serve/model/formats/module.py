@@ -8,13 +8,18 @@ version is not disturbed, and a live version costs a fraction of a millisecond.
 | eagerly  | a copy of the module that holds them | the cheapest call                                               |
 | compiled | an argument of one compiled function | torch.compile ties a graph to the module object, not to tensors |
 | graphed  | see `cuda_graphs`                    | a CUDA graph is tied to addresses                               |
+
+A module that has no copy which stands by itself (see `copies`) is built anew for each version, and its weights are
+copied into it. The one that others are copied from holds no weights, but those of a compiled or graphed one.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import safetensors.torch
@@ -25,6 +30,7 @@ from torch import Tensor, nn
 from shoal.errors import ConfigError, WeightsError
 from shoal.registry.manifest import ModelFactory
 from shoal.serve.model.formats.compiled import CompiledModule
+from shoal.serve.model.formats.copies import comes_upon, own_tensors
 from shoal.serve.model.formats.cuda_graphs import GraphedModule
 from shoal.serve.model.formats.template import Forward, Setting
 from shoal.serve.model.formats.torch_forward import torch_forward
@@ -33,6 +39,9 @@ from shoal.serve.model.precision import Precision
 from shoal.weights import WeightSnapshot
 
 State = Mapping[str, Tensor]
+logger = logging.getLogger(__name__)
+
+_REMEDY = "leave it out, or let the module reach its weights through itself alone"
 
 
 class ModuleTemplate:
@@ -43,24 +52,46 @@ class ModuleTemplate:
     """
 
     def __init__(self, factory: ModelFactory, setting: Setting) -> None:
-        module = factory.build()
-        if not isinstance(module, nn.Module):
-            raise ConfigError("model.factory", factory.factory, f"gave {type(module).__name__}, not a torch nn.Module")
-        module.eval().requires_grad_(False)
+        self._factory, self._setting = factory, setting
+        module = self._built()
         self._expected = {name: (tensor.shape, tensor.dtype) for name, tensor in module.state_dict().items()}
         # A mask may hold infinities on purpose, and then it does from the start.
         self._unbounded = {name for name, tensor in module.state_dict().items() if _num_not_finite(tensor)}
-        self._setting, self._by_name = setting, callable(getattr(module, "predict", None))
-        self._precision = Precision(setting.options.precision, module)
-        if setting.device == "cpu" and not setting.options.compile:  # a compiler chooses its own
+        self._by_name = callable(getattr(module, "predict", None))
+        self._precision = self._prepared(module)
+        self._bind = self._binding(module)
+
+    def _built(self) -> nn.Module:
+        module = self._factory.build()
+        if not isinstance(module, nn.Module):
+            name, given = self._factory.factory, type(module).__name__
+            raise ConfigError("model.factory", name, f"gave {given}, not a torch nn.Module")
+        return module.eval().requires_grad_(False)
+
+    def _prepared(self, module: nn.Module) -> Precision:
+        """What a module becomes before it has the weights of a version: its precision, its kernels, its device."""
+        precision = Precision(self._setting.options.precision, module)
+        if self._setting.device == "cpu" and not self._setting.options.compile:  # a compiler chooses its own
             choose_kernels(module)
-        self._module = module.to(setting.device)
-        self._bind: Callable[[State], Callable[..., Any]] = self._eager
-        if setting.options.compile:
-            self._bind = CompiledModule(module, setting, by_name=self._by_name).bind
-        elif setting.options.cuda_graphs:
-            _require_fixed(setting)
-            self._bind = GraphedModule(module, self._called).bind
+        module.to(self._setting.device)
+        return precision
+
+    def _binding(self, module: nn.Module) -> Callable[[State], Callable[..., Any]]:
+        """What makes a version of its state. Raises ConfigError for a module that cannot be run as is wanted."""
+        options, own = self._setting.options, own_tensors(module)
+        bare = _bare_copy(module)
+        if options.compile:
+            if bare is not None and comes_upon(bare, own, barred=[module]):
+                raise ConfigError("compile", True, "is not for a module that keeps its weights in a list", _REMEDY)
+            return CompiledModule(module, self._setting, by_name=self._by_name).bind
+        if options.cuda_graphs:
+            _require_fixed(self._setting)
+            if bare is None or comes_upon(bare, [module]):
+                raise ConfigError("cuda_graphs", True, "is not for a module that functions within it hold", _REMEDY)
+            return GraphedModule(module, self._called).bind
+        if bare is None or comes_upon(bare, [module, *own]):
+            return self._anew
+        return partial(self._copied, bare)
 
     def load(self, snapshot: WeightSnapshot) -> Forward:
         snapshot.verify()
@@ -74,11 +105,14 @@ class ModuleTemplate:
         state = {name: tensor.to(self._setting.device) for name, tensor in state.items()}
         return torch_forward(self._bind(state), self._setting, by_name=self._by_name)
 
-    def _eager(self, state: State) -> Callable[..., Any]:
-        shared = {id(tensor): tensor for tensor in self._module.state_dict(keep_vars=True).values()}
-        module = copy.deepcopy(self._module, shared)
-        module.load_state_dict(state, assign=True)
-        return self._called(module.requires_grad_(False))
+    def _copied(self, bare: nn.Module, state: State) -> Callable[..., Any]:
+        return self._called(_copy_with(state, bare))
+
+    def _anew(self, state: State) -> Callable[..., Any]:
+        module = self._built()
+        self._prepared(module)
+        module.load_state_dict(state)
+        return self._called(module)
 
     def _called(self, module: nn.Module) -> Callable[..., Any]:
         return module.predict if self._by_name else module  # type: ignore[return-value]
@@ -101,6 +135,22 @@ class ModuleTemplate:
                     f"weights version {version}: {name!r} is not finite: {bad} of its {tensor.numel()} values are"
                     " NaN or infinite. `finite: false` serves it all the same"
                 )
+
+
+def _copy_with(state: State, module: nn.Module) -> nn.Module:
+    """A copy of the module that holds these tensors in the place of its own."""
+    copied = copy.deepcopy(module, {id(tensor): tensor for tensor in own_tensors(module)})
+    copied.load_state_dict(state, assign=True)
+    return copied.requires_grad_(False)
+
+
+def _bare_copy(module: nn.Module) -> nn.Module | None:
+    """A copy without weights; None for a module that cannot be copied (`torch.nn.utils.weight_norm` makes such)."""
+    try:
+        return _copy_with({name: tensor.to("meta") for name, tensor in module.state_dict().items()}, module)
+    except (RuntimeError, TypeError) as error:  # of torch, and of what is in no pickle either
+        logger.info("the module is built anew for each version, since it cannot be copied: %s", error)
+        return None
 
 
 def _require_fixed(setting: Setting) -> None:
