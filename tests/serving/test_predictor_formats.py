@@ -51,6 +51,25 @@ class Named(TwoInputs):
         return dict(zip(self.keys, pair, strict=True))
 
 
+class Among(nn.Module):
+    """Takes a number and None among its tensors, and gives others."""
+
+    def forward(self, left: torch.Tensor, scale: int, none: None, right: torch.Tensor) -> object:
+        return {"sum": scale * left + right, "size": 3, "nothing": none, "product": left * right}
+
+
+class Attention(nn.Module):
+    """Gives its output, and None where its weights would be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(3, 1, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        y, weights = self.attention(x[:, None], x[:, None], x[:, None], need_weights=False)
+        return y[:, 0], weights
+
+
 def exported_payload(module: nn.Module, dynamic: bool = True) -> bytes:
     example = tuple(torch.rand(4, 3) for _ in range(2))
     shapes = {"left": {0: BATCH}, "right": {0: BATCH}} if dynamic else None
@@ -116,6 +135,35 @@ def test_outputs_have_the_keys_of_the_dict_that_a_program_gives(keys: list[str],
     y, label = TwoInputs.forward(module, torch.from_numpy(X), torch.from_numpy(X))
     np.testing.assert_allclose(answer[names[0]], y.detach(), rtol=1e-5)
     np.testing.assert_array_equal(answer[names[1]], label)
+
+
+def saved(module: nn.Module, *arguments: object, dynamic_shapes: object) -> bytes:
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(module.eval(), arguments, dynamic_shapes=dynamic_shapes), file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_no_tensor_is_neither_input_nor_output(compiled: bool) -> None:
+    left, right = torch.rand(4, 3), torch.rand(4, 3)
+    payload = saved(Among(), left, 2, None, right, dynamic_shapes=({0: BATCH}, None, None, {0: BATCH}))
+    signature = exported.signature_of(payload, "file")
+    assert [each.name for each in signature.inputs] == ["left", "right"]
+    assert [each.name for each in signature.outputs] == ["sum", "product"]
+    model = predictor("torch_export", signature, compile=compiled).load(WeightSnapshot.from_payload(1, payload))
+    (answer,) = model.predict_batch([{"left": X, "right": X + 1}])
+    np.testing.assert_allclose(answer["sum"], 3 * X + 1, rtol=1e-6)
+    np.testing.assert_allclose(answer["product"], X * (X + 1), rtol=1e-6)
+
+
+def test_a_tensor_beside_none_is_the_output() -> None:
+    module = Attention()
+    payload = saved(module, torch.rand(4, 3), dynamic_shapes=({0: BATCH},))
+    signature = exported.signature_of(payload, "file")
+    assert [each.name for each in signature.outputs] == ["output"]
+    model = predictor("torch_export", signature).load(WeightSnapshot.from_payload(1, payload))
+    expected = module(torch.from_numpy(X))[0].detach().numpy()
+    np.testing.assert_allclose(model.predict_batch([{"x": X}])[0]["output"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_versions_of_a_program_live_side_by_side() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import logging
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,10 +41,10 @@ class ExportedTemplate:
             program = move_to_device_pass(program, self._setting.device)
         module = _flat(program.module(check_guards=False))
         if self._setting.options.compile:
-            return torch_forward(torch.compile(module), self._setting)
+            return torch_forward(_of_tensors(program, torch.compile(module)), self._setting)
         if self._setting.device == "cpu":
             choose_kernels(module)
-        return torch_forward(module, self._setting)
+        return torch_forward(_of_tensors(program, module), self._setting)
 
 
 def _flat(module: Any) -> Any:
@@ -57,35 +58,66 @@ def _flat(module: Any) -> Any:
     return module
 
 
+class _Argument(NamedTuple):
+    """What a program takes or gives: the name of a tensor; or None, and the value that it was exported with."""
+
+    name: str | None
+    value: Any
+
+
+def _arguments(program: Any) -> tuple[list[_Argument], list[_Argument]]:
+    """What a program takes and what it gives, flat."""
+    from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+
+    def read(argument: Any) -> _Argument:
+        is_constant = isinstance(argument, ConstantArgument)
+        return _Argument(None, argument.value) if is_constant else _Argument(argument.name, None)
+
+    signature = program.graph_signature
+    given = [read(each.arg) for each in signature.input_specs if each.kind is InputKind.USER_INPUT]
+    return given, [read(each.arg) for each in signature.output_specs if each.kind is OutputKind.USER_OUTPUT]
+
+
+def _of_tensors(program: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A flat program as a function of its tensors alone; of what it was exported with beside them it gets the same."""
+    given, made = _arguments(program)
+    if all(each.name is not None for each in (*given, *made)):
+        return call
+
+    def called(*tensors: torch.Tensor) -> list[Any]:
+        ahead = iter(tensors)
+        outputs = call(*[each.value if each.name is None else next(ahead) for each in given])
+        return [output for output, each in zip(outputs, made, strict=True) if each.name is not None]
+
+    return called
+
+
 def signature_of(payload: bytes, file: str) -> Signature:
     """What the program takes and gives. Raises ConfigError.
 
     Inputs have the names of its forward's arguments, outputs the keys of the dict that it gives; where that is none,
-    `output`, or of several `output_0`, ...
+    `output`, or of several `output_0`, ... What is no tensor, such as None, is neither.
     """
     program = _program(payload, file)
     nodes = {node.name: node for node in program.graph.nodes}
-    names = program.graph_signature.user_inputs
-    outputs = program.graph_signature.user_outputs
-    output_names = _output_names(program.call_spec.out_spec, len(outputs))
+    given, made = _arguments(program)
+    outputs = _named(program.call_spec.out_spec, [each.name for each in made])
     return Signature(
-        inputs=[_tensor(file, name, nodes[name]) for name in names if isinstance(name, str)],
-        outputs=[
-            _tensor(file, output_name, nodes[name])
-            for output_name, name in zip(output_names, outputs, strict=True)
-            if isinstance(name, str)
-        ],
+        inputs=[_tensor(file, each.name, nodes[each.name]) for each in given if each.name is not None],
+        outputs=[_tensor(file, output_name, nodes[name]) for output_name, name in outputs if name is not None],
     )
 
 
-def _output_names(spec: Any, count: int) -> list[str]:
-    """Of outputs that `spec`, a TreeSpec, nests: the keys of a flat dict when all of them are names."""
-    numbers = list(range(count))
-    given = spec.unflatten(numbers)
-    is_flat = isinstance(given, dict) and list(given.values()) == numbers
+def _named(spec: Any, outputs: Sequence[str | None]) -> list[tuple[str, str | None]]:
+    """Outputs that `spec`, a TreeSpec, nests, by the keys of a flat dict when all of them are names."""
+    given = spec.unflatten(outputs)
+    is_flat = isinstance(given, dict) and list(given.values()) == list(outputs)
     if is_flat and all(isinstance(key, str) and key.isidentifier() for key in given):
-        return list(given)
-    return [f"output_{index}" for index in range(count)] if count > 1 else ["output"]
+        return list(given.items())
+    tensors = [name for name in outputs if name is not None]
+    if len(tensors) == 1:
+        return [("output", tensors[0])]
+    return [(f"output_{index}", name) for index, name in enumerate(tensors)]
 
 
 def _program(payload: bytes, what: str) -> Any:
