@@ -23,7 +23,7 @@ LARGE = 3_000_000
 
 
 class Echo:
-    """Answers what it got; `/slow` waits until `release` or until its client has gone."""
+    """Answers what it got; `/slow` waits until `release` or until its client has gone, `/refuse` for nothing."""
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
@@ -32,7 +32,7 @@ class Echo:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         body = b""
-        while True:
+        while scope["path"] != "/refuse":
             message = await receive()
             body += message["body"]
             if not message["more_body"]:
@@ -194,3 +194,37 @@ def test_a_connection_that_was_reset_leaves_nothing_behind(running: Running) -> 
         return protocol() is None
 
     wait_for(nothing_is_left)
+
+
+@pytest.mark.parametrize("closes", [b"", b"connection: close\r\n"])
+def test_who_was_refused_does_not_stay_by_sending_on(
+    running: Running, monkeypatch: pytest.MonkeyPatch, closes: bytes
+) -> None:
+    """A byte at a time, of a body that nobody reads, keeps every timeout of inactivity quiet."""
+    monkeypatch.setattr(direct_http, "UNREAD_S", 0.2)
+    with running.line() as line:
+        line.sendall(b"POST /refuse HTTP/1.1\r\nhost: x\r\n" + closes + b"content-length: 100000000\r\n\r\n")
+        assert line.recv(65536).startswith(b"HTTP/1.1 200 OK")
+
+        def is_left() -> bool:
+            try:
+                line.sendall(b"x")
+            except OSError:
+                return True
+            return False
+
+        wait_for(is_left)
+    wait_for(lambda: not running.server.server_state.connections)
+
+
+def test_who_was_refused_and_asks_again_is_answered(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_http, "UNREAD_S", 0.2)
+    with running.line() as line:
+        line.sendall(b"POST /refuse HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\n")
+        assert line.recv(65536).startswith(b"HTTP/1.1 200 OK")
+        (protocol,) = running.server.server_state.connections
+        line.sendall(b"0POST /slow HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+        wait_for(lambda: running.echo.num_slow)
+        wait_for(lambda: protocol._unread.when() < running.loop.time())
+        running.release()
+        assert json.loads(line.recv(65536).partition(b"\r\n\r\n")[2])["path"] == "/slow"

@@ -33,6 +33,9 @@ Application = Callable[
 SERVES_OWN = b"/-/"
 CLOSING = "shoal.closing"  # the type of a message
 GRPC = b"/inference.GRPCInferenceService/"
+UNREAD_S = (
+    30.0  # for the rest of a request that was answered before it was there: as long as HAProxy waits for a client
+)
 STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in http.HTTPStatus}
 
 _application: list[
@@ -49,6 +52,8 @@ def install(application: Application | None) -> None:
 class DirectProtocol(HttpToolsProtocol):
     """One connection."""
 
+    _unread: asyncio.TimerHandle | None = None
+
     def shutdown(self) -> None:
         """uvicorn: the server is to end, when what is in progress is answered."""
         super().shutdown()
@@ -59,6 +64,21 @@ class DirectProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # uvicorn lets the timer of a connection that was reset hold all of it
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        cycle: Any = self.cycle
+        if cycle.response_complete and cycle.more_body and not self.transport.is_closing():
+            if self._unread is not None:
+                self._unread.cancel()
+            self._unread = self.loop.call_later(UNREAD_S, self._leave, cycle)
+
+    def _leave(self, cycle: object) -> None:
+        """It has asked nothing else. What it goes on sending, a byte at a time maybe, puts off uvicorn's timer."""
+        if cycle is self.cycle:
+            self.transport.abort()
 
     def on_headers_complete(self) -> None:
         url = self.url
