@@ -187,6 +187,13 @@ def test_options_that_make_no_sense_are_named(client: Client, options: dict[str,
 
 
 @pytest.mark.parametrize("client_type", [Client, AsyncClient])
+@pytest.mark.parametrize("num_retries", [-1, 1.5, None])
+def test_a_number_of_retries_that_is_none_is_refused(client_type: type, num_retries: Any) -> None:
+    with pytest.raises(ConfigError, match=f"num_retries = {num_retries!r}: is not how often to try again"):
+        client_type("http://127.0.0.1:1", num_retries=num_retries)
+
+
+@pytest.mark.parametrize("client_type", [Client, AsyncClient])
 @pytest.mark.parametrize("timeout_s", [0, float("nan"), float("inf"), "soon"])
 def test_a_time_limit_that_is_none_is_refused(client_type: type, timeout_s: float) -> None:
     with pytest.raises(ConfigError, match=f"timeout_s = {timeout_s!r}: is not a time to wait"):

@@ -38,6 +38,8 @@ class _Settings:
     """What both clients are told, and remember."""
 
     def __init__(self, url: str, timeout_s: float, num_retries: int, retry_lost: bool, binary: bool) -> None:
+        if type(num_retries) is not int or num_retries < 0:
+            raise ConfigError("num_retries", num_retries, "is not how often to try again", "give 0 or more")
         self.url = url
         self._timeout_s, self._num_retries = _seconds("timeout_s", timeout_s), num_retries
         self._retry_lost, self._binary = retry_lost, binary
