@@ -165,12 +165,24 @@ def test_the_same_seed_gives_the_same_answer() -> None:
 
 @pytest.mark.parametrize(
     ("measured", "rate", "field"),
-    [([], 1.0, "measured"), ([(0, 0.1)], 1.0, "measured"), ([(1, 0.0)], 1.0, "measured"), (MEASURED, 0.0, "requests")],
+    [
+        ([], 1.0, "measured"),
+        ([(0, 0.1)], 1.0, "measured"),
+        ([(1, 0.0)], 1.0, "measured"),
+        (MEASURED, 0.0, "requests"),
+        (MEASURED, math.inf, "requests"),
+    ],
 )
 def test_values_that_make_no_sense_are_refused(measured: list[tuple[int, float]], rate: float, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         simulate(measured, rate, max_batch_rows=32)
     assert caught.value.field.startswith(field)
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, -1.0, math.nan])
+def test_a_deadline_that_is_none_is_refused(deadline_s: float) -> None:
+    with pytest.raises(ConfigError, match="deadline_s = "):
+        simulate(MEASURED, 1.0, max_batch_rows=32, deadline_s=deadline_s)
 
 
 def test_fewer_than_one_request_is_refused() -> None:

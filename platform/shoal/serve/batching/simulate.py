@@ -186,6 +186,8 @@ def simulate(
 
     deadline_s: after its arrival, for every request. Raises ConfigError for values that make no sense.
     """
+    if deadline_s is not None and not deadline_s > 0:
+        raise ConfigError("deadline_s", deadline_s, "must be above zero")
     forward = ForwardTime(measured)
     server = ScheduleServer(
         max_batch_rows, max_queue_rows=max(max_queue_rows, max_batch_rows), slots=slots, warm=measured
@@ -196,8 +198,8 @@ def simulate(
 
 def poisson(requests_per_s: float, num_requests: int, seed: int = 0) -> list[float]:
     """Times of arrival in seconds."""
-    if not requests_per_s > 0:
-        raise ConfigError("requests_per_s", requests_per_s, "must be above zero")
+    if not 0 < requests_per_s < math.inf:
+        raise ConfigError("requests_per_s", requests_per_s, "must be above zero, and finite")
     if num_requests < 1:
         raise ConfigError("num_requests", num_requests, "must be at least 1")
     gaps = np.random.default_rng(seed).exponential(1 / requests_per_s, num_requests)
