@@ -45,6 +45,7 @@ def host() -> FakeHost:
         FakeModel("words", tensors(text=("BYTES", [-1]))),
         FakeModel("wide", tensors(x=("FP32", [-1, -1]))),
         FakeModel("texts", tensors(tokens=("BYTES", [-1, -1]), weight=("FP32", [-1]))),
+        FakeModel("hashes", tensors(x=("UINT64", [-1, 2]))),
         FakeModel("flags", tensors(on=("BOOL", [-1, 2]))),
         FakeModel("long", tensors(x=("FP32", [-1, 20]))),
         FakeModel("sizes", tensors(image=("FP32", [-1, -1, -1]))),
@@ -95,6 +96,26 @@ def test_words_of_other_kinds() -> None:
     assert rows("words", "--input", "text= shoe, hat") == [{"text": " shoe, hat", "version": 7}]
     assert [row["text"] for row in rows("words", "--input", '["shoe, hat", "coat"]')] == ["shoe, hat", "coat"]
     assert rows("flags", "--input", "true,0")[0]["on"] == [True, False]
+
+
+def test_numbers_beyond_int64_keep_their_digits(tmp_path: Path) -> None:
+    expected = [{"x": [1, 2**63 + 1], "version": 7}, {"x": [2**64 - 1, 3], "version": 7}]
+    assert rows("hashes", "--input", f"1,{2**63 + 1}", "--input", f"[[{2**64 - 1}, 3]]") == expected
+    (tmp_path / "rows.json").write_text(f'[{{"x": [1, {2**63 + 1}]}}, {{"x": [{2**64 - 1}, 3]}}]')
+    assert rows("hashes", "--json", "rows.json") == expected
+    data = f"[1, {2**63 + 1}, {2**64 - 1}, 3]"
+    request = f'{{"inputs": [{{"name": "x", "shape": [2, 2], "datatype": "UINT64", "data": {data}}}]}}'
+    assert rows("hashes", "--json", "-", stdin=request) == expected
+    (tmp_path / "rows.csv").write_text(f"a,b\n1,{2**63 + 1}\n{2**64 - 1},3\n")
+    assert rows("hashes", "--csv", "rows.csv") == expected
+    assert "is object, the model takes UINT64" in complaint("hashes", "--input", "[[null, 1]]")
+
+
+def test_no_rows_are_said_to_be_none(tmp_path: Path) -> None:
+    np.save(tmp_path / "none.npy", np.zeros((0, 3), np.float32))
+    assert "has no rows" in complaint("m", "--npy", "none.npy")
+    (tmp_path / "none.json").write_text("[]")
+    assert "has no rows" in complaint("m", "--json", "none.json")
 
 
 def test_words_of_one_input_are_rows_one_after_the_other() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from datetime import date, datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -155,7 +157,8 @@ def test_what_does_not_fit_is_named(table: pa.Table, words: list[str], message: 
     [
         *[("UINT8", [0, 300]), ("UINT8", [-1]), ("UINT8", ["256"]), ("INT8", [[1, 2], [3, 128]]), ("INT32", [2**40])],
         *[("INT64", [0.5]), ("INT64", [float("nan")]), ("INT64", [2.0**63]), ("UINT64", [-1]), ("INT16", ["1.5"])],
-        *[("INT64", [[1, 2], [3, None]]), ("BOOL", ["perhaps"])],
+        *[("INT64", [[1, 2], [3, None]]), ("BOOL", ["perhaps"]), ("BOOL", [0.5]), ("BOOL", [math.nan]), ("BOOL", [2])],
+        *[("INT64", [datetime(2026, 1, 1)]), ("FP32", [date(2026, 1, 1)]), ("FP64", [timedelta(1)])],
         *[("FP16", [70000]), ("FP16", ["70000"]), ("FP32", [1e300]), ("BF16", [-1e300]), ("BF16", [3.4e38])],
     ],
 )
@@ -173,6 +176,7 @@ def test_a_value_that_the_input_cannot_hold_is_refused(datatype: str, values: li
         ("INT64", ["7", "-8"], [7, -8]),
         ("INT8", pa.array([1, 1]).dictionary_encode(), [1, 1]),
         ("BOOL", [0, 1], [False, True]),
+        ("BOOL", [0.0, 1.0], [False, True]),
         ("BOOL", ["false", "true"], [False, True]),
         ("FP32", [2**24 + 1, 0], [2.0**24, 0]),
         ("FP32", ["1.5", "2"], [1.5, 2]),

@@ -44,6 +44,18 @@ def test_digits_may_be_lost() -> None:
     np.testing.assert_array_equal(converted("FP32", [2**24 + 1, 0.1]), np.array([2**24, 0.1], np.float32))
 
 
+def test_whole_numbers_on_both_sides_of_the_largest_int64_are_sent_as_they_are() -> None:
+    """Half of all 64-bit hashes are beyond it; NumPy makes floats of a list of both."""
+    hashes = [1, 2**63 + 1, 2**64 - 1]
+    assert converted("UINT64", hashes).tolist() == hashes
+    assert converted("UINT64", np.array([hashes], object)).tolist() == [hashes]
+    for beyond in (-1, 2**64):
+        with pytest.raises(ConfigError, match="'x': has values that UINT64 cannot hold"):
+            converted("UINT64", [beyond, 2**63])
+    with pytest.raises(ConfigError, match="'x': is float64, the model takes UINT64"):
+        converted("UINT64", [0.5, 2**63])
+
+
 def test_words_are_sent_as_they_are() -> None:
     words = ["ß", b"\xff", np.str_("a"), np.bytes_(b"b")]
     assert converted("BYTES", words).tolist() == ["ß".encode(), b"\xff", b"a", b"b"]

@@ -68,7 +68,10 @@ def from_json(path: str, inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
 
 def _requested(path: str, tensors: list[Any]) -> dict[str, ArrayLike]:
     try:
-        found = {each["name"]: np.array(each["data"]).reshape(each["shape"]) for each in tensors}
+        found = {
+            each["name"]: np.array(each["data"], _exact(each.get("datatype"))).reshape(each["shape"])
+            for each in tensors
+        }
     except (KeyError, TypeError, ValueError) as error:
         raise DataError("json", path, f"is no request of the protocol: {error!r}") from None
     if alone := [name for name, array in found.items() if not array.ndim]:
@@ -268,9 +271,9 @@ def _values(word: str, text: str, spec: TensorSpec) -> list[Any]:
 
 def _shaped(field: str, word: str, rows: Any, spec: TensorSpec) -> ArrayLike:
     """Values without a batch dimension, or without any but their order, get the input's shape."""
-    inner, dtype = spec.shape[1:], object if spec.datatype == "BYTES" else None
+    inner = spec.shape[1:]
     try:
-        array = np.array(rows, dtype=dtype)
+        array = np.array(rows, dtype=_exact(spec.datatype))
         if array.ndim < len(spec.shape) and any(isinstance(row, list) for row in array.flat):
             raise ValueError  # lists of different lengths, which NumPy takes for elements where they can be anything
     except ValueError:
@@ -288,11 +291,16 @@ def _shaped(field: str, word: str, rows: Any, spec: TensorSpec) -> ArrayLike:
     raise DataError(field, word, problem, "give whole rows, or nested lists")
 
 
+def _exact(datatype: object) -> type[object] | None:
+    """Of what NumPy is to make an array: of texts, and of numbers that it would make floats of, as they are."""
+    return object if datatype in ("BYTES", "UINT64") else None
+
+
 def _ragged(field: str, word: str, rows: Sequence[Any], spec: TensorSpec) -> list[np.ndarray]:
     """Rows of different lengths, each by itself. Raises DataError where the input has none of that."""
     inner = spec.shape[1:]
     try:
-        found = [np.array(row, dtype=object if spec.datatype == "BYTES" else None) for row in rows]
+        found = [np.array(row, dtype=_exact(spec.datatype)) for row in rows]
         is_open = -1 in inner and all(row.ndim == len(inner) for row in found)
     except ValueError:
         is_open = False
@@ -323,7 +331,9 @@ def in_requests(arrays: Mapping[str, ArrayLike], max_rows: int) -> list[dict[str
     counts = {name: len(values) for name, values in arrays.items()}
     if len(set(counts.values())) > 1:
         raise DataError("rows", counts, "inputs have different numbers of rows", "give each as many")
-    count, starts = next(iter(counts.values()), 0), [0]
+    if not any(counts.values()):
+        raise DataError("rows", 0, "has no rows", "there is nothing to predict")
+    count, starts = next(iter(counts.values())), [0]
     for row in range(1, count):
         if row - starts[-1] == max_rows or any(
             isinstance(values, list) and np.shape(values[row]) != np.shape(values[row - 1])

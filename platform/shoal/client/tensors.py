@@ -124,6 +124,8 @@ def _converted(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
         raise ConfigError("inputs", name, f"is no array: {error}", "give a NumPy array") from None
     if datatype == "BF16" and array.dtype == np.uint16:
         return array
+    if datatype == "UINT64" and array.dtype.kind in "fO":
+        array = _whole(name, values, array)
     is_whole = wanted.kind in "iu" and array.dtype.kind in "iu"
     if not is_whole and not np.can_cast(array.dtype, wanted, "same_kind"):
         remedy = f"give an array of {wanted}"
@@ -136,6 +138,17 @@ def _converted(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
     if not fits:
         raise ConfigError("inputs", name, f"has values that {datatype} cannot hold", "look at its range")
     return converted
+
+
+def _whole(name: str, values: ArrayLike, array: np.ndarray) -> np.ndarray:
+    """Whole numbers on both sides of 2**63, of which NumPy makes floats, as they are; `array` where others are."""
+    exact = np.asarray(values, dtype=object)
+    if not all(isinstance(each, int | np.integer) for each in exact.flat):
+        return array
+    try:
+        return exact.astype(np.uint64)
+    except OverflowError:
+        raise ConfigError("inputs", name, "has values that UINT64 cannot hold", "look at its range") from None
 
 
 def _words(name: str, values: ArrayLike) -> np.ndarray:

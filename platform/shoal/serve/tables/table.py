@@ -111,6 +111,11 @@ def csv_types(
     for column in numbers - wholes:
         if pa.types.is_integer(seen.field(column).type) or pa.types.is_null(seen.field(column).type):
             types[column] = pa.float64()
+    # Arrow reads what is beyond INT64 as fractions, without their last digits.
+    for column in {column for spec in inputs if spec.datatype == "UINT64" for column in chosen[spec.name]}:
+        seen_type = seen.field(column).type
+        if pa.types.is_integer(seen_type) or pa.types.is_floating(seen_type) or pa.types.is_null(seen_type):
+            types[column] = pa.uint64()
     return types
 
 
@@ -228,6 +233,10 @@ def _require_all(values: pa.Array, column: str, num_rows: int, first_row: int) -
 
 def _numbers(values: pa.Array, datatype: str) -> np.ndarray:
     """Whole numbers and truths exactly, floats to the nearest that there is. Raises what Arrow and NumPy raise."""
+    if pa.types.is_temporal(values.type):
+        raise ValueError("a time is a number only in a unit that its file has chosen")
+    if datatype == "BOOL" and not pa.types.is_boolean(values.type) and pa.compute.any(_is_no_truth(values)).as_py():
+        raise ValueError("there are numbers other than 0 and 1")
     if datatype != "BF16" and NUMPY[datatype].kind in "iub":
         whole: np.ndarray = values.cast(pa.from_numpy_dtype(NUMPY[datatype]), safe=True).to_numpy(zero_copy_only=False)
         return whole
@@ -235,6 +244,13 @@ def _numbers(values: pa.Array, datatype: str) -> np.ndarray:
     if numbers.dtype == object:  # of words, or decimals
         numbers = numbers.astype(np.float64)
     return floats_of(numbers, datatype)
+
+
+def _is_no_truth(values: pa.Array) -> pa.Array:
+    """Of numbers: Arrow takes all but 0 for true, NaN and one half too. Of words: none, it knows which are truths."""
+    if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
+        return pa.array([], pa.bool_())
+    return pa.compute.invert(pa.compute.is_in(values, pa.array([0, 1], values.type)))
 
 
 def _as_bytes(value: Any) -> bytes:
