@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from shoal.errors import ConfigError, InferenceError
+from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.models.decoder import Decoder
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.serve.model import device, kernels, precision
@@ -101,7 +101,7 @@ def test_int8_changes_large_linear_layers_and_answers_each_row_by_itself() -> No
     changed = precision.Precision("int8", module)
     kinds = {name: type(layer).__name__ for name, layer in module.named_children()}
     assert kinds == {"conv": "Conv1d", "large": "Int8Linear", "norm": "LayerNorm", "small": "Linear"}
-    assert changed.convert(Wide().state_dict())["large.weight"].dtype == torch.int8
+    assert changed.convert(Wide().state_dict())["large.units"].dtype == torch.int8
     _, model = wide(precision="int8")
     quiet, loud = (scale * GENERATOR.standard_normal((1, 256), np.float32) for scale in (0.01, 100.0))
     alone = model.predict_batch([{"x": quiet}])[0]["y"]
@@ -112,6 +112,24 @@ def test_int8_changes_large_linear_layers_and_answers_each_row_by_itself() -> No
 def test_int8_for_a_model_without_a_large_layer_is_refused() -> None:
     with pytest.raises(ConfigError, match="precision = 'int8': the model has no linear layer of 65536 weights"):
         predictor("torch.nn:Identity", [tensor("x", 2)], [tensor("y", 2)], precision="int8")
+
+
+class Scaled(nn.Module):
+    """Computes with the weights of a layer by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.layer.weight * 0.5, self.layer.bias)
+
+
+def test_int8_is_refused_where_a_module_would_take_the_units_of_its_weights_for_them() -> None:
+    subject = predictor(f"{__name__}:Scaled", [tensor("x", 256)], [tensor("y", 256)], precision="int8")
+    weights = {name: value.numpy() for name, value in Scaled().requires_grad_(False).state_dict().items()}
+    with pytest.raises(WeightsError, match=r"cannot answer an example: .* has no attribute 'weight'"):
+        subject.load(WeightSnapshot.of(1, weights))
 
 
 class Encoder(nn.TransformerEncoderLayer):

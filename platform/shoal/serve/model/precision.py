@@ -56,26 +56,29 @@ class Precision:
                     if name in converted:
                         converted[name] = converted[name].to(torch.bfloat16)
             else:
-                converted[weight], converted[f"{layer}.scale"] = _scaled(converted[weight])
+                converted[f"{layer}.units"], converted[f"{layer}.scale"] = _scaled(converted.pop(weight))
         return converted
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with weights int8 [outputs, inputs], and a scale for each row of them; x float32 [..., inputs]."""
+    """A linear layer with weights int8 [outputs, inputs], and a scale for each row of them; x float32 [..., inputs].
 
-    weight: Tensor
+    It has no `weight`: a module that computes with its layers' weights by itself would take these units for them.
+    """
+
+    units: Tensor
     scale: Tensor
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.register_buffer("weight", torch.zeros(layer.weight.shape, dtype=torch.int8))
+        self.register_buffer("units", torch.zeros(layer.weight.shape, dtype=torch.int8))
         self.register_buffer("scale", torch.zeros(layer.out_features))
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
         rows, scales = _scaled(x.reshape(-1, self.in_features))
-        y = torch._int_mm(rows, self.weight.t()).to(x.dtype)
+        y = torch._int_mm(rows, self.units.t()).to(x.dtype)
         y = y.mul_(self.scale).mul_(scales.unsqueeze(1))
         if self.bias is not None:
             y = y.add_(self.bias)
