@@ -232,6 +232,15 @@ def test_more_rows_than_the_model_takes_are_said_to_be_asked_for_in_smaller_requ
     assert "--rows-per-request sends fewer" in said
 
 
+def test_rows_that_make_a_request_too_large_are_said_to_be_asked_for_in_smaller_requests(tmp_path: Path) -> None:
+    np.save(tmp_path / "large.npy", np.zeros((5, 1_000_000), np.float32))
+    said = complaint("wide", "--npy", "large.npy")
+    assert "the limit is 16777216" in said
+    assert "the requests had up to 5 rows each; --rows-per-request sends fewer" in said
+    np.save(tmp_path / "larger.npy", np.zeros((1, 5_000_000), np.float32))
+    assert "--rows-per-request" not in complaint("wide", "--npy", "larger.npy")
+
+
 def test_deep_pictures_keep_their_greys(tmp_path: Path) -> None:
     Image.fromarray(GREY.astype(np.uint16) * 257).save(tmp_path / "deep.png")
     (found,) = rows("picture", "--image", "deep.png")

@@ -158,6 +158,11 @@ def test_what_does_not_fit_is_named(table: pa.Table, words: list[str], message: 
         *[("UINT8", [0, 300]), ("UINT8", [-1]), ("UINT8", ["256"]), ("INT8", [[1, 2], [3, 128]]), ("INT32", [2**40])],
         *[("INT64", [0.5]), ("INT64", [float("nan")]), ("INT64", [2.0**63]), ("UINT64", [-1]), ("INT16", ["1.5"])],
         *[("INT64", [[1, 2], [3, None]]), ("BOOL", ["perhaps"]), ("BOOL", [0.5]), ("BOOL", [math.nan]), ("BOOL", [2])],
+        *[
+            ("BYTES", [{"a": 1}]),
+            ("FP32", [{"a": 1}]),
+            ("BYTES", pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8()))),
+        ],
         *[("INT64", [datetime(2026, 1, 1)]), ("FP32", [date(2026, 1, 1)]), ("FP64", [timedelta(1)])],
         *[("FP16", [70000]), ("FP16", ["70000"]), ("FP32", [1e300]), ("BF16", [-1e300]), ("BF16", [3.4e38])],
     ],

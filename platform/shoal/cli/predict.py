@@ -125,11 +125,12 @@ def _ask(
     try:
         return [client.infer(model, part, **options) for part in parts]
     except InferenceError as error:
-        if error.status != 422 or not re.search(r"\b1 to \d+ rows", error.message):
-            raise
         most = max(len(rows) for part in parts for rows in part.values())
+        has_many_rows = error.status == 422 and re.search(r"\b1 to \d+ rows", error.message)
+        if most == 1 or not (has_many_rows or error.status == 413):
+            raise
         remedy = f"the requests had up to {most} rows each; --rows-per-request sends fewer"
-        raise InferenceError(422, f"{error.message}. {remedy}") from None
+        raise InferenceError(error.status, f"{error.message}. {remedy}") from None
 
 
 def _show(signature: ModelMetadata, answers: Sequence[Answer], output: str) -> None:

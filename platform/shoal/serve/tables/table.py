@@ -184,6 +184,8 @@ def _values(table: pa.Table, column: str, spec: TensorSpec, first_row: int) -> n
             values = values.flatten()
             _require_all(values, column, len(table), first_row)
             sizes.append(int(lengths[0]) if len(lengths) else 0)
+        if pa.types.is_nested(values.type):
+            raise ValueError(f"it has values of type {values.type}")
         if spec.datatype == "BYTES":
             words = np.empty(len(values), dtype=object)
             words[:] = [_as_bytes(value) for value in values.to_pylist()]
