@@ -88,6 +88,20 @@ def test_what_replicas_refuse_and_administrators_ask_is_in_the_audit_log() -> No
     )
 
 
+def test_what_changes_after_the_state_was_lost_is_told_to_who_had_heard_more() -> None:
+    """Events are counted anew then: a driver that goes by their number would record none of them for long."""
+
+    async def body(service: ControllerService) -> None:
+        controller = service._controller
+        assert await service.events(-1) == []
+        controller.record("canary", "linear", 2, 1, "me", "")
+        heard = await service.events(41)
+        assert [event.kind for event in heard] == ["canary"]
+        assert await service.events(heard[-1].number) == []
+
+    run(body)
+
+
 def test_it_ends_when_no_replica_has_asked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.serve.controller.service.TICK_S", 0.01)
     ended: list[str] = []

@@ -32,6 +32,7 @@ class ControllerService:
     """Ends (`ended`) when no replica has asked for `setting.idle_s`: nobody may have said that the endpoint is gone."""
 
     def __init__(self, setting: ControllerSetting) -> None:
+        self._began_at = time.time()
         self._audit = AuditLog(setting.folder.parent / FILE, setting.name)
         self._controller = EndpointController(
             setting.name,
@@ -81,7 +82,11 @@ class ControllerService:
         return self._status.endpoint()
 
     async def events(self, after: int) -> list[Event]:
-        return [event for event in self._controller.state.events if event.number > after]
+        state = self._controller.state
+        if after < state.num_events:
+            return [event for event in state.events if event.number > after]
+        # The state was lost, and with it their number: those of this life are not known yet.
+        return [event for event in state.events if event.time >= self._began_at]
 
     async def pid(self) -> int:
         return os.getpid()
