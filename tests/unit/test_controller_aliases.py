@@ -11,7 +11,8 @@ import pytest
 from shoal.errors import ConfigError, InferenceError
 from shoal.serve.controller.changes import parse_change
 from shoal.serve.controller.rollout import Phase
-from unit.controller_setting import Cluster
+from shoal.serve.controller.state import Deployment
+from unit.controller_setting import OPTIONS, Cluster
 
 
 @pytest.fixture
@@ -216,3 +217,13 @@ def test_who_waits_for_a_model_that_is_deleted_hears_of_it(cluster: Cluster, act
     with pytest.raises(InferenceError, match="was deleted meanwhile") as refused:
         cluster.loop.run_until_complete(asyncio.wait_for(waiting, 5.0))
     assert refused.value.status == 409
+
+
+def test_a_deployment_of_which_nothing_was_begun_before_the_controller_died_is_not_followed(cluster: Cluster) -> None:
+    """It is written down before the version is staged: between the two it may die, or the disk be full."""
+    cluster.controller.redeploy(Deployment("m", "/registry", "3", OPTIONS), is_on_trial=True)
+    cluster.start_controller()
+    assert cluster.controller.state.models["m"].deployment.version == "champion"
+    cluster.catalogue.promote("m", 2, "champion")
+    cluster.settle()
+    assert cluster.rollout.stable == 2

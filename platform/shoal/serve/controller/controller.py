@@ -326,8 +326,7 @@ class EndpointController:
         """No replica takes the version that is being staged; what is followed is what was followed before."""
         model = self.state.models[name]
         rollout = model.rollout
-        if model.before is not None:
-            model.deployment, model.before = model.before, None
+        model.give_up_trial()
         self.record("abandon", name, rollout.candidate, rollout.stable or None, by, reason)
         self._refuse(model, abandoned(rollout, reason, time.time()))
 

@@ -112,6 +112,11 @@ class ModelState:
     is_added: bool = False
     before: Deployment | None = None
 
+    def give_up_trial(self) -> None:
+        """What is followed is what was followed before. Idempotent."""
+        if self.before is not None:
+            self.deployment, self.before = self.before, None
+
 
 @dataclass
 class ControllerState:
@@ -149,6 +154,9 @@ class StateFile:
         """
         state = self._read()
         if state is not None and state.deployment == deployment:
+            for model in state.models.values():
+                if model.rollout.is_open:  # what it was to be tried with was not begun when this was written
+                    model.give_up_trial()
             return state
         self._forget_weights()
         return None
