@@ -11,6 +11,7 @@ import pytest
 from serving.replica_set import ReplicaSet, infer, register, until
 from serving.test_replica_rollout import everywhere, rollout
 from shoal.errors import InferenceError
+from shoal.serve.options import GuardOptions
 from shoal.serve.replica.hosted import Hosted
 from shoal.serve.sources import RegisteredModel
 
@@ -51,3 +52,11 @@ async def test_what_still_answers_of_a_model_that_was_deleted_is_not_taken_for_t
         release.set()
     await endpoint.administer(action="deploy", model="other", options={"max_batch_size": 2})
     assert [(await infer(each, "other", rows=3)).status for each in endpoint.replicas.values()] == [422] * 2
+
+
+@rollout(1, replicas=1, guard=GuardOptions(max_latency_ratio=5.0), max_batch_size=8)
+async def test_options_of_one_model_leave_what_they_do_not_name_as_the_endpoint_has_it(endpoint: ReplicaSet) -> None:
+    register("other")
+    await endpoint.administer(action="deploy", model="other", options={"guard": {"min_requests": 10}})
+    options = endpoint.replicas["r1"].host.model("other").options
+    assert (options.guard.min_requests, options.guard.max_latency_ratio, options.max_batch_size) == (10, 5.0, 8)

@@ -130,6 +130,17 @@ async def test_a_shadow_of_the_newest_is_compared_and_answers_nobody(endpoint: L
     assert endpoint.versions("moody") == [1]
 
 
+@live()
+async def test_to_end_a_shadow_that_there_is_not_does_not_keep_a_model_from_following_its_run(
+    endpoint: LiveSet,
+) -> None:
+    with pytest.raises(InferenceError, match="has no shadow") as caught:
+        await endpoint.administer(action="shadow", model="moody", percent=0)
+    assert (caught.value.status, seen(endpoint).pinned) == (409, 0)
+    await endpoint.publish(moody(2))
+    assert endpoint.versions("moody") == [2]
+
+
 @live(replicas=2)
 async def test_status_says_who_has_which_share(endpoint: LiveSet) -> None:
     await endpoint.administer(action="canary", model="moody", percent=10)

@@ -227,3 +227,12 @@ def test_a_deployment_of_which_nothing_was_begun_before_the_controller_died_is_n
     cluster.catalogue.promote("m", 2, "champion")
     cluster.settle()
     assert cluster.rollout.stable == 2
+
+
+def test_where_nothing_is_shadowed_there_is_no_shadow_to_end(cluster: Cluster) -> None:
+    """Who ends it twice does not open a candidate for whoever asks for one."""
+    cluster.ask(action="shadow", version=2, percent=0)
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.attempt) == (Phase.STEADY, 1)
+    refusal = cluster.refusal(action="shadow", version=2, percent=0)
+    assert (refusal.status, str(refusal)) == (409, "model 'm' has no shadow that could end: see its status")

@@ -34,11 +34,11 @@ def _said(given: Any) -> Any:
     return {name: _said(each) for name, each in given.items()} if isinstance(given, dict) else given
 
 
-def _over(base: Any, said: Any) -> Any:
+def over(base: Any, said: Any) -> Any:
     """What is said, over `base` where both have fields."""
     if not (isinstance(base, dict) and isinstance(said, dict)):
         return said
-    return {**base, **{name: _over(base.get(name), each) for name, each in said.items()}}
+    return {**base, **{name: over(base.get(name), each) for name, each in said.items()}}
 
 
 def _as_said(spec: SpecT, said: dict[str, Any]) -> SpecT:
@@ -111,7 +111,7 @@ class EndpointSpec(Spec):
         if not isinstance(said, dict) or not said:
             return handler(values)
         everybodys = _said(values.get("model", {}))
-        spec = handler({**values, "models": {name: _over(everybodys, each) for name, each in said.items()}})
+        spec = handler({**values, "models": {name: over(everybodys, each) for name, each in said.items()}})
         for name, each in said.items():
             spec.models[name] = _as_said(spec.models[name], each)
         return spec

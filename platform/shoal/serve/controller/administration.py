@@ -22,6 +22,7 @@ from shoal.serve.controller.changes import (
     parse_options,
     require_left,
     require_looked_at,
+    require_to_shadow,
 )
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Goal, Phase, Rollout
@@ -130,18 +131,13 @@ class Administration:
             if ends_shadow(change, Shares(rollout.percent, rollout.shadow_percent)):
                 await self._rollback(msgspec.structs.replace(change, version=""), by)
                 return
-            adjusted = replace(
-                rollout,
-                kind=change.action,
-                by=by,
-                why=change.reason,
-                percent=percent if is_canary else rollout.percent,
-                shadow_percent=rollout.shadow_percent if is_canary else percent,
-            )
+            asked = replace(rollout, kind=change.action, by=by, why=change.reason)
+            adjusted = replace(asked, percent=percent) if is_canary else replace(asked, shadow_percent=percent)
             self._controller.record(change.action, name, version, rollout.stable, by, _shares(adjusted, change.reason))
             self._controller.adjust(name, adjusted)
             return
         self._require_open(model)
+        require_to_shadow(change)
         if rollout.phase is Phase.VACANT:
             raise InferenceError(409, f"model {name!r} has no stable version yet: deploy one")
         if version == rollout.stable:
@@ -236,6 +232,8 @@ class Administration:
         if change.word:
             problem = f"model {name!r} follows the newest weights of its run: it is these that get a share"
             raise InferenceError(409, f"{problem}, and no version by its number. Say {name} alone")
+        if state.newest is None:
+            require_to_shadow(change)
         if not state.pinned:
             await self._pin(change, by, change.reason, stay=True)
             state = self._model(name).live

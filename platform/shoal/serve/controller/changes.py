@@ -25,6 +25,7 @@ import msgspec
 
 from shoal.errors import ConfigError, InferenceError
 from shoal.registry import split_ref
+from shoal.serve.endpoint import over
 from shoal.serve.options import GuardOptions, ModelOptions
 from shoal.serve.plan import Shares
 
@@ -88,9 +89,9 @@ def parse_change(values: Mapping[str, Any]) -> Change:
 
 
 def parse_options(values: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `values` over it, as a checked ModelOptions. Raises InferenceError (400)."""
+    """`base` with `values` over it, part by part, as a checked ModelOptions. Raises InferenceError (400)."""
     try:
-        return ModelOptions.parse({**base, **values}).model_dump(mode="json")
+        return ModelOptions.parse(over(base, values)).model_dump(mode="json")
     except ConfigError as error:
         raise InferenceError(400, f"options.{error}") from None
 
@@ -113,3 +114,9 @@ def require_looked_at(change: Change, guard: GuardOptions) -> None:
 def ends_shadow(change: Change, open_now: Shares) -> bool:
     """Whether it takes what is shadowed away from a candidate that has nothing else."""
     return change.action == "shadow" and not change.percent and open_now.is_shadow
+
+
+def require_to_shadow(change: Change) -> None:
+    """Of what would open a candidate, where there is none. Raises InferenceError (409)."""
+    if change.action == "shadow" and not change.percent:
+        raise InferenceError(409, f"model {change.model!r} has no shadow that could end: see its status")
