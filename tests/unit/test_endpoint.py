@@ -31,6 +31,7 @@ def nested(field: str, value: object) -> dict[str, Any]:
         ("token", "**********", "masked"),
         ("port", 70000, "65535"),
         ("model.max_batch_size", 0, "1"),
+        ("host", "::1", "IPv4"),
         ("max_replicas", 0, "1"),
         ("retries", 3, "no such field"),
     ],
@@ -39,6 +40,13 @@ def test_a_spec_that_cannot_work_is_refused(field: str, value: object, word: str
     with pytest.raises(ConfigError, match=word) as caught:
         spec(**nested(field, value))
     assert caught.value.field == field
+
+
+def test_one_port_is_not_for_both_protocols() -> None:
+    """HAProxy would listen on it twice, and the kernel give each half of the connections."""
+    with pytest.raises(ConfigError, match="grpc_port = 8000 is where HTTP listens"):
+        spec(port=8000, grpc_port=8000)
+    assert spec(port=0, grpc_port=0).grpc_address == ""  # two that are free
 
 
 def test_a_queue_smaller_than_a_batch_is_refused() -> None:

@@ -129,6 +129,13 @@ class EndpointSpec(Spec):
             raise ValueError("an endpoint speaks plain HTTP and listens on loopback; put encryption in front of it")
         return host
 
+    @field_validator("host")
+    @classmethod
+    def _in_four_numbers(cls, host: str) -> str:
+        if ":" in host:
+            raise ValueError("an endpoint listens on an address of IPv4, such as 127.0.0.1")
+        return host
+
     @field_validator("token")
     @classmethod
     def _usable_in_a_header(cls, token: SecretStr | None) -> SecretStr | None:
@@ -144,6 +151,12 @@ class EndpointSpec(Spec):
     @model_validator(mode="after")
     def _keys_are_distinct(self) -> EndpointSpec:
         Access(self.token.get_secret_value() if self.token is not None else None, self.keys)
+        return self
+
+    @model_validator(mode="after")
+    def _ports_are_two(self) -> EndpointSpec:
+        if self.grpc_port and self.grpc_port == self.port:
+            raise ValueError(f"grpc_port = {self.grpc_port} is where HTTP listens (port): gRPC needs another, or 0")
         return self
 
     @model_validator(mode="after")
