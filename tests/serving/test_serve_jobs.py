@@ -201,6 +201,27 @@ applications: [{name: shop, args: {models: [fashion], endpoint: {name: shop}}}]
 """
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("applications:", "applications = None: is not a list of one application"),
+        ("applications: {shop: {}}", "is not a list of one application"),
+        ("applications: [{}, {}]", "is not a list of one application"),
+        ("applications: [shop]", "is not a list of one application"),
+        ("applications: [{name: shop}]", "there is nothing to serve"),
+        ("applications: [{name: shop, args: }]", "there is nothing to serve"),
+        ("applications: [{args: [fashion]}]", "args = ['fashion']: is not a mapping"),
+    ],
+)
+def test_a_file_that_is_not_as_serve_has_them_is_told_in_a_line(
+    cluster: FakeCluster, tmp_path: Path, content: str, words: str
+) -> None:
+    (tmp_path / "shop.yaml").write_text(content)
+    error = shoal_program("deploy", str(tmp_path / "shop.yaml")).exception
+    assert isinstance(error, ConfigError), error
+    assert words in str(error)
+
+
 @pytest.mark.parametrize("word", ["--port", "endpoint.port=8123", ""])
 def test_the_port_that_a_file_gives_to_ray_is_told_where_it_is_not_taken(
     cluster: FakeCluster, recorders: list[Any], tmp_path: Path, word: str

@@ -60,11 +60,20 @@ def from_file(path: Path) -> ServingSpec:
     """A YAML file of this spec, or one for `serve deploy`, whose application has it as its `args`."""
     content = _content(path)
     if "applications" in content:
-        applications = content["applications"]
-        if len(applications) != 1:
-            raise ConfigError("file", str(path), f"has {len(applications)} applications", "an endpoint is one")
-        content = applications[0].get("args", {})
+        content = _arguments(content["applications"])
     return ServingSpec.parse({**content, "file": str(path)})
+
+
+def _arguments(applications: object) -> dict[str, Any]:
+    """Of the one application that a file for `serve deploy` is to have. Raises ConfigError."""
+    remedy = "write `applications: [{name: shop, import_path: shoal.serve.ray_app:build, args: {models: [...]}}]`"
+    match applications:
+        case [dict(application)]:
+            args = application.get("args") or {}
+            if not isinstance(args, dict):
+                raise ConfigError("args", args, "is not a mapping", remedy)
+            return args
+    raise ConfigError("applications", applications, "is not a list of one application, which an endpoint is", remedy)
 
 
 def port_for_serve(path: Path) -> int | None:
