@@ -21,7 +21,7 @@ from shoal.cli import cli, serve_display
 from shoal.cli.serve import serve
 from shoal.client import Client, ConfigError, transport
 from shoal.client.status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
-from shoal.errors import ShoalError
+from shoal.errors import InferenceError, ShoalError
 
 NOW_S = 1_700_000_000.0
 FASHION = ModelStatus(
@@ -153,6 +153,25 @@ def test_looking_goes_on_until_ctrl_c(recorded: str, monkeypatch: pytest.MonkeyP
     assert sum("fashion@3" in line for line in found) == 3
 
 
+def test_looking_outlasts_an_endpoint_that_is_away(recorded: str, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the night in which its lines were to be kept."""
+    answers = iter([EndpointStatus("shop"), InferenceError(503, "the controller is away"), EndpointStatus("again")])
+
+    def status(client: Client) -> EndpointStatus:
+        answer = next(answers, KeyboardInterrupt())
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Client, "status", status)
+    found = lines("serve", "status", "--interval-s", "0.1")
+    assert [line.partition(" ")[2].partition(" at ")[0] for line in found] == [
+        "shop: ready",
+        "the controller is away",
+        "again: ready",
+    ]
+
+
 def drawn(status: EndpointStatus, width: int, note: str = "", url: str = "http://127.0.0.1:8000") -> str:
     console = Console(width=width, file=io.StringIO())
     console.print(serve_display.render(status, url, note))
@@ -201,7 +220,8 @@ def test_an_endpoint_that_says_little_is_shown_too() -> None:
         ),
         (["rollback", "fashion", "--to", "412"], {"action": "rollback", "version": 412}),
         (["shadow", "fashion@4", "--percent", "20"], {"action": "shadow", "version": "4", "percent": 20.0}),
-        (["delete", "--model", "fashion"], {"action": "delete"}),
+        (["delete", "--model", "fashion"], {"action": "delete", "timeout_s": 60.0}),
+        (["delete", "--model", "fashion", "--timeout-s", "600"], {"action": "delete", "timeout_s": 600.0}),
     ],
 )
 def test_changes_are_sent_as_they_were_asked_for(
@@ -273,6 +293,8 @@ def test_a_model_is_added_to_an_endpoint_that_is_up(recorded: str, host: Host) -
         (["simulate"], "one of a model and --latency is needed"),
         (["simulate", "nobody"], "is not served by shop. models: fashion, syntax"),
         (["simulate", "syntax"], "has no measured forward yet"),
+        (["simulate", "--latency", "1:0.1", "--rate", "inf"], "rate = inf: is not finite"),
+        (["simulate", "--latency", "1:0.1", "--rate", "1", "--deadline", "nan"], "deadline = nan: is not finite"),
         (["simulate", "--latency", "1=2"], "is not ROWS:SECONDS"),
         (["simulate", "--latency", "1:0.1,8:nan"], "latency = '1:0.1,8:nan': rows and seconds must be above zero"),
         (["simulate", "--latency", "1:0"], "latency = '1:0': rows and seconds must be above zero"),

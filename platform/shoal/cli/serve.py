@@ -105,24 +105,31 @@ def _watch(
     console: Console, url: str, now: EndpointStatus, ask: Callable[[], EndpointStatus], interval_s: float
 ) -> None:
     """Until Ctrl-C, which is how a look ends. An endpoint that is away is waited for."""
+    trouble = ""
     try:
         if not console.is_terminal:
             while True:
-                for line in serve_display.plain_lines(now, url):
+                for line in [trouble] if trouble else serve_display.plain_lines(now, url):
                     console.print(f"{time.strftime('%H:%M:%S')} {line}")
                 time.sleep(interval_s)
-                now = ask()
+                now, trouble = _look(ask, now)
         with Live(console=console, auto_refresh=False, transient=False) as live:
-            note = ""
             while True:
+                at = time.strftime("%H:%M:%S", time.localtime(now.time))
+                note = f"this is how it was at {at}: {trouble}" if trouble else ""
                 live.update(serve_display.render(now, url, note), refresh=True)
                 time.sleep(interval_s)
-                try:
-                    now, note = ask(), ""
-                except (ConnectionLost, InferenceError) as error:
-                    note = f"this is how it was at {time.strftime('%H:%M:%S', time.localtime(now.time))}: {error}"
+                now, trouble = _look(ask, now)
     except KeyboardInterrupt:
         return
+
+
+def _look(ask: Callable[[], EndpointStatus], before: EndpointStatus) -> tuple[EndpointStatus, str]:
+    """How it is; or how it was, and why there is nothing newer."""
+    try:
+        return ask(), ""
+    except (ConnectionLost, InferenceError) as error:
+        return before, str(error)
 
 
 # -- rolling out ------------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
     found = find_endpoint(endpoint)
     if model:
         with Client(found.url, token=token_for(found.url)) as client:
-            client.rollout("delete", model)
+            client.rollout("delete", model, timeout_s=timeout_s)
         click.echo(f"{model} is served no longer")
         return
     if not found.run_id:

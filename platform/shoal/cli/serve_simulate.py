@@ -57,6 +57,9 @@ def simulate_verb(
       shoal serve simulate fashion --rate 5000 --deadline 0.05 --replicas 2
       shoal serve simulate --latency 1:0.0205,32:0.036 --max-batch 32 --rate 200 --deadline 0.1
     """
+    for name, asked in (*(("rate", rate) for rate in rates), ("deadline", deadline_s)):
+        if asked is not None and not math.isfinite(asked):
+            raise ConfigError(name, asked, "is not finite")
     if (model is None) == (latency is None):
         raise ConfigError("model", model, "one of a model and --latency is needed", "name one of both")
     if latency is not None:
