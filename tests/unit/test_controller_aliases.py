@@ -229,6 +229,21 @@ def test_a_deployment_of_which_nothing_was_begun_before_the_controller_died_is_n
     assert cluster.rollout.stable == 2
 
 
+def test_replicas_that_are_stopped_while_a_model_is_added_are_none_that_died(cluster: Cluster) -> None:
+    """None of them is ready until it has the new model too; an endpoint that scales down stops them in order."""
+    cluster.settle()
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    for name, replica in list(cluster.replicas.items()):
+        replica.is_ready = False
+        cluster.tell(replica)
+        del cluster.replicas[name]
+        cluster.add()
+        cluster.controller.leave(name)
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.lost_replicas) == (Phase.CANARY, 0)
+
+
 def test_where_nothing_is_shadowed_there_is_no_shadow_to_end(cluster: Cluster) -> None:
     """Who ends it twice does not open a candidate for whoever asks for one."""
     cluster.ask(action="shadow", version=2, percent=0)

@@ -79,6 +79,9 @@ class EndpointController:
         self._lease_s, self._stage_timeout_s = lease_s, stage_timeout_s
         self.reports: dict[str, ReplicaReport] = {}
         self._heard_s: dict[str, float] = {}
+        self._answered: set[str] = (
+            set()
+        )  # who has been ready: a model that is added makes nobody ready until it is there
         self._entered_s: dict[str, float] = {}  # when a model entered its phase, as far as this life knows
         self._books: dict[str, EvidenceBook] = {}
         self.trouble: dict[str, str] = {}  # what the registry said last, by model
@@ -119,6 +122,7 @@ class EndpointController:
         """What a replica has and has counted: its rollouts go on at once. The newest reports of the others."""
         self._hear(report.replica)
         self.reports[report.replica] = report
+        self._answered |= {report.replica} if report.ready else set()
         self._outrun(report.generation)
         for book in self._books.values():
             book.heard(report)
@@ -131,12 +135,13 @@ class EndpointController:
         """A replica is being stopped: it is not waited for. Idempotent."""
         report = self.reports.get(replica)
         if report is not None:
-            if report.pid and not report.ready:  # Serve has given it up before it could answer anything
+            if report.pid and replica not in self._answered:  # Serve has given it up before it could answer anything
                 self._count_loss()
             self._remove(replica)
 
     def _remove(self, replica: str) -> None:
         del self.reports[replica], self._heard_s[replica]
+        self._answered.discard(replica)
         self.state.replicas.remove(replica)
         self._commit()
         self._advance_all()
