@@ -30,6 +30,8 @@ class Sum(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.fault == "raises":
             raise RuntimeError("version is bad")
+        if self.fault.startswith("cannot"):
+            raise RuntimeError(self.fault)
         return x.sum(1, keepdim=True) * (torch.nan if self.fault == "nan" else 1.0)
 
 
@@ -61,6 +63,13 @@ def staged(faults: list[str]) -> Staged:
 def test_a_version_built_in_another_way_must_answer_what_the_one_before_it_did(fault: str, reason: str) -> None:
     with pytest.raises(StagingFailed, match=f"version 2 cannot answer an example: .*{reason}"):
         staged(["", fault])
+
+
+def test_what_a_model_says_that_no_file_could_hold_is_told_all_the_same() -> None:
+    """The controller writes it down: a file name in no encoding, say, or all that a model was given."""
+    with pytest.raises(StagingFailed, match="cannot read") as caught:
+        staged(["", "cannot read caf\udce9.txt" + 100_000 * "!"])
+    assert len(str(caught.value).encode()) < 3000
 
 
 def test_where_none_has_answered_the_example_another_may_come_unproved() -> None:

@@ -167,6 +167,17 @@ def test_what_was_never_asked_is_not_gone_back_to() -> None:
     assert subject.ask() == 1
 
 
+def test_what_a_version_says_that_no_file_could_hold_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject()
+    subject.publish(1)
+    monkeypatch.setattr(subject.live, "_load", lambda snapshot: (_ for _ in ()).throw(ValueError("\udce9" * 10_000)))
+    with pytest.raises(WeightsError):
+        subject.publish(2)
+    [left] = subject.live.report().left
+    assert left.reason.startswith("ValueError: \\udce9")
+    assert len(left.reason.encode()) < 20_000
+
+
 def test_the_first_version_is_gone_back_to_though_nobody_asked_it() -> None:
     subject = Subject()
     subject.publish(1)

@@ -18,6 +18,14 @@ MAX_FORWARDS = 64  # of one version and size: the newest, of which the median is
 MAX_LEFT = 16  # versions that are remembered, the newest: a run publishes none twice, and its store has only the last
 
 
+MAX_REASON_CHARS = 2000  # of an error of a model's: who it was written for has the replica's log
+
+
+def as_told(reason: str) -> str:
+    """A reason in the words of an error of anybody's, as every report, status and file can carry it."""
+    return reason[:MAX_REASON_CHARS].encode(errors="backslashreplace").decode()
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a version could not be staged, and in which attempt."""

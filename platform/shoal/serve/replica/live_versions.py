@@ -28,7 +28,7 @@ from shoal.serve.options import GuardOptions
 from shoal.serve.plan import LivePlan
 from shoal.serve.replica.forwards import ForwardTimes
 from shoal.serve.replica.live_trial import Answered, Answering, Held, Trial
-from shoal.serve.report import MAX_LEFT, Left, LiveReport
+from shoal.serve.report import MAX_LEFT, Left, LiveReport, as_told
 from shoal.weights import WeightSnapshot
 
 OLDER_EVERY_S = 30.0  # between the publications of older versions that are held
@@ -257,7 +257,7 @@ class LiveVersions:
         has_answered = trial is not None and trial.now.version == version
         if has_answered and trial is not None and trial.before is not None:
             self._answer_with(trial.before, None)
-        self._left[version] = Left(version, reason, self.version, has_answered)
+        self._left[version] = Left(version, as_told(reason), self.version, has_answered)
         if len(self._left) > MAX_LEFT:
             del self._left[min(self._left)]
 

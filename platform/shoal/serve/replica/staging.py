@@ -18,6 +18,7 @@ from shoal.errors import WeightsError
 from shoal.registry.manifest import ModelFactory, Signature
 from shoal.serve.model.predictor import LoadedModel, ModelPackage, Predictor
 from shoal.serve.options import ModelOptions
+from shoal.serve.report import as_told
 from shoal.serve.sources import RegisteredModel
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class Stager:
             return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
         except (Exception, SystemExit) as error:  # also what a model's module does where it is imported
             logger.exception("%s cannot be staged", what)
-            raise StagingFailed(f"{type(error).__name__}: {error}") from error
+            raise StagingFailed(as_told(f"{type(error).__name__}: {error}")) from error
 
     def _load(self, package: ModelPackage, options: ModelOptions, last: Built | None) -> Staged:
         assert package.snapshot is not None
