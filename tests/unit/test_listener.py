@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from typing import Any
 
@@ -94,3 +95,18 @@ def test_what_cannot_be_bound_is_named(host: str, field: str) -> None:
         with pytest.raises(ConfigError, match="cannot be bound") as caught:
             listen(context, GatewaySpec(host=host, port=port, curve=True))
     assert (caught.value.field, caught.value.value) == (field, host if field == "gateway.host" else port)
+
+
+def test_as_many_actors_may_connect_as_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard <= 512:
+        pytest.skip("it allows no more than this test begins with")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        listening, _ = listen(context, GatewaySpec())
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] in (hard, 65_536)
+        listening.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        context.destroy(linger=0)

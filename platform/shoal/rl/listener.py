@@ -5,7 +5,9 @@ Called by the gateway when it starts. Never reads or writes a message.
 
 from __future__ import annotations
 
+import resource
 import time
+from contextlib import suppress
 
 import zmq
 
@@ -21,6 +23,7 @@ _KEEPALIVE = (
     (zmq.TCP_KEEPALIVE_INTVL, 15),
     (zmq.TCP_KEEPALIVE_CNT, 4),
 )
+OPEN_FILES = 65_536  # that it asks the system for: each connection is one
 WILDCARDS = ("0.0.0.0", "::", "*")
 _PORT_WAIT_S = 1.0  # for the gateway that had this port before to let go of it
 
@@ -35,6 +38,7 @@ def listen(
 
     Raises ConfigError when that cannot be.
     """
+    _allow_open_files()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.RCVHWM, UNREAD_MESSAGES)  # before hello nobody has a claim on memory
@@ -66,6 +70,16 @@ def reachable_host(host: str, node: str) -> str:
     if host not in WILDCARDS:
         return host
     return (address_towards(ELSEWHERE) or node) if is_loopback(node) else node
+
+
+def _allow_open_files() -> None:
+    """As many as this process may have, within reason. Unless they ask for more, most systems let processes have 1,024;
+    libzmq leaves who comes then without an answer, and tries to accept them all the time."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _endpoint(host: str, port: int | str) -> str:
