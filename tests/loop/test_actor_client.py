@@ -124,6 +124,22 @@ def test_the_ready_loop_waits_for_a_busy_learner_as_long_as_the_gateway_answers(
         assert (steps, actor.acknowledged["accepted"], actor.reconnects) == ([3 * length], 3, 0)
 
 
+def test_a_run_that_ends_before_its_weights_have_come_ends_the_actor_without_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serving() as parts, client(parts) as actor:
+        actor._latest = None
+        monkeypatch.setattr(actor, "_on_weights", lambda message, frames: None)  # on their way
+        steps: list[int] = []
+        player = threading.Thread(target=lambda: steps.append(play(Endless(), actor)))
+        player.start()
+        parts.gateway.close(finished=True)
+        player.join(20.0)  # for 30 s they would be waited for
+        assert (steps, actor.finished) == ([0], True)
+        with pytest.raises(Closed, match="the run is over"):
+            actor.wait_for_weights()
+
+
 def test_waiting_without_end_ends_when_no_gateway_answers() -> None:
     with deserted() as (actor, _):
         actor._timeout_s = 0.2

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from rl_setting import TOKEN, Parts, serving
+from rl_setting import EXPERIENCE, TOKEN, Parts, serving
 from shoal.actor.__main__ import main
 from shoal.actor.connection import command_of, options_of
 from shoal.home import existing_token
@@ -112,6 +113,28 @@ def test_a_signal_ends_an_actor_whose_gateway_is_gone() -> None:
             parts.gateway.close()
             program.interrupt(signal.SIGTERM)
             assert program.wait() == 0
+
+
+def test_an_actor_does_not_play_along_when_a_run_of_another_game_takes_the_address() -> None:
+    """It could not be told from the right one by what it observes."""
+    with serving() as parts:
+        port = parts.gateway.port
+        words = ["--connect", parts.address, "--env", "CartPole-v1", "--timeout-s", "600"]
+        with actor(*words) as program:
+            program.wait_until(lambda: plays(parts), "its first steps")
+            parts.gateway.close()
+            other = Parts(port=port)
+            other.gateway._run_id = "run-2"
+            three = msgspec.structs.replace(EXPERIENCE.action, high=2)
+            other.gateway.experience = msgspec.structs.replace(EXPERIENCE, action=three)
+            other.gateway.start()
+            try:
+                program.wait_for_line(r"acts with Discrete\(2\), and this run with Discrete\(3\)")
+                assert program.wait() == 1
+                assert other.ledger.totals().received == 0
+            finally:
+                other.gateway.close()
+                other.ledger.close()
 
 
 @pytest.mark.parametrize("words", [("--seed", "-1"), ("--max-steps", "0"), ("--timeout-s", "-1"), ("--seed", "x")])

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from shoal.actor.client import ActorClient
@@ -100,8 +101,13 @@ def _run(options: argparse.Namespace) -> int:
     try:
         with client:
             silence.cancel()
-            require_fit(environment, options.env, client.spec)
-            play(environment, client, options.seed, options.max_steps)
+            play(
+                environment,
+                client,
+                options.seed,
+                options.max_steps,
+                on_run=partial(require_fit, environment, options.env),
+            )
     finally:
         silence.cancel()
         environment.close()

@@ -176,20 +176,22 @@ class ActorClient:
         """(version, arrays by name) if something newer than `than` has arrived. Costs microseconds; waits only to
         reconnect, and raises ConnectionLost when that takes the client's `timeout_s`. Raises RunChanged when another
         run has taken the address: the client has joined that one, with a spec and weights of its own, and what was
-        meant for the old run is forgotten.
-        """
+        meant for the old run is forgotten."""
         with self._lock:
             self._pump(time.monotonic() + self._timeout_s)
-            latest = self._latest
-        return latest if latest is not None and latest[0] > than else None
+        return self._newer(than)
 
     def wait_for_weights(self, than: int = 0, timeout_s: float = 30.0) -> tuple[int, dict[str, np.ndarray]]:
         """Like `newer_weights`, waiting. Raises ConnectionLost after `timeout_s` or the client's, if a reconnect takes
-        that long.
-        """
-        self._wait(lambda: self._latest is not None and self._latest[0] > than, timeout_s, "weights")
-        assert self._latest is not None
-        return self._latest
+        that long, and Closed when the run is over before any have come."""
+        self._wait(lambda: self._newer(than) or self.finished, timeout_s, "weights")
+        if (newer := self._newer(than)) is None:
+            raise Closed("the run is over")
+        return newer
+
+    def _newer(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
+        latest = self._latest  # one reference: another thread may get newer ones meanwhile
+        return latest if latest is not None and latest[0] > than else None
 
     def send(self, segment: Segment, timeout_s: float | None = 600.0) -> int:
         """Send a segment and return its sequence number; waits for credit up to `timeout_s` (None: without end).
@@ -212,8 +214,7 @@ class ActorClient:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every segment is acknowledged; False when that took longer than `timeout_s` (or than the client's
-        own, while no gateway answers).
-        """
+        own, while no gateway answers)."""
         with suppress(ConnectionLost):
             self._wait(lambda: not self._outbox or self.finished, timeout_s, "acknowledgements")
         return not self._outbox
@@ -224,7 +225,7 @@ class ActorClient:
 
     # -- the socket, always under the lock ----------------------------------------------------------------------
 
-    def _wait(self, ready: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+    def _wait(self, ready: Callable[[], object], timeout_s: float | None, what: str) -> None:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -322,8 +323,7 @@ class ActorClient:
         """A fresh socket, hello, and again everything that was not acknowledged.
 
         Raises ConnectionLost at the deadline or after `timeout_s`, whichever is earlier, Refused, RunChanged when
-        another run has answered, or Closed when the client is closed meanwhile.
-        """
+        another run has answered, or Closed when the client is closed meanwhile."""
         began = time.monotonic()
         deadline = min(deadline, began + self._timeout_s)
         self._lost = True  # until a welcome, whatever ends this call

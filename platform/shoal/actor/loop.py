@@ -14,7 +14,7 @@ import numpy as np
 
 from shoal.actor.client import ActorClient
 from shoal.actor.policy import MlpPolicy
-from shoal.errors import ConfigError, InvalidSegment, RunChanged
+from shoal.errors import Closed, ConfigError, InvalidSegment, RunChanged
 from shoal.wire import DropReason, ExperienceSpec, Segment
 
 
@@ -124,15 +124,19 @@ def play(
     max_steps: int | None = None,
     on_weights: Callable[[int], None] | None = None,
     pull_interval_s: float = 0.005,
+    on_run: Callable[[ExperienceSpec], None] | None = None,
 ) -> int:
     """Play until the run is over, or for `max_steps`; returns the number of steps.
 
     Newer weights are looked for at most every `pull_interval_s`, and applied between two steps, whole. `on_weights`
     is told each version that was applied. A learner that is busy is waited for while the gateway answers. When another
-    run takes the address, its actor begins anew. Raises Refused or ConnectionLost as the client does.
+    run takes the address, its actor begins anew. `on_run` is told what each run expects before it is played for, and
+    may raise. Raises Refused or ConnectionLost as the client does.
     """
     steps, pull_at = 0, 0.0
     while not client.finished and (max_steps is None or steps < max_steps):
+        if on_run is not None:
+            on_run(client.spec)
         game = _Game(environment, client, seed, on_weights)
         try:
             game.begin()
@@ -144,6 +148,9 @@ def play(
                 game.step()
         except RunChanged:
             continue
+        except Closed:
+            if not client.finished:
+                raise
     return steps
 
 
