@@ -164,6 +164,18 @@ def test_the_seed_decides() -> None:
     assert actions(1) != actions(2)
 
 
+@pytest.mark.parametrize("kind", [np.float64, np.int64])
+def test_an_observation_of_another_kind_is_acted_on_as_the_learner_sees_it(kind: type) -> None:
+    """float32 holds no more than 24 bits: a policy that saw all of a time in seconds would be another one."""
+    weight = np.array([[-1.0, 1.0], [0.0, 0.0]], np.float32)
+    policy = MlpPolicy(ONE_LAYER, seed=0)
+    policy.load(1, {"weight": weight, "bias": np.zeros(2, np.float32)})
+    observation = np.array([1_700_000_001, 1_700_000_000]).astype(kind)
+    seen = observation.astype(np.float32)
+    assert seen[0] == seen[1]
+    np.testing.assert_array_equal(log_probabilities(policy, observation, 2), log_probabilities(policy, seen, 2))
+
+
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 

@@ -45,7 +45,7 @@ class MlpPolicy:
 
     def act(self, observation: np.ndarray) -> tuple[int, float]:
         """Sample an action; returns it with its log-probability."""
-        hidden = observation
+        hidden = np.asarray(observation, np.float32)  # as the learner has it; others would make all of it slower, too
         last = len(self._layers) - 1
         for index, (weight, bias) in enumerate(self._layers):
             hidden = weight @ hidden
