@@ -382,6 +382,37 @@ def test_a_learner_waits_for_a_ledger_that_cannot_be_written(tmp_path: Path, mon
     assert bench.learner.updates == 2
 
 
+def test_a_learner_that_waits_long_for_a_whole_batch_is_stopped_and_paused_at_once(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "learner.take_timeout_s=3600")
+    bench.put(segment(8))  # half of a batch
+    learning = threading.Thread(target=bench.learner.run, daemon=True)
+    learning.start()
+    wait_for(lambda: bench.learner._request.number >= 1)
+    pausing = threading.Thread(target=bench.learner.pause, daemon=True)
+    pausing.start()
+    pausing.join(60)
+    assert not pausing.is_alive()
+    bench.learner.resume()
+    bench.learner.stop()
+    learning.join(60)
+    assert not learning.is_alive()
+    assert checkpoint.load_latest(tmp_path) is not None
+    assert len(bench.queue) == 1
+
+
+def test_a_smaller_batch_is_taken_when_the_time_for_a_whole_one_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner_module, "LOOK_S", 0.01)
+    bench = Bench(tmp_path, "learner.take_timeout_s=0.1")
+    bench.put(segment(8))
+    looks = 0
+    while not bench.learner.step():
+        looks += 1
+    assert looks > 1
+    assert bench.learner.steps == 8
+
+
 def test_a_pause_waits_for_room_for_the_number_of_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner_module, "UNWRITABLE_PAUSE_S", 0.01)
     bench = Bench(tmp_path, "learner.publish_interval_s=3600")

@@ -54,6 +54,15 @@ def test_a_batch_is_limited_in_segments_and_a_smaller_one_comes_after_the_timeou
     assert queue.take("learner", BatchRequest(1, 1, 2, 0.01)) is None
 
 
+def test_who_is_patient_gets_enough_or_nothing() -> None:
+    queue = filled(10, 4, 5)
+    assert queue.take("learner", BatchRequest(10, 20, 10, 0, 1, is_patient=True)) is None
+    assert len(queue) == 2
+    batch = queue.take("learner", BatchRequest(9, 20, 10, 0, 2, is_patient=True))
+    assert batch is not None
+    assert batch.lengths.tolist() == [4, 5]
+
+
 def test_a_learner_that_has_fallen_behind_gets_all_there_is_up_to_its_limit() -> None:
     batch = filled(10, 4, 5, 6, 7, 8).take(
         "learner", BatchRequest(min_steps=4, max_steps=20, max_segments=10, timeout_s=0)

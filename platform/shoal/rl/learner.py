@@ -26,6 +26,7 @@ from shoal.rl.spec import RLSpec, network_kwargs
 from shoal.weights import Published, WeightSnapshot
 from shoal.wire import DropReason, ExperienceSpec
 
+LOOK_S = 1.0  # how long the learner waits for experience before it looks whether it is to stop
 VERSIONS_RESERVED = 50  # at a time, on disk
 # The run is given up after so many batches in a row with nothing in them to learn from, and so many seconds: in a slow
 # game, those between two segments of others may all be of one actor that sends nonsense.
@@ -65,6 +66,7 @@ class Learner:
             max(1, spec.gateway.queue_capacity // 2),
             learner.take_timeout_s,
         )
+        self._asked_since: float | None = None  # for the next batch, by time.monotonic()
         self.consumer = f"learner-{os.getpid()}-{time.time_ns()}"
         self.model = build_model(spec, experience)
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=spec.impala.learning_rate, fused=True)
@@ -155,8 +157,7 @@ class Learner:
         return True
 
     def _take_and_learn(self) -> bool:
-        self._request = self._request._replace(number=self._request.number + 1)
-        batch = self._source.take(self.consumer, self._request)
+        batch = self._take()
         if batch is None:
             if self.updates != self._published_updates:
                 self._publish_if_due()
@@ -168,6 +169,20 @@ class Learner:
         self.counts["consumed"] += len(fates) - num_dropped
         self._unsettled = (batch.lease_id, fates)
         return True
+
+    def _take(self) -> ExperienceBatch | None:
+        """A batch, or None after LOOK_S: who stops or pauses the learner does not wait for all of take_timeout_s."""
+        now = time.monotonic()
+        self._asked_since = now if self._asked_since is None else self._asked_since
+        left_s = self._asked_since + self.spec.learner.take_timeout_s - now
+        is_patient = left_s > LOOK_S
+        number = self._request.number + 1
+        timeout_s = LOOK_S if is_patient else max(0.0, left_s)
+        self._request = self._request._replace(number=number, timeout_s=timeout_s, is_patient=is_patient)
+        batch = self._source.take(self.consumer, self._request)
+        if batch is not None or not is_patient:
+            self._asked_since = None
+        return batch
 
     def _settle(self) -> bool:
         """Answer for the newest batch; False when that cannot be written down now: the next step says it again.

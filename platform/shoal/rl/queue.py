@@ -93,14 +93,15 @@ class ExperienceBatch:
 
 class BatchRequest(NamedTuple):
     """What a learner wants: `min_steps` or more, and all that is queued up to `max_steps` (to within one segment) or
-    `max_segments`; after `timeout_s`, whatever there is. `number` grows with every request of one consumer, so that
-    one that was given up and is still on its way takes nothing."""
+    `max_segments`; after `timeout_s`, whatever there is, or nothing when `is_patient`. `number` grows with every
+    request of one consumer, so that one that was given up and is still on its way takes nothing."""
 
     min_steps: int
     max_steps: int
     max_segments: int
     timeout_s: float
     number: int = 0
+    is_patient: bool = False
 
 
 class ExperienceSource(Protocol):
@@ -158,7 +159,7 @@ class ExperienceQueue:
             return True
 
     def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
-        min_steps, max_steps, max_segments, timeout_s, number = request
+        min_steps, max_steps, max_segments, timeout_s, number, is_patient = request
         deadline = time.monotonic() + timeout_s
         with self._arrived:
             if self._newest_take[0] == consumer and number < self._newest_take[1]:
@@ -174,6 +175,8 @@ class ExperienceQueue:
                 self._arrived.wait(remaining_s)
             if self._newest_take != (consumer, number):
                 return None  # given up by whoever asked: a newer request is waiting
+            if is_patient and not self._is_enough(min_steps, max_segments):
+                return None
             keys, segments = self._pop(max_steps, max_segments)
             if not segments:
                 return None
