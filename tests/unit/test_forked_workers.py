@@ -152,6 +152,26 @@ def test_what_lies_beside_a_job_is_found_before_what_was_imported(
     assert found == start(script, "")[0]
 
 
+def test_a_folder_is_looked_into_that_was_not_there_for_an_earlier_worker(
+    server: tuple[subprocess.Popen[bytes], str], script: Path
+) -> None:
+    later = script.parent / "later"
+    script.write_text(
+        "import json, os, importlib.util as util\n"
+        "found = {'environment': dict(os.environ), 'is_there': util.find_spec('of_later') is not None}\n"
+        "print(json.dumps([found, {'parent': os.getppid()}]))"
+    )
+    words = {"PYTHONPATH": os.pathsep.join([str(later), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    assert not start(script, server[1], **words)[0]["is_there"]
+    later.mkdir()
+    (later / "of_later.py").touch()
+    found, own = start(script, server[1], **words)
+    assert own["parent"] == server[0].pid
+    assert found["is_there"]
+    (later / "sitecustomize.py").touch()
+    assert start(script, server[1], **words)[1]["parent"] != server[0].pid
+
+
 def test_who_asks_and_ends_leaves_a_server_that_answers(
     server: tuple[subprocess.Popen[bytes], str], script: Path
 ) -> None:

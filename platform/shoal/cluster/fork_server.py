@@ -115,6 +115,7 @@ def fits(worker: Request) -> bool:
     if not set(ours) <= set(theirs):
         return False
     added = [folder for folder in theirs if folder not in ours]
+    importlib.invalidate_caches()  # here and in the fork: a folder that was not there for an earlier worker may be now
     return not any(_is_found(name, added) for name in (*_imported_packages(), "sitecustomize", "usercustomize"))
 
 
