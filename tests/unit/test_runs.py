@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import shlex
 import subprocess
 import time
@@ -268,10 +270,11 @@ def test_a_token_is_not_recorded(word: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_words_with_secrets_reach_a_job_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["models=a", "endpoint.keys=[{name: ada, key: S3CRET}]", "endpoint.port=80", "endpoint={token: S3CRET}"]
+    words.append("args.password=a$HOME${HOME}${NOBODYS}$$b")
     shown, variables = origin.apart(words)
-    assert shown == ["models=a", "endpoint.keys=***", "endpoint.port=80", "endpoint=***"]
+    assert shown == ["models=a", "endpoint.keys=***", "endpoint.port=80", "endpoint=***", "args.password=***"]
     for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value)))  # as Ray does
     assert origin.joined(shown) == words
     assert origin.joined(["other=***"]) == ["other=***"]
     assert origin.apart(words[:1]) == (words[:1], {})

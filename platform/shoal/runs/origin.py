@@ -69,7 +69,8 @@ def masked_line(line: str) -> str:
 def apart(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The words of a job as everybody may see them, and the variables of its environment that have what is masked."""
     secrets = [word for word in words if _SECRET.match(word)]
-    return [_masked(word) for word in words], {SECRETS_VARIABLE: json.dumps(secrets)} if secrets else {}
+    told = json.dumps(secrets).replace("$", r"\u0024")  # in an environment, Ray puts the values of variables in place
+    return [_masked(word) for word in words], {SECRETS_VARIABLE: told} if secrets else {}
 
 
 def joined(words: Sequence[str]) -> list[str]:
