@@ -100,6 +100,23 @@ def test_a_shell_reads_the_environment(folder: Path) -> None:
     assert said == f"conn-failure empty-response|token|{Path(sys.executable).parent / 'python'}\n"
 
 
+@pytest.mark.parametrize("what", ["open to all", "its programs open to all", "a link", "a file"])
+def test_a_folder_that_another_user_can_change_is_refused(what: str, folder: Path) -> None:
+    place = folder / "host"
+    if what == "a link":
+        place.symlink_to(folder)
+    elif what == "a file":
+        place.touch(0o600)
+    else:
+        (place / "ha").mkdir(parents=True)
+        (place if what == "open to all" else place / "ha").chmod(0o777)
+    command = [sys.executable, "-m", "shoal.cluster.host_environment", str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"error: folder = '.*/host(/ha)?': can be changed by another user. remove it.*\n", done.stderr)
+    assert not (folder / "ha").exists()
+
+
 def test_the_token_goes_to_the_hosts_and_is_private_there(config: dict[str, Any]) -> None:
     assert config["file_mounts"]["~/.shoal/ray-token"] == "~/.shoal/ray-token"
     assert config["setup_commands"][0] == "chmod 600 ~/.shoal/ray-token"

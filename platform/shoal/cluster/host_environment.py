@@ -6,11 +6,15 @@ embedded cluster, with ports that are the same on every host, and without what m
 
 from __future__ import annotations
 
+import os
 import shlex
+import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from shoal.cluster.serve_environment import serve_environment
+from shoal.errors import ConfigError, ShoalError
 from shoal.home import ray_token_path
 
 FOLDER = Path("/tmp/shoal-host")
@@ -25,6 +29,8 @@ PORTS = {
 
 def host_environment(folder: Path) -> dict[str, str]:
     """The variables; makes `folder`, where HAProxy's files go. Raises ConfigError, ClusterError."""
+    for each in (folder, folder / "ha"):
+        _make_own(each)
     return {
         **serve_environment(folder),
         **PORTS,
@@ -36,10 +42,25 @@ def host_environment(folder: Path) -> dict[str, str]:
     }
 
 
+def _make_own(folder: Path) -> None:
+    """Ray will run programs in it, and anybody may have made one of its name in /tmp. Raises ConfigError when it can be
+    changed by another."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        remedy = "remove it, or name another folder as the argument of `python -m shoal.cluster.host_environment`"
+        raise ConfigError("folder", str(folder), "can be changed by another user", remedy)
+
+
 def main() -> None:
     """Print `export` lines, with this Python's folder first on the PATH. Argument: HAProxy's folder."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
-    for name, value in host_environment(folder).items():
+    try:
+        environment = host_environment(folder)
+    except (ShoalError, OSError) as error:
+        sys.exit(f"error: {error}")
+    for name, value in environment.items():
         sys.stdout.write(f"export {name}={shlex.quote(value)}\n")
     sys.stdout.write(f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"\n')
 
