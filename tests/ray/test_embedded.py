@@ -407,6 +407,15 @@ def test_the_head_killed_is_noticed_and_stop_finds_the_rest() -> None:
     assert_nothing_left(wounded, ports)
 
 
+def test_the_head_that_is_asked_to_end_ends_the_cluster() -> None:
+    with embedded.start(num_cpus=1) as asked:
+        ports = listening_ports(asked.pids())
+        assert asked.head_pid is not None
+        os.kill(asked.head_pid, signal.SIGTERM)
+        wait_for(lambda: not asked.is_alive(), STATE_S, "end of the head")
+        assert_nothing_left(asked, ports)
+
+
 def test_the_head_ends_the_rest_when_a_part_of_ray_dies() -> None:
     with embedded.start(num_cpus=1) as wounded:
         (raylet,) = pids_of(wounded, "raylet/raylet")

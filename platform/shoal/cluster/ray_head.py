@@ -39,6 +39,7 @@ from shoal.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
 CHECK_PERIOD_S = 0.5
+ALONE_S = 5.0  # after a SIGTERM that was for this process alone: who ends the cluster has killed all of it by then
 LAST_LINES = 3
 AGENTS = ("dashboard_agent", "runtime_env_agent")  # the raylet ends when one of them does
 INFORMATION = re.compile(r"\[\S+ \S+ I |\S+ \S+\s(INFO|DEBUG) ")  # the beginning of a line of Ray's servers, or agents
@@ -160,7 +161,7 @@ def main() -> None:
 
 
 def _stay(options: HeadOptions, temp_dir: Path, ready: int) -> None:
-    """Start Ray and stay; exits with status 1 when a part of Ray dies, 0 after SIGTERM."""
+    """Start Ray and stay; exits with status 1 when a part of Ray dies, 0 after SIGTERM, which ends the cluster."""
     server = _start_fork_server() if options["fork_workers"] else None  # it ends when this lets go of it
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
@@ -173,10 +174,13 @@ def _stay(options: HeadOptions, temp_dir: Path, ready: int) -> None:
         # A job's driver looks its cluster up in this file when several Rays run on the machine.
         write_ray_address(node.address, str(temp_dir / "ray"))
         parent.write(json.dumps({"address": node.address, "dashboard_url": f"http://{node.webui_url}"}) + "\n")
-    while not node.dead_processes():
+    while not (node.dead_processes() or stopping.is_set()):
         time.sleep(CHECK_PERIOD_S)
     # On the way down the children get the same SIGTERM; leaving at once would have the kernel kill them.
+    alone_at_s = time.monotonic() + ALONE_S
     while stopping.is_set() and node.live_processes():
+        if time.monotonic() > alone_at_s:
+            end_cluster(os.environ[MARKER], temp_dir)
         time.sleep(0.05)
     if server is not None:
         server.kill()
