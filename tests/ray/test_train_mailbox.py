@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,21 @@ def test_ranks_with_a_device_speak_on_their_host_too(
     heard(ray_train.Fit(ray_train.Setting(TrainSpec.parse(words), "r", Path("r"), Path.cwd())))
     assert told["torch_config"].backend == backend
     assert backend is None or _is_backend_nccl(backend) == (device == "cuda")  # for which Ray sets what NCCL needs
+
+
+def test_a_task_that_ends_the_program_has_failed_and_no_worker_was_lost(
+    handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shoal.train import ray_train
+
+    monkeypatch.setattr(ray_train, "get_context", lambda: SimpleNamespace(get_world_rank=int, get_local_rank=int))
+    monkeypatch.setattr(ray_train.World, "joined", lambda *_: sys.exit("no data"))  # whatever is first of a Trainer's
+    spec = TrainSpec.parse({"task": "Toy", "stop": {"steps": 9}})
+    setting = ray_train.Setting(spec, "r", Path("r"), Path.cwd())
+    with pytest.raises(SystemExit):
+        ray_train._train({"setting": setting, "mailbox": handle})
+    _, (error,) = handle.mailbox.take(0)
+    assert str(error).endswith("SystemExit: no data")
 
 
 def heard(fit: Any) -> list[Any]:

@@ -93,7 +93,7 @@ def _train(config: Mapping[str, Any]) -> Outcome:
             should_stop=posted.stop_asked.is_set if posted is not None else lambda: False,
         )
         return trainer.run()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a Task that ends the program would do so in each attempt
         ray.get(mailbox.fail.remote(_typed(error)), timeout=CALL_TIMEOUT_S)
         raise
     finally:
@@ -111,7 +111,7 @@ def _go_to_the_task(setting: Setting) -> None:
             return
 
 
-def _typed(error: Exception) -> ShoalError:
+def _typed(error: Exception | SystemExit) -> ShoalError:
     """The error as it travels: a user's own exception with its traceback."""
     if isinstance(error, ShoalError):
         return error
