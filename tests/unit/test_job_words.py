@@ -9,11 +9,13 @@ from typing import Any, cast
 
 import pytest
 
+from shoal.cli.job_file import check_words, words_apart
 from shoal.cli.job_words import failure, lines_of, said
 from shoal.cli.literal import literal_console
 from shoal.cli.run import Typed
 from shoal.cli.run import _Session as Session
 from shoal.cluster.jobs import Job, JobStatus
+from shoal.errors import RunError
 
 
 class SaysInPieces:
@@ -58,6 +60,16 @@ def test_a_line_that_has_only_begun_is_said_when_it_is_whole(log: str, lines: li
     job = cast(Job, SimpleNamespace(logs=lambda: log))
     assert said(job) == lines
     assert said(job, is_over=True) == at_the_end
+
+
+def test_a_job_may_be_in_any_encoding(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_bytes(b"# coding: latin-1\n# \xfcber job_main\nimport sys\nsys.exit('error: ' + sys.argv[2])\n")
+    with pytest.raises(RunError, match=r"^--check$"):
+        check_words(job, ["a=1"])
+    shown, secrets = words_apart(job, ["args.token=hush"])
+    assert shown == ["args.token=***"]
+    assert secrets
 
 
 class Ends:

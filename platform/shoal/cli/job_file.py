@@ -29,15 +29,19 @@ def find_job(job: str) -> Path:
 def words_apart(path: Path, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The words without secrets, which travel in the environment; all of them for a job that reads its words itself."""
     shown, secrets = apart(words)
-    return (shown, secrets) if secrets and _TAKES_CHECK.search(path.read_text()) else (list(words), {})
+    return (shown, secrets) if secrets and _takes_check(path) else (list(words), {})
 
 
 def check_words(path: Path, words: Sequence[str]) -> None:
     """Let the job look at its words before a cluster is started for it. Raises RunError with the job's own words."""
-    if not words or not _TAKES_CHECK.search(path.read_text()):
+    if not words or not _takes_check(path):
         return
     checked = subprocess.run([sys.executable, str(path), *words, "--check"], capture_output=True, text=True)
     if checked.returncode:
         said = checked.stderr.strip() or "it said nothing"
         _, is_typed, error = f"\n{said}".rpartition("\nerror: ")
         raise RunError(error if is_typed else said)  # what is not typed is the user's own, with its traceback
+
+
+def _takes_check(path: Path) -> bool:
+    return bool(_TAKES_CHECK.search(path.read_text(errors="replace")))  # in whichever encoding it is
