@@ -15,7 +15,7 @@ _ROOMS = frozenset(
     {
         *("errors", "home", "config", "wire", "weights", "runs", "registry", "models", "algorithms", "checkpoint"),
         *("actor", "client", "cluster", "rl", "serve", "flows", "cli", "train", "parallel", "data", "cost"),
-        *("open_inference", "loading", "batches", "durable", "addresses"),
+        *("open_inference", "loading", "batches", "durable", "addresses", "cores"),
     }
 )
 __all__ = ["__version__"]

@@ -28,7 +28,7 @@ LEVELS = [
     {"wire"},
     {"config"},
     {"home"},
-    {"errors", "loading", "batches", "durable", "addresses"},
+    {"errors", "loading", "batches", "durable", "addresses", "cores"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 

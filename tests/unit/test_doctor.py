@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from shoal import cores
 from shoal.cli import doctor
 from shoal.cli.doctor import GIB, Finding, Level
 from shoal.cluster.handle import ClusterHandle
@@ -78,6 +79,38 @@ def test_memory_heeds_the_limit_of_the_control_group() -> None:
     limited = doctor.check_memory(64 * GIB, 3 * GIB, 30 * GIB)
     assert (limited.level, limited.detail) == (Level.WARN, "64.0 GiB, limited to 3.0 GiB, 3.0 GiB available")
     assert doctor.check_memory(64 * GIB, 1 << 62, GIB // 2).level is Level.FAIL
+
+
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "6400000 100000\n"}, 64),
+        ({"cpu.max": "max 100000\n"}, 99),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 99),
+        ({}, 99),
+    ],
+)
+def test_cores_are_those_that_the_control_group_pays_for(
+    files: dict[str, str], most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(99)))
+    assert cores.usable_cores(tmp_path) == most
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})  # `taskset`
+    assert cores.usable_cores(tmp_path) == 1
+
+
+def test_the_examination_counts_the_cores_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(99)))
+    monkeypatch.setattr(cores.usable_cores, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(doctor, "IMPORTS", ("json",))
+    assert [found.detail for found in doctor.examine() if found.check == "cores"] == ["1"]
 
 
 def test_what_there_should_be_enough_of() -> None:

@@ -28,6 +28,7 @@ import shoal
 from shoal.cluster.attach import remedy_elsewhere, state_path
 from shoal.cluster.handle import load
 from shoal.cluster.jobs import refuse_shadowing
+from shoal.cores import usable_cores
 from shoal.errors import ClusterError, ConfigError
 from shoal.home import home
 from shoal.runs.display import size
@@ -246,7 +247,7 @@ def examine() -> Iterator[Finding]:
     yield check_python(".".join(map(str, sys.version_info[:3])), metadata("shoal")["Requires-Python"])
     yield from check_packages(requires("shoal") or [], _installed)
     yield check_shadowing(list(dict.fromkeys(folders)))
-    yield check_cores(len(os.sched_getaffinity(0)))
+    yield check_cores(usable_cores())
     yield check_memory(memory.total, memory_limit_bytes(), memory.available)
     found = check_home()
     yield found

@@ -24,6 +24,7 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
 
+from shoal.cores import usable_cores
 from shoal.errors import RankLost, ShoalError, TrainError
 from shoal.loading import loading
 from shoal.parallel import World
@@ -82,7 +83,7 @@ def _train(config: Mapping[str, Any]) -> Outcome:
     journal: Journal = posted if posted is not None else Silent()
     try:
         world = World.joined(setting.spec.device, context.get_local_rank())
-        set_threads(setting.spec, os.cpu_count() or 1)
+        set_threads(setting.spec, usable_cores())
         trainer = Trainer(
             setting.spec,
             make_task(setting.spec.task, setting.spec.args),

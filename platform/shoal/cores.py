@@ -1,0 +1,28 @@
+"""How many processors there are to use: in a container, or under `taskset`, fewer than the machine has.
+
+Called by whoever chooses a number of threads, and by `shoal doctor`. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores(control_group: Path = CONTROL_GROUP) -> int:
+    """Those that this process is bound to, and no more than its control group's time is worth; at least 1."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.floor(min(bound, _granted(control_group))))
+
+
+def _granted(control_group: Path) -> float:
+    """Seconds of processors for each second, by the files of version 2 of control groups, else 1."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        files = [control_group / name for name in names]
+        if all(file.exists() for file in files):
+            quota, period = " ".join(file.read_text() for file in files).split()
+            return int(quota) / int(period) if quota.isdecimal() else math.inf  # "max", or -1
+    return math.inf
