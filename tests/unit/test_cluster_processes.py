@@ -1,4 +1,4 @@
-"""The processes of a cluster: when one is over, and how all of them are found and ended."""
+"""The processes of a cluster: from where none could start, when one is over, how all of them are found and ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shoal.cluster import embedded, worker_launch
 from shoal.cluster.processes import MARKER, end_processes, is_alive, members
+from shoal.errors import ConfigError
 from waiting import wait_for
 
 # Its first thread ends by the system call of that name; another one keeps the process, and a socket.
@@ -41,3 +43,17 @@ def test_a_process_is_over_when_its_last_thread_is(tmp_path: Path) -> None:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
     child.stdout.close()
     child.wait(10)
+
+
+@pytest.mark.parametrize("folder", ["/home/o'brien", "/a\\b"])
+def test_a_path_that_ray_would_lose_is_refused_before_anything_starts(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "_launch", None)
+    for place, name in ((sys, "executable"), (worker_launch, "__file__")):
+        with monkeypatch.context() as moved:
+            moved.setattr(place, name, f"{folder}/python")
+            with pytest.raises(ConfigError, match=r"^path = .* with which Ray starts no worker. move it"):
+                embedded.start()
+    monkeypatch.setattr(sys, "executable", "/a folder/ü$b/python")
+    embedded._require_plain_paths()

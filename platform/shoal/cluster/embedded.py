@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import select
+import shlex
 import subprocess
 import sys
 import time
@@ -21,13 +22,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from shoal.cluster import worker_launch
 from shoal.cluster.fork_server import python_path
 from shoal.cluster.handle import FOLDER_VARIABLE, ClusterHandle
 from shoal.cluster.ports import held_ports
 from shoal.cluster.processes import MARKER, end_cluster, folder_of, members
 from shoal.cluster.serve_environment import serve_environment
 from shoal.cluster.worker_launch import ADDRESS_VARIABLE
-from shoal.errors import ClusterError
+from shoal.errors import ClusterError, ConfigError
 from shoal.home import home, ray_token_path
 
 # Variables of an outer Ray that would make ours something else.
@@ -102,8 +104,9 @@ def start(
     handle is also written to `save_as`.
 
     Raises ClusterError when Ray does not start within `timeout_s`, or the handle cannot be written; nothing is left
-    behind then, nor when interrupted.
+    behind then, nor when interrupted. Raises ConfigError where the paths of programs have a quotation mark.
     """
+    _require_plain_paths()
     cluster_id = uuid.uuid4().hex
     temp_dir = folder_of(cluster_id)
     with contextlib.ExitStack() as on_failure, held_ports(len(_PORTS) + 1) as (metrics_port, *ports):
@@ -140,6 +143,18 @@ def start(
             atexit.register(cluster.stop)
         on_failure.pop_all()
     return cluster
+
+
+def _require_plain_paths() -> None:
+    """Raises ConfigError for a path that Ray loses on the command line of its workers, which then never start."""
+    for path in (sys.executable, worker_launch.__file__):
+        try:
+            is_plain = shlex.split(subprocess.list2cmdline([path])) == [path]
+        except ValueError:  # a quotation that does not end
+            is_plain = False
+        if not is_plain:
+            problem = "has a quotation mark or a backslash, with which Ray starts no worker"
+            raise ConfigError("path", path, problem, "move it to a folder without")
 
 
 def _may_fork() -> bool:
