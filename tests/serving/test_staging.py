@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -65,8 +66,9 @@ def test_a_version_built_in_another_way_must_answer_what_the_one_before_it_did(f
         staged(["", fault])
 
 
-def test_what_a_model_says_that_no_file_could_hold_is_told_all_the_same() -> None:
+def test_what_a_model_says_that_no_file_could_hold_is_told_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     """The controller writes it down: a file name in no encoding, say, or all that a model was given."""
+    caplog.set_level(logging.CRITICAL + 1, "shoal.serve.replica.staging")  # xdist could not send what is logged
     with pytest.raises(StagingFailed, match="cannot read") as caught:
         staged(["", "cannot read caf\udce9.txt" + 100_000 * "!"])
     assert len(str(caught.value).encode()) < 3000
