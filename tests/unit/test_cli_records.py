@@ -277,7 +277,8 @@ def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest
     with runs.create("x", "target_return: 475", "one") as run:
         pass
     session = a_session("resume=one")
-    session._job = SimpleNamespace(outcome=lambda: None, logs=lambda: "")  # type: ignore[assignment]
+    session._job = SimpleNamespace(outcome=lambda: None)  # type: ignore[assignment]
+    session._said_by_job = SimpleNamespace(new=lambda is_over: [])  # type: ignore[assignment]
     with runs.reopen("one") as again:
         (run.folder / "actor-0.log").write_text("RuntimeError: motor burnt\n")
         session._actors = [SimpleNamespace(poll=lambda: 1)]

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from shoal.cli.job_file import check_words, words_apart
-from shoal.cli.job_words import failure, lines_of, said
+from shoal.cli.job_words import Words, failure, lines_of
 from shoal.cli.literal import literal_console
 from shoal.cli.run import Typed
 from shoal.cli.run import _Session as Session
@@ -46,6 +46,20 @@ def test_a_job_that_another_has_stopped_did_not_fail(log: str, outcome: JobStatu
     assert failure(cast(Job, SimpleNamespace(logs=lambda: log)), "the job", outcome) == said
 
 
+class Grows:
+    """A job that keeps no record; at each look at it, what it has written by then, until it has succeeded."""
+
+    def __init__(self, *looks: str) -> None:
+        self.looks, self.log = list(looks), ""
+
+    def logs_from(self, start: int, *, is_whole: bool) -> tuple[str, int]:
+        return self.log[start:], len(self.log)
+
+    def outcome(self) -> JobStatus | None:
+        self.log = self.looks.pop(0)
+        return None if self.looks else JobStatus.SUCCEEDED
+
+
 @pytest.mark.parametrize(
     ("log", "lines", "at_the_end"),
     [
@@ -53,13 +67,21 @@ def test_a_job_that_another_has_stopped_did_not_fail(log: str, outcome: JobStatu
         ("step 1\nstep", ["step 1"], ["step 1", "step"]),
         ("step 1\n\nstep 2\n", ["step 1", "", "step 2"], ["step 1", "", "step 2"]),
         (" 10%\r 20%\r 3", [" 10%", " 20%"], [" 10%", " 20%", " 3"]),
-        ("step 1\nerror: no", ["step 1"], ["step 1"]),
+        ("step 1\r\n2026 job_manager.py: Ray\r\nstep 2\r\n", ["step 1", "step 2"], ["step 1", "step 2"]),
+        ("step 1\nerror: no\nstep 2", ["step 1"], ["step 1"]),
     ],
 )
 def test_a_line_that_has_only_begun_is_said_when_it_is_whole(log: str, lines: list[str], at_the_end: list[str]) -> None:
-    job = cast(Job, SimpleNamespace(logs=lambda: log))
-    assert said(job) == lines
-    assert said(job, is_over=True) == at_the_end
+    for size in (1, 4, 100):
+        job = Grows(*(log[: begin + size] for begin in range(0, len(log), size)), log)
+        words = Words(cast(Job, job))
+        seen = []
+        for _ in range(len(job.looks) - 1):
+            job.outcome()
+            seen += words.new(is_over=False)
+        assert seen == lines
+        assert seen + words.new(is_over=True) == at_the_end
+        assert words.new(is_over=True) == []
 
 
 def test_a_job_may_be_in_any_encoding(tmp_path: Path) -> None:
@@ -72,20 +94,6 @@ def test_a_job_may_be_in_any_encoding(tmp_path: Path) -> None:
     assert secrets
 
 
-class Ends:
-    """A job that keeps no record; of each look at it, what it has written by then, and what it has ended as."""
-
-    def __init__(self, *looks: tuple[str, JobStatus | None]) -> None:
-        self.looks, self.log = list(looks), ""
-
-    def logs(self) -> str:
-        return self.log
-
-    def outcome(self) -> JobStatus | None:
-        self.log, outcome = self.looks.pop(0)
-        return outcome
-
-
 def test_what_a_program_says_last_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,7 +101,7 @@ def test_what_a_program_says_last_is_said(
     monkeypatch.setattr("shoal.cli.watch.REFRESH_S", 0.0)
     session = Session(Typed("x", (), 0), Path("x.py"), literal_console(), plain=True)
     whole = "counting ... 1 2\nthe answer is 42"
-    job = Ends(("", None), ("counting ... 1", None), (whole[:-2], None), (whole, JobStatus.SUCCEEDED))
-    session._job = cast(Any, job)
+    job = cast(Any, Grows("", "counting ... 1", whole[:-2], whole))
+    session._job, session._said_by_job = job, Words(job)
     assert session._follow() is JobStatus.SUCCEEDED
     assert capsys.readouterr().out == whole + "\n"

@@ -47,16 +47,29 @@ def job_environment(run_id: str, command: str) -> dict[str, str]:
     }
 
 
-def said(job: Job, *, is_over: bool = False) -> list[str]:
-    """The lines of the job so far, up to an error of ours, which is told at the end.
-
-    is_over: nothing comes any more, and so no end of a line that has only begun
-    """
-    lines = job.logs().splitlines(keepends=True)
-    if lines and not is_over and lines[-1].splitlines() == [lines[-1]]:
-        lines.pop()
-    lines = [line.splitlines()[0] for line in lines if not _RAYS_OWN.search(line)]
+def said(job: Job) -> list[str]:
+    """The lines of the job so far, up to an error of ours, which is told at the end."""
+    lines = [line for line in job.logs().splitlines() if not _RAYS_OWN.search(line)]
     return list(takewhile(lambda line: not line.startswith(_TYPED), lines))
+
+
+class Words:
+    """The lines of a job as it writes them, up to an error of ours, which is told at the end. Reads each once."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._start, self._begun, self._has_failed = 0, "", False
+
+    def new(self, *, is_over: bool) -> list[str]:
+        """Those since the last time; one that has only begun is left for the next, unless nothing comes any more."""
+        piece, self._start = self._job.logs_from(self._start, is_whole=is_over)
+        lines = (self._begun + piece).splitlines(keepends=True)
+        is_whole = is_over or not lines or (lines[-1].splitlines() != [lines[-1]] and not lines[-1].endswith("\r"))
+        self._begun = "" if is_whole else lines.pop()
+        ours = [line.splitlines()[0] for line in lines if not _RAYS_OWN.search(line)]
+        new = [] if self._has_failed else list(takewhile(lambda line: not line.startswith(_TYPED), ours))
+        self._has_failed = self._has_failed or len(new) < len(ours)
+        return new
 
 
 def lines_of(job: Job, timeout_s: float) -> Iterator[str]:

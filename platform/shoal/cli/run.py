@@ -24,13 +24,13 @@ from shoal.actor.connection import options_of
 from shoal.cli import train_display, watch
 from shoal.cli.job_file import check_words, find_job, words_apart
 from shoal.cli.job_words import (
+    Words,
     end_as_by_ctrl_c,
     failure,
     ignore_further_interrupts,
     job_environment,
     lines_of,
     new_run_id,
-    said,
 )
 from shoal.cli.literal import literal_console
 from shoal.cli.runs import can_be_resumed
@@ -130,7 +130,7 @@ class _Session:
         self._record: Run | None = None
         self._job: ray_jobs.Job | None = None
         self._lines = watch.Lines()
-        self._num_words = 0
+        self._said_by_job: Words | None = None
 
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
         """Start everything, show it, and say how it ended. Raises RunError when the job failed."""
@@ -146,6 +146,7 @@ class _Session:
         words += [word_of("resume", self.run_id)] if self._resumed else []
         shown, secrets = words_apart(self._path, words)
         self._job = ray_jobs.Job(cluster, ray_jobs.new_submission_id())
+        self._said_by_job = Words(self._job)
         stack.callback(self._job.end)  # before it begins: an interruption may come at any moment
         stack.callback(self._end_actors)
         entrypoint = [sys.executable, str(self._path), *shown]
@@ -202,11 +203,9 @@ class _Session:
 
     def _print_new_words(self, is_over: bool) -> None:
         """What the job says, as long as its record has nothing to show: not every job measures something."""
-        assert self._job is not None
-        lines = said(self._job, is_over=is_over)
-        for line in lines[self._num_words :]:
+        assert self._said_by_job is not None
+        for line in self._said_by_job.new(is_over=is_over):
             self._console.print(line)
-        self._num_words = max(self._num_words, len(lines))
 
     def _read_record(self) -> None:
         try:

@@ -229,6 +229,16 @@ class Job:
             text: str = ask(client, "GET", f"{self._path}/logs")["logs"]
             return text
 
+    def logs_from(self, start: int, *, is_whole: bool) -> tuple[str, int]:
+        """What it has written after `start`, which is 0 at first, and the next start. For who asks again and again.
+
+        is_whole: nothing comes any more; else a character of which the end may still come is left for then
+        """
+        if self._log_path is not None:
+            return self._log_from(None, start, is_whole)
+        with connect(self._cluster) as client:
+            return self._log_from(client, start, is_whole)
+
     def logs_or_none(self) -> str | None:
         """The same for who asks again and again: None without an answer. Raises as `outcome` does."""
         return self._patiently(self.logs)
@@ -310,10 +320,10 @@ class Job:
             return None
         return self._cluster.temp_dir / "ray/session_latest/logs" / f"job-driver-{self.submission_id}.log"
 
-    def _log_from(self, client: httpx.Client, start: int, is_whole: bool) -> tuple[str, int]:
-        """What was written after `start`, and the next start (bytes of the file; characters of a remote log). A
-        character of which the end may still come is left for then."""
+    def _log_from(self, client: httpx.Client | None, start: int, is_whole: bool) -> tuple[str, int]:
+        """As `logs_from`; a start is in bytes of the file, or characters of a remote log."""
         if self._log_path is None:
+            assert client is not None
             text: str = ask(client, "GET", f"{self._path}/logs")["logs"]
             return text[start:], len(text)
         if not self._log_path.exists():
