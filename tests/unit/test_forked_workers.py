@@ -172,6 +172,25 @@ def test_a_folder_is_looked_into_that_was_not_there_for_an_earlier_worker(
     assert start(script, server[1], **words)[1]["parent"] != server[0].pid
 
 
+def test_a_library_that_was_replaced_is_imported_as_it_is_now(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by an upgrade while the cluster is up: a job's driver has the new one, and so must its workers."""
+    library = tmp_path / "libraries" / "jsonschema.py"
+    library.parent.mkdir()
+    library.write_text("VERSION = 'before'")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(library.parent), os.environ.get("PYTHONPATH", "")]))
+    lines = ["found = {'environment': dict(os.environ), 'version': jsonschema.VERSION}"]
+    lines.append("print(json.dumps([found, {'parent': os.getppid()}]))")
+    script.write_text("\n".join(["import json, jsonschema, os", *lines]))
+    with fork_server() as (process, address):
+        found, own = start(script, address)
+        assert (found["version"], own["parent"]) == ("before", process.pid)
+        library.unlink()
+        library.write_text("VERSION = 'after it'")
+        assert start(script, address)[0]["version"] == "after it"
+
+
 def test_who_asks_and_ends_leaves_a_server_that_answers(
     server: tuple[subprocess.Popen[bytes], str], script: Path
 ) -> None:

@@ -41,6 +41,7 @@ LIBRARIES = (
 REQUEST_TIMEOUT_S = 10.0
 BACKLOG = 128
 CHUNK_BYTES = 64 * 1024
+Files = dict[str, tuple[int, int] | None]  # inode and time of change
 
 
 def main() -> None:
@@ -52,11 +53,14 @@ def main() -> None:
     _take_environment(environment)  # torch's compiler has written to it, and will again in who uses it
     gc.collect()
     gc.freeze()  # else a worker's first search for garbage would copy the pages of all that it shares
-    become(_worker_of_this_process(sys.argv[1]), imported)
+    become(_worker_of_this_process(sys.argv[1], files_of(filter(_is_outermost, imported))), imported)
 
 
-def _worker_of_this_process(address: str) -> Request:
-    """Returns in each process that is forked, with the worker that it is to become."""
+def _worker_of_this_process(address: str, read: Files) -> Request:
+    """Returns in each process that is forked, with the worker that it is to become.
+
+    read: the files of what was imported; when one is another by now, as after an upgrade, nothing is forked any more
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets workers that have ended
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
@@ -67,12 +71,12 @@ def _worker_of_this_process(address: str) -> Request:
                 sys.exit()
             connection, _ = listener.accept()
             with connection:
-                worker = _answer(connection)
+                worker = _answer(connection, read)
                 if worker is not None:
                     return worker
 
 
-def _answer(connection: socket.socket) -> Request | None:
+def _answer(connection: socket.socket, read: Files) -> Request | None:
     """Fork if that gives the worker that is asked for; what it is, in the new process, and None in this one.
 
     Raises OSError in the new process when who asked has given up waiting.
@@ -82,7 +86,7 @@ def _answer(connection: socket.socket) -> Request | None:
     try:
         head, streams, _, _ = socket.recv_fds(connection, 8, 3)
         worker: Request = json.loads(_received(connection, int.from_bytes(head, "big")))
-        is_worker = fits(worker) and os.fork() == 0
+        is_worker = fits(worker) and files_of(read) == read and os.fork() == 0
     except (OSError, EOFError):  # who asked has ended, or there may be no more processes
         is_worker = False
     for number, stream in enumerate(streams):
@@ -103,6 +107,25 @@ def _received(connection: socket.socket, size_bytes: int) -> bytes:
             raise EOFError
         text += part
     return bytes(text)
+
+
+def _is_outermost(name: str) -> bool:
+    """Of a package with a file, that stands for all of it: who upgrades one replaces every file."""
+    around = sys.modules.get(name.rpartition(".")[0])
+    return getattr(around, "__file__", None) is None
+
+
+def files_of(names: Iterable[str]) -> Files:
+    """By the names of modules, the files that they were read from, as they lie on the disk now."""
+    found: Files = {}
+    for name in names:
+        file = getattr(sys.modules[name], "__file__", None)
+        try:
+            seen = os.stat(file) if file else None
+        except OSError:  # it lies in an archive, or is gone
+            seen = None
+        found[name] = (seen.st_ino, seen.st_mtime_ns) if seen is not None else None
+    return found
 
 
 def fits(worker: Request) -> bool:
