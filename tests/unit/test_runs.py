@@ -268,16 +268,29 @@ def test_a_token_is_not_recorded(word: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert shlex.split(command) == ["shoal", "run", "x", f"{word.partition('=')[0]}=***", "num_tokens=7"]
 
 
+def as_ray_has_it(value: str) -> str:
+    """A variable of a job's environment, in the job."""
+    return re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value))
+
+
 def test_words_with_secrets_reach_a_job_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["models=a", "endpoint.keys=[{name: ada, key: S3CRET}]", "endpoint.port=80", "endpoint={token: S3CRET}"]
     words.append("args.password=a$HOME${HOME}${NOBODYS}$$b")
     shown, variables = origin.apart(words)
     assert shown == ["models=a", "endpoint.keys=***", "endpoint.port=80", "endpoint=***", "args.password=***"]
     for name, value in variables.items():
-        monkeypatch.setenv(name, re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value)))  # as Ray does
+        monkeypatch.setenv(name, as_ray_has_it(value))
     assert origin.joined(shown) == words
     assert origin.joined(["other=***"]) == ["other=***"]
     assert origin.apart(words[:1]) == (words[:1], {})
+
+
+def test_the_command_of_a_job_is_recorded_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "shoal run x 'args.path=$HOME/${HOME}/${NOBODYS}'"
+    for name, value in origin.command_variable(line).items():
+        monkeypatch.setenv(name, as_ray_has_it(value))
+    runs.create("job", "", "one").close()
+    assert runs.load("one").command == line
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from shoal.cluster.embedded import absolute_python_path
 from shoal.cluster.jobs import Job, JobStatus
 from shoal.errors import ClusterError, ConnectionLost
 from shoal.home import access_token, home
-from shoal.runs.origin import COMMAND_VARIABLE
+from shoal.runs.origin import command_variable
 
 # What Ray and Serve say in a job's log about themselves.
 _RAYS_OWN = re.compile(
@@ -41,7 +41,7 @@ def job_environment(run_id: str, command: str) -> dict[str, str]:
         "SHOAL_RUN_ID": run_id,
         "SHOAL_HOME": str(home()),
         "SHOAL_TOKEN": access_token(),
-        COMMAND_VARIABLE: command,
+        **command_variable(command),
         # What is found here is found there, on a cluster that somebody else has started too.
         **absolute_python_path(),
     }

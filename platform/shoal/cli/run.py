@@ -43,7 +43,7 @@ from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.home import access_token
 from shoal.runs import Run, Status
 from shoal.runs.display import duration, number
-from shoal.runs.origin import COMMAND_VARIABLE, as_typed
+from shoal.runs.origin import as_typed, command_variable
 
 ACTORS_END_S = 10.0
 FOLLOWED_FOR_S = 7 * 24 * 3600.0  # a job elsewhere
@@ -348,7 +348,7 @@ def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Conso
         raise ConfigError("job", str(path), f"lies outside {folder}", "run from the folder that holds the job")
     shown, secrets = words_apart(path, typed.words)
     entrypoint = ["python", str(path.relative_to(folder)), *shown]
-    env = {COMMAND_VARIABLE: typed.command(), **secrets}
+    env = command_variable(typed.command()) | secrets
     job = ray_jobs.Job(cluster, ray_jobs.new_submission_id())
     try:
         ray_jobs.submit(cluster, entrypoint, env=env, working_dir=folder, submission_id=job.submission_id)

@@ -19,6 +19,8 @@ GIT_TIMEOUT_S = 5.0
 COMMAND_VARIABLE = "SHOAL_COMMAND"  # set for the job by whoever started it for the user
 SECRETS_VARIABLE = "SHOAL_SECRET_WORDS"  # likewise: the words of its command line that are masked there
 
+_DOLLAR = r"\u0024"  # in the environment of a job, for Ray puts values of variables in the place of their names
+
 # endpoint.token=..., endpoint.keys=..., and endpoint={token: ...}; a Task's arguments may have others
 _NAMES = r"(?:token|keys|password|secret|api[_-]?key)"
 _SECRET = re.compile(
@@ -45,10 +47,15 @@ def command_line() -> str:
     """What to type to start this run again: $SHOAL_COMMAND, or else the command of this process, without secrets."""
     typed = os.environ.get(COMMAND_VARIABLE)
     if typed:
-        return typed
+        return typed.replace(_DOLLAR, "$")
     if Path(sys.argv[0]).name == "shoal":
         return as_typed(["shoal", *sys.argv[1:]])
     return as_typed(["python", *sys.orig_argv[1:]])
+
+
+def command_variable(command: str) -> dict[str, str]:
+    """The variable of a job's environment by which `command_line` has this command there."""
+    return {COMMAND_VARIABLE: command.replace("$", _DOLLAR)}
 
 
 def as_typed(words: Sequence[str]) -> str:
@@ -69,7 +76,7 @@ def masked_line(line: str) -> str:
 def apart(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The words of a job as everybody may see them, and the variables of its environment that have what is masked."""
     secrets = [word for word in words if _SECRET.match(word)]
-    told = json.dumps(secrets).replace("$", r"\u0024")  # in an environment, Ray puts the values of variables in place
+    told = json.dumps(secrets).replace("$", _DOLLAR)
     return [_masked(word) for word in words], {SECRETS_VARIABLE: told} if secrets else {}
 
 
