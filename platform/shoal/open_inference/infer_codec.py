@@ -52,13 +52,14 @@ class Decoded(msgspec.Struct, frozen=True, gc=False):
 
 
 class InferCodec:
-    """Reads requests for, and writes answers of, one model."""
+    """Reads requests for, and writes answers of, one model. For any thread."""
 
     def __init__(
         self, model_name: str, inputs: Sequence[TensorMetadata], outputs: Sequence[TensorMetadata], max_rows: int
     ) -> None:
         self._model_name, self._outputs = model_name, outputs
         self._expectation = Expectation(inputs, outputs, max_rows)
+        self.takes_bytes = any(spec.datatype == "BYTES" for spec in inputs)  # whose elements are read one by one
 
     def decode(self, body: bytes, header_length: int | None = None) -> Decoded:
         """Read a request. `header_length`: of the JSON object, when bytes of tensors follow it.

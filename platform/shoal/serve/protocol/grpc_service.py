@@ -38,6 +38,7 @@ from shoal.serve.protocol.access import Access
 from shoal.serve.protocol.grpc_layouts import Layout, Layouts
 from shoal.serve.protocol.grpc_tensors import Asked, GrpcCodec, Inputs, field_head, parameter_value
 from shoal.serve.protocol.http_messages import FROM
+from shoal.serve.protocol.large import LARGE_BYTES, beside, has_many
 from shoal.serve.protocol.model_config import EXTENSIONS, described, metadata, model_config
 from shoal.serve.protocol.terms import asked_deadline, asked_sticky, asked_track, asked_version
 
@@ -194,7 +195,7 @@ class InferenceServicer:
         model = self._host.model(asked.model)
         version = asked_version(model, asked.version)
         codec = self._codec(model)
-        inputs = self._inputs(request, codec)
+        inputs = await self._inputs(request, codec)
         call = InferCall(
             inputs.arrays,
             inputs.num_rows,
@@ -210,7 +211,9 @@ class InferenceServicer:
         if trace is not None:
             trace.computed(prediction, inputs.num_rows)
         invocation.trailing.append((b"shoal-model-version", b"%d" % prediction.version))
-        return codec.encode(asked, inputs.outputs, prediction.version, prediction.outputs)
+        answered = asked, inputs.outputs, prediction.version, prediction.outputs
+        is_large = has_many(prediction.outputs, raw=asked.raw)
+        return await beside(codec.encode, *answered) if is_large else codec.encode(*answered)
 
     def _read(self, content: bytes) -> Request:
         """What a message asks. Raises InferenceError (400)."""
@@ -221,13 +224,15 @@ class InferenceServicer:
         message = parsed(pb.ModelInferRequest, content)
         return Request(arrived_s, content, Asked.by(message), None, message)
 
-    def _inputs(self, request: Request, codec: GrpcCodec) -> Inputs:
+    async def _inputs(self, request: Request, codec: GrpcCodec) -> Inputs:
         """Its tensors. Raises InferenceError (400, 422)."""
-        if request.layout is not None and request.layout.codec is codec:
-            return request.layout.inputs(request.content)
-        message = request.message or parsed(pb.ModelInferRequest, request.content)
-        inputs = codec.decode(message)
-        self._layouts.learn(request.content, message, request.asked, codec, inputs)
+        content, layout = request.content, request.layout
+        is_large = len(content) > LARGE_BYTES and (codec.takes_bytes or not request.asked.raw)
+        if layout is not None and layout.codec is codec:
+            return await beside(layout.inputs, content) if is_large else layout.inputs(content)
+        message = request.message or parsed(pb.ModelInferRequest, content)
+        inputs = await beside(codec.decode, message) if is_large else codec.decode(message)
+        self._layouts.learn(content, message, request.asked, codec, inputs)
         return inputs
 
     async def model_stream_infer(

@@ -91,13 +91,14 @@ class Inputs(msgspec.Struct, frozen=True, gc=False):
 
 
 class GrpcCodec:
-    """Reads requests for, and writes answers of, one model."""
+    """Reads requests for, and writes answers of, one model. For any thread."""
 
     def __init__(
         self, model: str, inputs: Sequence[TensorMetadata], outputs: Sequence[TensorMetadata], max_rows: int
     ) -> None:
         self._model = model
         self._expectation = Expectation(inputs, outputs, max_rows)
+        self.takes_bytes = any(spec.datatype == "BYTES" for spec in inputs)  # whose elements are read one by one
         self._datatypes = {spec.name: spec.datatype for spec in outputs}
         self._heads: dict[tuple[int, tuple[tuple[str, tuple[int, ...]], ...]], bytes] = {}
 
@@ -138,7 +139,7 @@ class GrpcCodec:
             shapes = version, tuple([(name, array.shape) for name, _, array in arrays])
             head = self._heads.get(shapes)
             if head is None:
-                if len(self._heads) == MAX_HEADS:
+                if len(self._heads) >= MAX_HEADS:  # or one more, when two threads have one to keep
                     self._heads.clear()
                 head = self._heads[shapes] = self._head(version, arrays).SerializeToString()
             parts.append(head)

@@ -40,6 +40,7 @@ from shoal.serve.protocol.http_messages import (
     send_answer,
 )
 from shoal.serve.protocol.in_progress import Progress, RequestsInProgress
+from shoal.serve.protocol.large import LARGE_BYTES, beside, has_many
 from shoal.serve.protocol.limits import Limits
 from shoal.serve.protocol.model_config import described
 from shoal.serve.protocol.paths import ADMINISTRATORS, OPEN, Action, find
@@ -148,7 +149,13 @@ class RestApp:
         track, sticky = asked_track(request.text(b"shoal-track")), asked_sticky(request.text(b"shoal-sticky"))
         header_length = request.length(b"inference-header-content-length")
         codec = self._codec(model)
-        wanted = codec.decode(await self._body(progress, request), header_length)
+        content = await self._body(progress, request)
+        read_bytes = len(content) if header_length is None or codec.takes_bytes else header_length
+        wanted = (
+            codec.decode(content, header_length)
+            if read_bytes <= LARGE_BYTES
+            else await beside(codec.decode, content, header_length)
+        )
         deadline_s = asked_deadline(
             arrived_s, wanted.parameters.get("timeout"), request.text(b"shoal-deadline-ms"), model.options.deadline_s
         )
@@ -166,7 +173,10 @@ class RestApp:
         prediction = await model.infer(call)
         if request.trace is not None:
             request.trace.computed(prediction, wanted.num_rows)
-        body, parts = codec.encode(wanted, prediction.version, prediction.outputs)
+        answered = wanted, prediction.version, prediction.outputs
+        raw = all(wanted.binary_of.values()) if wanted.binary_of else wanted.binary
+        is_large = has_many(prediction.outputs, raw=raw)
+        body, parts = await beside(codec.encode, *answered) if is_large else codec.encode(*answered)
         headers = [(b"shoal-model-version", b"%d" % prediction.version)]
         if parts:
             headers.append((b"inference-header-content-length", b"%d" % len(body)))
