@@ -42,7 +42,8 @@ def from_binary(
 def to_binary(datatype: str, array: np.ndarray) -> memoryview | bytes:
     """The bytes of `array`: a view of it, unless it is BYTES, small, or scattered in memory."""
     if datatype == "BYTES":
-        return b"".join(part for element in array.flat for part in (_LENGTH.pack(len(element)), element))
+        elements, packed = array.ravel().tolist(), _LENGTH.pack
+        return b"".join([part for element in elements for part in (packed(len(element)), element)])
     if array.dtype.byteorder == ">":
         array = array.astype(NUMPY[datatype])
     if array.nbytes <= COPIED_BYTES:
@@ -55,16 +56,19 @@ def _elements(name: str, size: int, data: memoryview, role: str) -> np.ndarray:
     if size * _LENGTH.size > len(data):
         problem = f"{role} {name!r}: expected {size} elements of BYTES, each after its length in 4 bytes"
         raise InferenceError(422, f"{problem}, got {len(data)} bytes")
-    elements = np.empty(size, dtype=object)
-    offset = 0
+    found: list[bytes] = []
+    content, end = bytes(data), len(data)  # bytes are cut in a third of the time that views take
+    offset, width, length_at, append = 0, _LENGTH.size, _LENGTH.unpack_from, found.append
     for number in range(size):
-        start = offset + _LENGTH.size
-        offset = start + _LENGTH.unpack_from(data, offset)[0] if start <= len(data) else start
-        if offset > len(data):
+        start = offset + width
+        offset = start + length_at(content, offset)[0] if start <= end else start
+        if offset > end:
             problem = f"{role} {name!r}: expected {size} elements of BYTES"
-            raise InferenceError(422, f"{problem}, got {len(data)} bytes, which end within element {number}")
-        elements[number] = bytes(data[start:offset])
-    if offset != len(data):
+            raise InferenceError(422, f"{problem}, got {end} bytes, which end within element {number}")
+        append(content[start:offset])
+    if offset != end:
         problem = f"{role} {name!r}: expected {size} elements of BYTES in {offset} bytes"
-        raise InferenceError(422, f"{problem}, got {len(data)} bytes")
+        raise InferenceError(422, f"{problem}, got {end} bytes")
+    elements = np.empty(size, dtype=object)
+    elements[:] = found
     return elements

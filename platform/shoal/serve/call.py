@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shoal.serve.tracing import RequestTrace
 
 Arrays = Mapping[str, np.ndarray]
+EMPTY_BYTES = getsizeof(b"")
 _FROM = " from "
 
 
@@ -55,7 +56,7 @@ def size_bytes(inputs: Arrays) -> int:
     for array in inputs.values():
         total += array.nbytes
         if array.dtype.hasobject:
-            total += sum(map(getsizeof, array.flat))
+            total += array.size * EMPTY_BYTES + sum(map(len, array.ravel().tolist()))
     return total
 
 
