@@ -15,6 +15,7 @@ from serving.asgi import Client, client
 from serving.fake_host import FakeHost, FakeModel, tensors
 from shoal.open_inference import inference_pb2 as pb
 from shoal.open_inference.infer_codec import InferCodec
+from shoal.serve.protocol import large
 from shoal.serve.protocol.access import Access
 from shoal.serve.protocol.grpc_service import InferenceServicer, Invocation
 from shoal.serve.protocol.grpc_tensors import GrpcCodec
@@ -77,25 +78,25 @@ def body_of(model: str) -> tuple[bytes, dict[str, str]]:
 def test_others_are_answered_while_a_large_body_is_read(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     gate = gated(monkeypatch, InferCodec, "decode", lambda body, length: len(body) > LARGE_BYTES)
     app, (body, headers) = client(host()).app, body_of(model)
-    large, small = answers(
+    many, few = answers(
         Client(app).call("POST", f"/v2/models/{model}/infer", [body], headers),
         Client(app).call("POST", "/v2/models/m/infer", [json.dumps(SMALL).encode()]),
         gate,
     )
-    assert (large.status, small.status) == (200, 200)
-    assert large.body["outputs"][0]["data"] == [1.0]
+    assert (many.status, few.status) == (200, 200)
+    assert many.body["outputs"][0]["data"] == [1.0]
 
 
 def test_others_are_answered_while_a_large_answer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = gated(monkeypatch, InferCodec, "encode", lambda request, version, outputs: "y" in outputs)
     app, body = client(host()).app, json.dumps(SMALL).encode()
-    large, small = answers(
+    many, few = answers(
         Client(app).call("POST", "/v2/models/many/infer", [body]),
         Client(app).call("POST", "/v2/models/m/infer", [body]),
         gate,
     )
-    assert small.status == 200
-    assert large.body["outputs"][0]["data"] == MANY.ravel().tolist()
+    assert few.status == 200
+    assert many.body["outputs"][0]["data"] == MANY.ravel().tolist()
 
 
 def test_numbers_that_go_as_bytes_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,13 +115,30 @@ def test_others_are_answered_while_a_large_message_is_read(monkeypatch: pytest.M
         tensor.contents.fp32_contents.extend([1.0] * COUNT)
     else:
         request.raw_input_contents.append(bytes(4 * COUNT))
-    few = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(12)])
-    few.inputs.add(name="x", datatype="FP32", shape=[1, 3])
+    other = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(12)])
+    other.inputs.add(name="x", datatype="FP32", shape=[1, 3])
     servicer = InferenceServicer(host(), Access(None, []))
-    large, small = answers(
+    many, few = answers(
         servicer.model_infer(request.SerializeToString(), Invocation({})),
-        servicer.model_infer(few.SerializeToString(), Invocation({})),
+        servicer.model_infer(other.SerializeToString(), Invocation({})),
         gate,
     )
-    assert list(pb.ModelInferResponse.FromString(large).outputs[0].shape) == [1, 1]
-    assert pb.ModelInferResponse.FromString(small).model_name == "m"
+    assert list(pb.ModelInferResponse.FromString(many).outputs[0].shape) == [1, 1]
+    assert pb.ModelInferResponse.FromString(few).model_name == "m"
+
+
+def test_no_more_large_bodies_wait_than_memory_is_meant_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = gated(monkeypatch, InferCodec, "decode", lambda body, length: len(body) > LARGE_BYTES)
+    app, (body, _) = client(host()).app, body_of("numbers")
+    monkeypatch.setattr(large, "MAX_WAITING_BYTES", 2 * len(body))
+
+    async def ask() -> list[int]:
+        asked = [asyncio.create_task(Client(app).call("POST", "/v2/models/numbers/infer", [body])) for _ in range(4)]
+        answered, _ = await asyncio.wait(asked[2:])
+        gate.set()
+        assert all(int(each.result().headers["retry-after"]) >= 1 for each in answered)
+        return [(await each).status for each in asked]
+
+    assert asyncio.run(ask()) == [200, 200, 429, 429]
+    gate.set()
+    assert client(host()).post("/v2/models/numbers/infer", body).status == 200

@@ -38,7 +38,7 @@ from shoal.serve.protocol.access import Access
 from shoal.serve.protocol.grpc_layouts import Layout, Layouts
 from shoal.serve.protocol.grpc_tensors import Asked, GrpcCodec, Inputs, field_head, parameter_value
 from shoal.serve.protocol.http_messages import FROM
-from shoal.serve.protocol.large import LARGE_BYTES, beside, has_many
+from shoal.serve.protocol.large import LARGE_BYTES, beside, has_many, read_beside
 from shoal.serve.protocol.model_config import EXTENSIONS, described, metadata, model_config
 from shoal.serve.protocol.terms import asked_deadline, asked_sticky, asked_track, asked_version
 
@@ -229,9 +229,9 @@ class InferenceServicer:
         content, layout = request.content, request.layout
         is_large = len(content) > LARGE_BYTES and (codec.takes_bytes or not request.asked.raw)
         if layout is not None and layout.codec is codec:
-            return await beside(layout.inputs, content) if is_large else layout.inputs(content)
+            return await read_beside(len(content), layout.inputs, content) if is_large else layout.inputs(content)
         message = request.message or parsed(pb.ModelInferRequest, content)
-        inputs = await beside(codec.decode, message) if is_large else codec.decode(message)
+        inputs = await read_beside(len(content), codec.decode, message) if is_large else codec.decode(message)
         self._layouts.learn(content, message, request.asked, codec, inputs)
         return inputs
 

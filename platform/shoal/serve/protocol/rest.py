@@ -40,7 +40,7 @@ from shoal.serve.protocol.http_messages import (
     send_answer,
 )
 from shoal.serve.protocol.in_progress import Progress, RequestsInProgress
-from shoal.serve.protocol.large import LARGE_BYTES, beside, has_many
+from shoal.serve.protocol.large import LARGE_BYTES, beside, has_many, read_beside
 from shoal.serve.protocol.limits import Limits
 from shoal.serve.protocol.model_config import described
 from shoal.serve.protocol.paths import ADMINISTRATORS, OPEN, Action, find
@@ -154,7 +154,7 @@ class RestApp:
         wanted = (
             codec.decode(content, header_length)
             if read_bytes <= LARGE_BYTES
-            else await beside(codec.decode, content, header_length)
+            else await read_beside(len(content), codec.decode, content, header_length)
         )
         deadline_s = asked_deadline(
             arrived_s, wanted.parameters.get("timeout"), request.text(b"shoal-deadline-ms"), model.options.deadline_s
