@@ -317,11 +317,13 @@ class Half(nn.Module):
         return {"y": x * 2, "z": x.half(), "echo": words}
 
 
-def test_every_datatype_that_torch_lacks_or_numpy_lacks_passes_through() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_datatype_that_torch_lacks_or_numpy_lacks_passes_through(compiled: bool) -> None:
     """BF16 are bits in arrays of uint16, BYTES are objects."""
     inputs = [tensor("x", datatype="BF16"), tensor("words", datatype="BYTES")]
     outputs = [tensor("y", datatype="BF16"), tensor("z", datatype="FP16"), tensor("echo", datatype="BYTES")]
-    model = predictor("Half", inputs, outputs, max_batch_size=2).load(WeightSnapshot.of(1, {}))
+    subject = predictor("Half", inputs, outputs, max_batch_size=2, compile=compiled)
+    model = subject.load(WeightSnapshot.of(1, {}))
     bits = torch.tensor([1.5, -2.0]).bfloat16().view(torch.uint16).numpy()
     (answer,) = model.predict_batch([{"x": bits, "words": np.array([b"a", "é"], object)}])
     assert torch.from_numpy(answer["y"]).view(torch.bfloat16).tolist() == [3.0, -4.0]

@@ -42,7 +42,7 @@ class CompiledModule:
 
         def call(*args: Tensor, **inputs: Tensor) -> Any:
             for tensor, dimensions in zip(args or inputs.values(), variable, strict=False):
-                for dimension in dimensions:
+                for dimension in dimensions if isinstance(tensor, Tensor) else ():  # BYTES are none
                     torch._dynamo.maybe_mark_dynamic(tensor, dimension)
             return compiled(weights, args, inputs)
 
