@@ -177,6 +177,7 @@ def test_a_word_arrives_whatever_is_in_it(client: Client, host: FakeHost, sticky
         ({"deadline_s": 0.0}, "deadline_s = 0.0: is not a time to wait. give seconds, above 0"),
         ({"sticky": 17}, "sticky = 17: is not a str"),
         ({"track": 17}, "track = 17: is not a str"),
+        ({"outputs": "x"}, r"outputs = 'x': is a single name. give a list of names, or None for all"),
         ({"outputs": []}, r"outputs = \[\]: asks for nothing. give names, or None for all"),
         ({"model": 17}, "model = 17: is not a str"),
     ],

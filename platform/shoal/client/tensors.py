@@ -72,6 +72,8 @@ def encode_inputs(
     signature: ModelMetadata, inputs: Inputs, outputs: Collection[str] | None, request_id: str, *, binary: bool
 ) -> tuple[dict[str, str], bytes]:
     """Headers and body of an inference request. Raises ConfigError."""
+    if isinstance(outputs, str):
+        raise ConfigError("outputs", outputs, "is a single name", "give a list of names, or None for all")
     if outputs is not None and not len(outputs):
         raise ConfigError("outputs", outputs, "asks for nothing", "give names, or None for all")
     arrays = as_arrays(signature, inputs)
