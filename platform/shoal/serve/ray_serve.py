@@ -154,8 +154,8 @@ def deploy(spec: EndpointSpec, models: Sequence[ServedModel]) -> Endpoint:
     remove_abandoned()
     controller = RayController(replace(setting, driver=this_driver()))
     with ExitStack() as begun:  # all of it would outlive this process, also when a signal ends that
+        begun.callback(controller.end)  # when no replica is left that would make another
         begun.callback(serve.shutdown)
-        begun.callback(controller.end)
         controller.make()  # first, for its name says whose everything else is
         handle = _start(spec, live, controller)
         begun.pop_all()
