@@ -242,8 +242,8 @@ class LiveVersions:
             return
         if plan.newest is None or (stable is not None and stable.version != plan.pinned):
             if stable is not None:
-                if plan.pinned:  # forwards look at both without the lock: never at a candidate that is alone
-                    trial = self._answer_with(stable, None)
+                if plan.pinned:  # forwards look at both without the lock: never at a candidate that is to go
+                    trial = self._answer_with(trial.now if trial.now.version == plan.pinned else stable, None)
                 self._stable = None
                 self._tell_who_answers(trial)
         elif stable is not None:
