@@ -62,6 +62,15 @@ def test_what_one_replica_left_is_left_by_all_and_written_down_once(endpoint: En
     assert endpoint.live.held("m") == [1]
 
 
+def test_what_one_who_asks_still_needs_frozen_another_does_not_thaw(endpoint: Endpoint) -> None:
+    """Two administrators at once, of whom one is refused: what the other has been told is held must be held still."""
+    with endpoint.live.freeze("m"):
+        with endpoint.live.freeze("m"):
+            assert endpoint.plan.frozen
+        assert endpoint.plan.frozen
+    assert not endpoint.plan.frozen
+
+
 def test_a_version_that_was_never_taken_is_abandoned(endpoint: Endpoint) -> None:
     endpoint.hear("a", 1, (1,), left(2, has_answered=False))
     assert endpoint.entries() == [("abandon", 2, 1, "bad 2")]

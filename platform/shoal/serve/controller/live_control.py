@@ -7,6 +7,7 @@ all of them may be bad: what is left is written down at most every `RECORD_S` se
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -38,12 +39,13 @@ class LiveControl:
     ) -> None:
         self._models, self._reports, self._file = models, reports, file
         self._record, self._commit = record, commit
-        self._frozen: set[str] = set()
+        self._frozen: Counter[str] = Counter()  # by how many who ask at once
 
     def plan(self, name: str, live: LiveState) -> LivePlan:
         """What the replicas are to do about a model."""
         is_kept = self._has(name, live.kept)
-        return LivePlan(live.era, name in self._frozen, live.pinned, tuple(live.left), live.kept, is_kept, live.newest)
+        is_frozen = self._frozen[name] > 0
+        return LivePlan(live.era, is_frozen, live.pinned, tuple(live.left), live.kept, is_kept, live.newest)
 
     def heard(self, report: ReplicaReport) -> None:
         """A replica has reported: what it has left, nobody is to answer with."""
@@ -105,12 +107,12 @@ class LiveControl:
     @contextmanager
     def freeze(self, name: str) -> Iterator[None]:
         """Let no replica take anything new, so that what it reports to hold it still holds when that is asked for."""
-        self._frozen.add(name)
+        self._frozen[name] += 1
         self._commit()
         try:
             yield
         finally:
-            self._frozen.discard(name)
+            self._frozen[name] -= 1
             self._commit()
 
     def pin(self, name: str, version: int, by: str, reason: str) -> None:
