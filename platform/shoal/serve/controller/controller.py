@@ -192,7 +192,8 @@ class EndpointController:
 
     def stood_still(self, seconds: float) -> None:
         """This process did, or its disk: nobody could be heard meanwhile, and nobody's lease went on."""
-        self._heard_s = {replica: heard_s + seconds for replica, heard_s in self._heard_s.items()}
+        now_s = self._clock()
+        self._heard_s = {replica: min(now_s, heard_s + seconds) for replica, heard_s in self._heard_s.items()}
 
     def close(self, forget: bool = False) -> None:
         """Wake everybody; `forget` when the endpoint itself is gone. Idempotent."""
