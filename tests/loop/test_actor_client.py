@@ -27,6 +27,7 @@ from shoal.errors import (
     WeightsError,
 )
 from shoal.rl.queue import BatchRequest
+from shoal.wire import PackedSegment
 from shoal.wire.messages import Bye, Hello, Ping
 from waiting import wait_for
 
@@ -52,7 +53,7 @@ def test_a_reconnect_into_a_full_queue_waits_for_room_and_drops_nothing() -> Non
         slow._post(Bye("its session ends, as after a time-out"))
         wait_for(lambda: not parts.gateway.stats()["actors"][0]["connected"])
         for _ in range(2):
-            slow._outbox.add(segment())
+            slow._outbox.add(PackedSegment.of(segment()))
         slow._send_kept()  # answered with hello_required
         with client(parts, "busy") as busy:
             for _ in range(2):
@@ -174,6 +175,33 @@ def test_a_segment_that_is_too_large_is_refused_before_it_is_sent() -> None:
         assert actor.reconnects == 0
 
 
+def test_what_is_sent_again_is_what_was_sent_though_its_arrays_hold_the_next_steps_by_now() -> None:
+    with serving() as parts, client(parts) as actor:
+        rewards = np.ones(8, np.float32)
+        with actor._lock:
+            real, actor._send_frames = actor._send_frames, lambda frames: None  # type: ignore[method-assign]
+            actor.send(segment(rewards=rewards))  # lost on its way
+            actor._send_frames = real  # type: ignore[method-assign]
+            rewards[:] = 7.0
+            actor._lost = True
+        assert actor.drain(60)
+        batch = parts.queue.take("learner", BatchRequest(8, 8, 1, 60))
+        assert batch is not None
+        assert batch.rewards.tolist() == [1.0] * 8
+
+
+@pytest.mark.parametrize(
+    "changes", [{"episode_return": "high"}, {"episode_length": float("nan")}, {"actions": np.zeros(8, np.complex64)}]
+)
+def test_a_segment_of_nonsense_does_not_stay_in_the_way_of_others(changes: dict[str, Any]) -> None:
+    with serving() as parts, client(parts) as actor:
+        with pytest.raises((ValueError, InvalidSegment)):
+            actor.send(segment(terminated=True, **changes))
+        actor.send(segment())
+        assert actor.drain(60)
+        assert (actor.acknowledged["accepted"], actor.reconnects) == (1, 0)
+
+
 def test_a_gap_is_mended_even_when_other_messages_follow_the_error() -> None:
     with serving() as parts, client(parts) as actor:
         actor.wait_for_weights()
@@ -249,7 +277,7 @@ def deserted(folder: Path | None = None) -> Iterator[tuple[ActorClient, int]]:
         actor.connect()
         actor.wait_for_weights()
         port = parts.gateway.port
-    actor._outbox.add(segment())
+    actor._outbox.add(PackedSegment.of(segment()))
     began = time.monotonic()
     try:
         yield actor, port

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from rl_setting import segment
 from shoal.actor.outbox import Outbox
+from shoal.wire import PackedSegment
 
 
 def filled(num_segments: int, send_limit: int) -> Outbox:
     outbox = Outbox()
     outbox.begin_session(0, send_limit)
     for _ in range(num_segments):
-        outbox.add(segment())
+        outbox.add(PackedSegment.of(segment()))
     return outbox
 
 
@@ -35,7 +36,7 @@ def test_an_acknowledgement_settles_everything_before_it() -> None:
     outbox.acknowledge(2)
     outbox.acknowledge(1)
     assert len(outbox) == 2
-    assert outbox.add(segment()) == 5
+    assert outbox.add(PackedSegment.of(segment())) == 5
 
 
 def test_a_new_session_sends_again_what_the_gateway_does_not_have_as_far_as_there_is_credit() -> None:

@@ -28,7 +28,7 @@ from shoal.actor.connection import Attempts, check_address, connect, first_answe
 from shoal.actor.outbox import Outbox
 from shoal.errors import Closed, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged, ShoalError
 from shoal.weights import decode_tensors
-from shoal.wire import ExperienceSpec, Limits, Segment, decode, encode, pack_segment
+from shoal.wire import ExperienceSpec, Limits, PackedSegment, Segment, decode, encode
 from shoal.wire.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -43,7 +43,7 @@ from shoal.wire.messages import (
     Weights,
     Welcome,
 )
-from shoal.wire.segment import check_dtypes, segment_bytes
+from shoal.wire.segment import segment_bytes
 
 _log = logging.getLogger(__name__)
 _AGAIN = frozenset({"hello_required", "sequence_gap"})  # errors after which a new hello helps
@@ -203,12 +203,11 @@ class ActorClient:
             raise Closed("the client is closed")
         self._wait(lambda: self._outbox.has_credit or self.finished, timeout_s, "credit")
         with self._lock:
-            check_dtypes(segment)
             size_bytes = segment_bytes(segment)
             if self._welcome is not None and size_bytes > self._welcome.max_message_bytes:
                 problem = f"{size_bytes} bytes, the gateway takes {self._welcome.max_message_bytes}"
                 raise InvalidSegment("too_large", "segment", problem)
-            seq = self._outbox.add(segment)
+            seq = self._outbox.add(PackedSegment.of(segment))  # as it is now: it may be sent again
             self._send_kept()
             return seq
 
@@ -377,12 +376,12 @@ class ActorClient:
 
     def _send_kept(self) -> None:
         for seq, segment in self._outbox.sendable():
-            self._send_frames(pack_segment(segment, seq))
+            self._send_frames(segment.frames(seq))
 
     def _post(self, message: Message) -> None:
         self._send_frames([encode(message)])
 
-    def _send_frames(self, frames: list[bytes] | list[bytes | memoryview]) -> None:
+    def _send_frames(self, frames: list[bytes]) -> None:
         assert self._socket is not None
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from shoal.wire import Segment
+from shoal.wire import PackedSegment
 
 
 class Outbox:
@@ -23,7 +23,7 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self._kept: deque[Segment] = deque()
+        self._kept: deque[PackedSegment] = deque()
         self._first_seq = 0  # the number of the oldest kept segment
         self._num_sent = 0  # of the kept ones, in this session
         self.send_limit = 0
@@ -41,12 +41,12 @@ class Outbox:
         """Whether a segment that is added now may be sent at once."""
         return self.next_seq < self.send_limit
 
-    def add(self, segment: Segment) -> int:
+    def add(self, segment: PackedSegment) -> int:
         """Keep a segment until it is acknowledged; returns its number."""
         self._kept.append(segment)
         return self.next_seq - 1
 
-    def sendable(self) -> Iterator[tuple[int, Segment]]:
+    def sendable(self) -> Iterator[tuple[int, PackedSegment]]:
         """The segments that there is credit for and that have not been sent in this session, now counted as sent."""
         while self._num_sent < len(self._kept) and self._first_seq + self._num_sent < self.send_limit:
             self._num_sent += 1

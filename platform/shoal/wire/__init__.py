@@ -19,7 +19,7 @@ from shoal.wire.messages import (
     decode,
     encode,
 )
-from shoal.wire.segment import DropReason, Segment, pack_segment, unpack_segment
+from shoal.wire.segment import DropReason, PackedSegment, Segment, pack_segment, unpack_segment
 from shoal.wire.spec import ExperienceSpec, PolicySpec, TensorSpec
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Hello",
     "Limits",
     "Message",
+    "PackedSegment",
     "Ping",
     "PolicySpec",
     "Pong",

@@ -11,7 +11,9 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from shoal.errors import InvalidSegment
@@ -87,10 +89,39 @@ def segment_bytes(segment: Segment) -> int:
     return _HEADER_BYTES + sum(int(getattr(segment, name).nbytes) for name in _TENSORS)
 
 
-def check_dtypes(segment: Segment) -> None:
-    """Raises InvalidSegment when an array has a dtype that cannot travel."""
-    for name in _TENSORS:
-        _dtype_name(name, getattr(segment, name))
+class PackedSegment(NamedTuple):
+    """A segment as it travels, but for its number. Nothing of it changes when the arrays do from which it was made."""
+
+    header: SegmentMessage
+    tensors: list[bytes]
+
+    @classmethod
+    def of(cls, segment: Segment) -> PackedSegment:
+        """Raises InvalidSegment when an array has a dtype that cannot travel."""
+        headers, tensors = [], []
+        for name in _TENSORS:
+            array = np.ascontiguousarray(getattr(segment, name))
+            dtype = _dtype_name(name, array)
+            headers.append(TensorHeader(name, dtype, array.shape))
+            tensors.append(array.astype(DTYPES[dtype], copy=False).tobytes())
+        header = SegmentMessage(
+            0,
+            tuple(headers),
+            bool(segment.terminated),  # a scalar of NumPy is as good as Python's own, and cannot be encoded
+            bool(segment.truncated),
+            None if segment.episode_return is None else float(segment.episode_return),
+            None if segment.episode_length is None else int(segment.episode_length),
+        )
+        return cls(header, tensors)
+
+    def frames(self, seq: int) -> list[bytes]:
+        """Those of the message: the header, then one a tensor."""
+        return [encode(msgspec.structs.replace(self.header, seq=seq)), *self.tensors]
+
+
+def pack_segment(segment: Segment, seq: int) -> list[bytes]:
+    """The frames of a segment message. Raises InvalidSegment when an array has a dtype that cannot travel."""
+    return PackedSegment.of(segment).frames(seq)
 
 
 def _dtype_name(name: str, array: np.ndarray) -> str:
@@ -99,29 +130,6 @@ def _dtype_name(name: str, array: np.ndarray) -> str:
         problem = f"{array.dtype} cannot travel, these can: {', '.join(DTYPES)}"
         raise InvalidSegment(DropReason.INVALID_DTYPE, name, problem)
     return dtype
-
-
-def pack_segment(segment: Segment, seq: int) -> list[bytes | memoryview]:
-    """The frames of a segment message: the header, then one frame a tensor.
-
-    Raises InvalidSegment when an array has a dtype that cannot travel.
-    """
-    headers, frames = [], []
-    for name in _TENSORS:
-        array = np.ascontiguousarray(getattr(segment, name))
-        dtype = _dtype_name(name, array)
-        array = array.astype(DTYPES[dtype], copy=False)
-        headers.append(TensorHeader(name, dtype, array.shape))
-        frames.append(array.tobytes())
-    header = SegmentMessage(
-        seq,
-        tuple(headers),
-        bool(segment.terminated),  # a scalar of NumPy is as good as Python's own, and cannot be encoded
-        bool(segment.truncated),
-        None if segment.episode_return is None else float(segment.episode_return),
-        None if segment.episode_length is None else int(segment.episode_length),
-    )
-    return [encode(header), *frames]
 
 
 def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: ExperienceSpec) -> Segment:
