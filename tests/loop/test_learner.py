@@ -240,6 +240,24 @@ def test_one_actors_nonsense_does_not_end_a_run_that_learns_from_others_now_and_
     assert bench.queue.ledger.account(A).consumed == 2
 
 
+def test_a_learner_without_experience_does_not_save_the_same_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, "learner.checkpoint_every_s=1e-9", "learner.take_timeout_s=1e-9")
+    saved: list[int] = []
+    save = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *words: (saved.append(words[1]), save(*words)))
+    for _ in range(2):
+        bench.put(segment(16))
+        assert bench.learner.step()
+        for _ in range(5):
+            assert not bench.learner.step()
+    assert saved == [1, 2]
+    bench.put(segment(16, version=1, rewards=np.full(16, 1e38, np.float32)))
+    assert bench.learner.step()  # nothing was learnt; what was dropped counts
+    assert saved == [1, 2, 2]
+
+
 def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ class Learner:
         self._running.set()
         self._stepping = threading.Lock()  # held during a step of `run`
         self._saved_at = time.monotonic()
+        self._saved: tuple[object, ...] = ()
         self._published_updates = self.updates
         self._publish()
 
@@ -239,6 +240,11 @@ class Learner:
         }
         checkpoint.save(self._folder, self.updates, state, self.spec.learner.keep_checkpoints)
         self._saved_at, self.failure = time.monotonic(), ""
+        self._saved = self._progress()
+
+    def _progress(self) -> tuple[object, ...]:
+        """What a checkpoint is older than, or is not."""
+        return self.updates, self.version, *self.counts.values()
 
     def _learn(self, batch: ExperienceBatch) -> list[DropReason | None]:
         """What became of each segment: learnt from (None), or why not. [S]
@@ -306,8 +312,9 @@ class Learner:
         self._published.append(Published(self.version, self.steps, snapshot.sha256, snapshot.published_at))
 
     def _save_if_due(self) -> None:
-        """A disk that is full for a while costs a checkpoint, and not the run."""
-        if time.monotonic() - self._saved_at >= self.spec.learner.checkpoint_every_s:
+        """A disk that is full for a while costs a checkpoint, and not the run. What is saved is not saved again."""
+        is_due = time.monotonic() - self._saved_at >= self.spec.learner.checkpoint_every_s
+        if is_due and self._saved != self._progress():
             try:
                 self.save()
             except CheckpointError as error:
