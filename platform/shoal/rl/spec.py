@@ -79,7 +79,8 @@ def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec) -> 
     Raises ConfigError for spaces that the algorithm cannot learn from, and for segments that no message can hold.
     """
     if type(observation_space).__name__ != "Box" or len(observation_space.shape) != 1 or not observation_space.shape[0]:
-        raise ConfigError("env", spec.env, f"observes {observation_space}", "this algorithm needs a flat Box")
+        remedy = "this algorithm needs a flat Box: gymnasium.wrappers.FlattenObservation makes one of most spaces"
+        raise ConfigError("env", spec.env, f"observes {observation_space}", remedy)
     if type(action_space).__name__ != "Discrete":
         raise ConfigError("env", spec.env, f"acts with {action_space}", "this algorithm needs a Discrete space")
     if action_space.start != 0:
