@@ -85,6 +85,27 @@ def test_another_run_on_the_same_port_is_joined_and_told() -> None:
                 assert actor.reconnects < 10
 
 
+@pytest.mark.parametrize("run_id", ["run-1", "run-2"])
+def test_who_connects_again_after_a_run_has_ended_plays_for_the_next_one(run_id: str) -> None:
+    with serving() as parts, client(parts) as actor:
+        actor.wait_for_weights()
+        parts.gateway.close(finished=True)
+        wait_for(lambda: actor.newer_weights(10**9) or actor.finished)
+        with serving(port=parts.gateway.port, queue_capacity=2) as other:
+            other.gateway._run_id = run_id
+            assert actor.connect() == EXPERIENCE
+            assert (actor.run_id, actor.finished) == (run_id, False)
+            for _ in range(2):
+                actor.send(segment())
+            with pytest.raises(ConnectionLost, match="credit"):
+                actor.send(segment(), timeout_s=0.1)
+            assert actor.drain(60)
+            posted: list[object] = []
+            post = actor._post
+            actor._post = lambda message: (posted.append(message), post(message))[1]  # type: ignore[method-assign]
+            wait_for(lambda: Ping() in posted)  # by its keeper: nothing else is done
+
+
 class Endless:
     def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         return np.zeros(4, np.float32), {}

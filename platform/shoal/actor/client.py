@@ -110,13 +110,14 @@ class ActorClient:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def connect(self) -> ExperienceSpec:
-        """Say hello and wait for welcome; returns what segments must look like.
+        """Say hello and wait for welcome; returns what segments must look like. Also again: for whichever run is there.
 
-        Raises Refused (bad token, wrong protocol version, ...) or ConnectionLost after `timeout_s`.
-        """
+        Raises Refused (bad token, wrong protocol version, ...) or ConnectionLost after `timeout_s`."""
         with self._lock:
             self._context = self._context or zmq.Context()
-            self._reconnect(time.monotonic() + self._timeout_s)
+            self.finished = False
+            with suppress(RunChanged):  # whoever asks is told what that one wants
+                self._reconnect(time.monotonic() + self._timeout_s)
             if self._keeper is None:
                 self._keeper = threading.Thread(target=self._keep_alive, name="actor-keeper", daemon=True)
                 self._keeper.start()
@@ -393,7 +394,7 @@ class ActorClient:
         assert self._welcome is not None
         while not self._closed.wait(self._welcome.heartbeat_s / 2):
             with self._lock:
-                if self._closed.is_set() or self.finished:
+                if self._closed.is_set():
                     return
-                if time.monotonic() - self._used_at > self._welcome.heartbeat_s / 2:
+                if not self.finished and time.monotonic() - self._used_at > self._welcome.heartbeat_s / 2:
                     self._post(Ping())
