@@ -70,6 +70,14 @@ def test_what_is_wrong_is_said_in_one_line(
     assert error.count("\n") == 1
 
 
+def test_no_game_is_started_for_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
+    made: list[str] = []
+    monkeypatch.setattr("shoal.actor.__main__.make_environment", made.append)
+    assert main([*WORDS, "--connect", "tcp://127.0.0.1"]) == 1
+    assert made == []
+
+
 def test_an_actor_that_gets_no_answer_says_that_it_goes_on_trying(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

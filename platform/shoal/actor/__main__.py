@@ -90,10 +90,10 @@ def _run(options: argparse.Namespace) -> int:
     if not token:
         remedy = "set SHOAL_TOKEN to the content of $SHOAL_HOME/token on the host where the job runs"
         raise ConfigError("token", token, "neither $SHOAL_TOKEN nor the file $SHOAL_HOME/token has one", remedy)
-    environment = make_environment(options.env)
     client = ActorClient(
         options.connect, token, options.actor_id or "", server_key=options.server_key, timeout_s=options.timeout_s
     )
+    environment = make_environment(options.env)  # last: it may start a game, and is closed from here on
     trying = f"no gateway answers at {options.connect} yet: trying for {options.timeout_s:g} s"
     silence = threading.Timer(SILENCE_S, lambda: print(trying, file=sys.stderr, flush=True))
     silence.daemon = True
