@@ -164,6 +164,48 @@ def test_policy_gradient_pushes_by_the_advantage_and_values_to_their_targets() -
     np.testing.assert_allclose(values.grad, np.append((v[:6] - targets) / 6, 0.0), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_gradient_of_the_whole_loss_is_the_papers(seed: int, normalize: bool) -> None:
+    """The three sums of section 4.2, as means over the steps, for any truncation levels, segments and endings."""
+    random = np.random.default_rng(seed)
+    config = ImpalaConfig(
+        discount=random.choice([0.0, 0.9, 1.0]), rho_bar=random.choice([0.5, 1.0, 3.0]),
+        c_bar=random.choice([0.3, 1.0]), lambda_=random.choice([0.0, 0.9, 1.0]),
+        value_cost=0.7, entropy_cost=0.05, normalize_advantages=normalize,
+    )  # fmt: skip
+    batch, arrays = random_batch(seed, random.integers(1, 30, 4).tolist())
+    num_steps, num_rows = len(arrays["rewards"]), len(arrays["observations"])
+    logits = torch.tensor(random.normal(size=(num_rows, 3)), dtype=torch.float64, requires_grad=True)
+    values = torch.tensor(random.normal(size=num_rows), dtype=torch.float64, requires_grad=True)
+    double = batch._replace(rewards=batch.rewards.double(), log_probabilities=batch.log_probabilities.double())
+    impala_loss(logits, values, double, config).total.backward()
+
+    pi, v = torch.softmax(logits.detach(), -1).numpy(), values.detach().numpy()
+    rows, targets, advantages, step, row = [], [], [], 0, 0
+    for length, terminated in zip(arrays["lengths"], arrays["terminated"], strict=True):
+        here, steps = np.arange(row, row + length), slice(step, step + length)
+        ratios = pi[here, arrays["actions"][steps]] / np.exp(arrays["log_probabilities"][steps].astype(float))
+        discounts = np.full(length, config.discount)
+        discounts[-1] *= not terminated
+        rewards = arrays["rewards"][steps].astype(float)
+        levels = (config.rho_bar, config.c_bar, config.lambda_)
+        found = oracle_vtrace(ratios, discounts, rewards, v[here], v[row + length], *levels)
+        rows, targets, advantages = [*rows, *here], [*targets, *found[0]], [*advantages, *found[1]]
+        step, row = step + length, row + length + 1
+    weights = np.array(advantages)
+    if normalize:
+        weights = (weights - weights.mean()) / (weights.std() + 1e-8)
+    p = pi[rows]
+    entropies = -(p * np.log(p)).sum(-1, keepdims=True)
+    pushed = -weights[:, None] * (np.eye(3)[arrays["actions"]] - p) + config.entropy_cost * p * (np.log(p) + entropies)
+    expected_logits, expected_values = np.zeros((num_rows, 3)), np.zeros(num_rows)
+    expected_logits[rows] = pushed / num_steps
+    expected_values[rows] = config.value_cost * (v[rows] - np.array(targets)) / num_steps
+    np.testing.assert_allclose(logits.grad, expected_logits, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(values.grad, expected_values, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("terminated", [True, False])
 def test_truncation_bootstraps_from_the_final_observation_and_termination_does_not(terminated: bool) -> None:
     config = ImpalaConfig(discount=0.9)
