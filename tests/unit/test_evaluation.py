@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import gymnasium
 import numpy as np
 import pytest
 
-from shoal.errors import InferenceError, RunError
+from shoal.errors import ConfigError, InferenceError, RunError
 from shoal.flows.evaluation import Answer, Evaluation, play_through, wait_for_version
 
 
@@ -68,7 +70,7 @@ class Held(gymnasium.Env):  # type: ignore[type-arg]
     """Holds something (a window, a port, a process) from its making to its `close`. Never ends."""
 
     observation_space, action_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32), gymnasium.spaces.Discrete(2)
-    num_open = 0
+    num_open, fault = 0, ""
 
     def __init__(self) -> None:
         Held.num_open += 1
@@ -77,18 +79,35 @@ class Held(gymnasium.Env):  # type: ignore[type-arg]
         return np.zeros(4, np.float32), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, object]]:
+        if Held.fault:
+            raise OSError(Held.fault)
         return np.zeros(4, np.float32), 0.0, False, False, {}
 
     def close(self) -> None:
         Held.num_open -= 1
 
 
-@pytest.mark.parametrize(("max_rows", "taken", "error"), [(2, 1, InferenceError), (2, 2, RunError)])
-def test_a_trial_that_fails_leaves_no_environment_open(max_rows: int, taken: int, error: type[Exception]) -> None:
+@pytest.fixture
+def held() -> Iterator[type[Held]]:
     gymnasium.register("Held-v0", entry_point=Held)
-    try:
-        with pytest.raises(error):
-            play_through(AlwaysLeft(taken), "Held-v0", 5, 1, max_rows, timeout_s=0.05)  # type: ignore[arg-type]
-    finally:
-        del gymnasium.registry["Held-v0"]
+    yield Held
+    del gymnasium.registry["Held-v0"]
     assert Held.num_open == 0
+
+
+@pytest.mark.parametrize(("max_rows", "taken", "error"), [(2, 1, InferenceError), (2, 2, RunError)])
+def test_a_trial_that_fails_leaves_no_environment_open(
+    max_rows: int, taken: int, error: type[Exception], held: type[Held]
+) -> None:
+    with pytest.raises(error):
+        play_through(AlwaysLeft(taken), "Held-v0", 5, 1, max_rows, timeout_s=0.05)  # type: ignore[arg-type]
+    assert held.num_open == 0
+
+
+def test_what_an_environment_raises_in_a_trial_is_said_in_a_line(
+    held: type[Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held, "fault", "the game has crashed")
+    line = r"env = 'Held-v0': raised OSError: the game has crashed \(test_evaluation.py:\d+\)"
+    with pytest.raises(ConfigError, match=line):
+        play_through(AlwaysLeft(), "Held-v0", 2, 1, max_rows=64)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ def make_environment(name: str) -> Any:
             "env", name, "needs gymnasium", "pip install 'CHECKOUT[gym]', with the folder of Shoal's sources"
         ) from None
     module = name.partition(":")[0]
-    with _its_own_errors(name):
+    with its_own_errors(name):
         try:
             return gymnasium.make(name)
         except gymnasium.error.Error as error:
@@ -38,7 +38,7 @@ def make_environment(name: str) -> Any:
 
 def first_observation(environment: Any, name: str) -> Any:
     """What it shows first. Raises ConfigError."""
-    with _its_own_errors(name):
+    with its_own_errors(name):
         return environment.reset(seed=0)[0]
 
 
@@ -56,8 +56,8 @@ def require_fit(environment: Any, name: str, spec: ExperienceSpec) -> None:
 
 
 @contextmanager
-def _its_own_errors(name: str) -> Iterator[None]:
-    """Whatever the environment raises, in a line that says where."""
+def its_own_errors(name: str) -> Iterator[None]:
+    """Whatever the environment raises, in a line that says where: ConfigError."""
     try:
         yield
     except ShoalError:

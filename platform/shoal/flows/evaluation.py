@@ -13,9 +13,9 @@ from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import gymnasium
 import numpy as np
 
+from shoal.actor.environment import its_own_errors, make_environment
 from shoal.errors import ConnectionLost, InferenceError, RunError
 
 PATIENCE_S = 60.0  # with an endpoint that is away: a replica that died is back by then
@@ -115,12 +115,14 @@ def play_through(
     """Play `num_episodes` greedily, side by side: each request carries one observation of every unfinished episode, or
     of `max_rows` of them where there are more: what the endpoint takes at once.
 
-    Raises RunError when they have not ended after `timeout_s`, and what `InferenceConnection.insist` does.
+    Raises RunError when they have not ended after `timeout_s`, ConfigError for what an environment raises, and what
+    `InferenceConnection.insist` does.
     """
     started = time.monotonic()
     with ExitStack() as opened:  # what cannot be played to its end is closed too: there may be another trial
-        environments = [opened.enter_context(closing(gymnasium.make(env))) for _ in range(num_episodes)]
-        observations = [environment.reset(seed=seed + index)[0] for index, environment in enumerate(environments)]
+        environments = [opened.enter_context(closing(make_environment(env))) for _ in range(num_episodes)]
+        with its_own_errors(env):
+            observations = [each.reset(seed=seed + index)[0] for index, each in enumerate(environments)]
         returns = [0.0] * num_episodes
         playing = list(range(num_episodes))
         versions: set[int] = set()
@@ -138,7 +140,8 @@ def play_through(
                 actions += answer.outputs["action"].astype(int).tolist()
             still = []
             for index, action in zip(playing, actions, strict=True):
-                observations[index], reward, terminated, truncated, _ = environments[index].step(action)
+                with its_own_errors(env):
+                    observations[index], reward, terminated, truncated, _ = environments[index].step(action)
                 returns[index] += float(reward)
                 if not (terminated or truncated):
                     still.append(index)
