@@ -173,7 +173,7 @@ def test_a_metric_that_there_is_not_is_refused_before_anything_is_trained(
 def test_runs_that_all_fail_are_written_and_shown(
     spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def diverge(spec: TrainSpec, job: str, *, registers: bool) -> Outcome:
+    def diverge(spec: TrainSpec, job: str, *, registers: bool, renews: bool) -> Outcome:
         raise NotFinite("the loss", 3, None, None)
 
     monkeypatch.setattr("shoal.cli.ablate.train_here", diverge)
@@ -227,7 +227,7 @@ def test_what_a_task_prints_is_no_part_of_the_json(
 def test_what_is_found_is_printed_before_files_are_written(
     spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def diverge(spec: TrainSpec, job: str, *, registers: bool) -> Outcome:
+    def diverge(spec: TrainSpec, job: str, *, registers: bool, renews: bool) -> Outcome:
         if (tmp_path / "out").is_dir():
             (tmp_path / "out").rmdir()
         (tmp_path / "out").touch()  # in the place of the folder

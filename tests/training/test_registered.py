@@ -21,6 +21,7 @@ from shoal.train.alone import train_here
 from shoal.train.outcome import Outcome
 from shoal.train.registered import build, factory_of, model_name
 from shoal.train.spec import TrainSpec
+from shoal.train.task import find_task
 from shoal.train.trainer import Trainer
 from shoal.weights import WeightSnapshot
 from train_task import Toy
@@ -88,6 +89,35 @@ def test_what_is_registered_is_the_source_that_was_trained(
     assert Registry().get("edited@champion").manifest.model.kwargs["source"] == text
     if later is not None:  # this process still trains what it has loaded
         assert factory_of(spec_of(task=f"{copy}:Toy")).kwargs["source"] == text
+
+
+@pytest.mark.parametrize("renews", [True, False])
+def test_a_run_trains_what_the_file_says_when_it_begins(
+    renews: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, where one process trains, the file is changed, and it trains again."""
+    monkeypatch.delitem(sys.modules, "shoal_task_again", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file, text = tmp_path / "again.py", "from train_task import Toy\nclass Again(Toy): RATE: int = 1\n"
+    for rate in (1, 2):  # the same length, within one second
+        file.write_text(text.replace("1", str(rate)))
+        train_here(spec_of(task=f"{file}:Again", name="again"), renews=renews)
+    trained = find_task(f"{file}:Again").RATE  # type: ignore[attr-defined]
+    assert trained == (2 if renews else 1)
+    assert f"RATE: int = {trained}" in Registry().get("again@2").manifest.model.kwargs["source"]
+
+
+def test_a_resumed_run_without_its_words_is_told_where_they_are() -> None:
+    with pytest.raises(ConfigError, match=r"task = '': .*spec_from_words\(\['resume=") as refused:
+        train_here(TrainSpec.parse({"resume": train_here(spec_of()).run_id, "stop": {"epochs": 2}}))
+    assert refused.value.field == "task"
+
+
+def test_a_registered_source_runs_as_the_file_did() -> None:
+    """Not with what the module that runs it has switched on: annotations stay what they are."""
+    source = "import train_task\nclass Mine(train_task.Toy):\n    wide: int\n"
+    source += "    def model(self): return super().model() if self.__annotations__['wide'] is int else None\n"
+    assert isinstance(build("mine.py:Mine", {}, source, "Mine"), torch.nn.Module)
 
 
 def test_a_task_of_an_installed_module_is_built_by_its_name() -> None:

@@ -426,6 +426,16 @@ def test_a_signature_names_what_does_not_fit(wrong: dict[str, object]) -> None:
         TensorSignature.parse({**fields, **wrong})
 
 
+def test_weights_that_numpy_has_no_datatype_for_are_not_called_damaged() -> None:
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    snapshot = WeightSnapshot.from_payload(1, len(header).to_bytes(8, "little") + header + bytes(4))
+    snapshot.check()
+    with pytest.raises(WeightsError, match=r"holds BF16, which NumPy has not: safetensors\.torch\.load\("):
+        snapshot.tensors()
+    with pytest.raises(WeightsError, match="is not safetensors"):
+        WeightSnapshot.from_payload(1, b"nonsense").tensors()
+
+
 def test_a_manifest_is_read_back_as_it_was(registry: Registry) -> None:
     manifest = register(registry, 1.0, metrics={"return": 1.0}).manifest
     assert Manifest.from_yaml(manifest.to_yaml()) == manifest

@@ -13,7 +13,7 @@ import torch
 
 from shoal.errors import ConfigError, DataError
 from shoal.train import Task
-from shoal.train.task import data_of, find_task, make_task, source_file
+from shoal.train.task import data_of, find_task, make_task, renew, source_file, source_of
 
 FILE = """
 from beside import WIDTH
@@ -56,6 +56,36 @@ def test_what_lies_beside_the_file_can_be_imported_and_its_classes_travel(name: 
     task = make_task(f"{name}:Mine", {})
     assert task.width == 5  # type: ignore[attr-defined]
     assert pickle.loads(pickle.dumps(task)).width == 5
+
+
+def test_a_file_that_was_changed_is_loaded_again_where_something_new_begins() -> None:
+    first = find_task("mine.py:Mine")
+    renew("mine.py:Mine")
+    assert find_task("mine.py:Mine") is first
+    Path("mine.py").write_text(FILE.replace("width=WIDTH", "width=7"))
+    assert find_task("mine.py:Mine") is first  # what has begun goes on with what it began with
+    renew("mine.py:Mine")
+    assert make_task("mine.py:Mine", {}).width == 7  # type: ignore[attr-defined]
+    assert "width=7" in (source_of("mine.py:Mine") or "")
+    Path("mine.py").write_text("class Mine(")
+    renew("mine.py:Mine")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"mine\.py does not load: SyntaxError"):
+            find_task("mine.py:Mine")
+    Path("mine.py").unlink()
+    for word in ("mine.py:Mine", "recipe", "train_task:Toy", "nowhere.py:Mine", ""):
+        renew(word)
+
+
+def test_a_file_that_trains_itself_while_it_is_loaded_is_told_so() -> None:
+    Path("mine.py").write_text(f"{FILE}\nfrom shoal.train.task import make_task\nmake_task('mine.py:Mine', {{}})\n")
+    with pytest.raises(ConfigError, match='put what starts the training under `if __name__ == "__main__":`'):
+        make_task("mine.py:Mine", {})
+
+
+def test_a_task_of_the_program_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"__main__.*nobody else could build.*a file of its own"):
+        find_task("__main__:Mine")
 
 
 def test_a_function_may_make_a_task_and_nothing_else() -> None:

@@ -87,7 +87,7 @@ def ablate(
         variants = variants_of(spec, parts, changes)
         judged = main_metric(check(spec).measured, spec, metric)
         num_runs = len(variants) * seeds
-        measured = measure(variants, seeds, lambda each: train_here(each, JOB, registers=False), say)
+        measured = measure(variants, seeds, lambda each: train_here(each, JOB, registers=False, renews=False), say)
     found = worths(measured)
     text = json.dumps(_as_dict(task, found, measured), indent=2)
     if as_json:

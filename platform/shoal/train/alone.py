@@ -26,7 +26,7 @@ from shoal.train.journal import Journal, Recorded, Silent
 from shoal.train.outcome import Outcome
 from shoal.train.prediction import predicted_cost
 from shoal.train.spec import TrainSpec
-from shoal.train.task import make_task
+from shoal.train.task import make_task, renew
 from shoal.train.told import Told
 from shoal.train.trainer import Trainer
 
@@ -41,6 +41,7 @@ def train_here(
     *,
     registers: bool = True,
     predicts: bool = False,
+    renews: bool = True,
     say: Callable[[str], None] | None = None,
 ) -> Outcome:
     """Train in this process, one of torchrun's ranks or the only one, and return how it ended.
@@ -48,12 +49,16 @@ def train_here(
     Ctrl-C saves a checkpoint and ends the run as stopped. Raises ShoalError; the record then says why.
 
     registers: put the network into the registry at the end
+    renews:    train what the Task's file says now, also where this process has loaded it before; False for one of
+               several runs that are to be compared
     predicts:  record what the run is predicted to cost, which takes a second or two at its beginning
     say:       takes a line for a person now and then: how far it is, and what went wrong
     """
     workers = int(os.environ.get("WORLD_SIZE", "1"))
     is_told = predicts and os.environ.get("RANK", "0") == "0"
     spec = spec.model_copy(update={"workers": workers})
+    if renews:
+        renew(spec.task)
     checked = check(spec)
     cost = predicted_cost(spec) if is_told else {}
     with ExitStack() as closing:

@@ -103,6 +103,9 @@ def _require_more_to_do(spec: TrainSpec) -> None:
     if not spec.resume:
         return
     before = shoal.runs.load(spec.resume)
+    if not spec.task:
+        remedy = f"shoal.train.recipe.spec_from_words(['resume={before.id}', ...]) begins with what its record says"
+        raise ConfigError("task", spec.task, "is not said, and nothing is read from the run that is resumed", remedy)
     if before.status is Status.FINISHED and TrainSpec.from_yaml(before.spec).stop == spec.stop:
         detail = before.last_events().get("stopped", {}).get("detail", "its end was reached")
         remedy = "say when it ends now, as in stop.epochs=10"

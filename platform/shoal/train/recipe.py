@@ -9,7 +9,7 @@ import shoal.runs
 from shoal.config import last_value
 from shoal.errors import ConfigError
 from shoal.train.spec import TrainSpec
-from shoal.train.task import load_file, source_file
+from shoal.train.task import load_file, renew, source_file
 
 
 def spec_from_words(words: list[str]) -> TrainSpec:
@@ -22,6 +22,7 @@ def spec_from_words(words: list[str]) -> TrainSpec:
 
 def recipe_of(task: str) -> TrainSpec:
     """What the file of a task says itself, by a function `spec()` of its own; the defaults where it has none."""
+    renew(task)
     path = source_file(task)
     if path is None or not path.is_file():
         return TrainSpec(task=task)

@@ -114,7 +114,7 @@ def _module_of(source: str, task: str) -> ModuleType:
     sys.modules[name] = module
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # tracebacks show the lines
     try:
-        exec(compile(source, file, "exec"), module.__dict__)
+        exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
     except Exception as error:  # whatever the user's source raises is why the model cannot be built
         del sys.modules[name]
         problem = f"the registered source does not run: {type(error).__name__}: {error}"

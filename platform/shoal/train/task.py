@@ -165,6 +165,24 @@ def source_file(word: str) -> Path | None:
     return recipe.resolve() if recipe.is_file() else None
 
 
+def renew(word: str) -> None:
+    """Let go of the file that `word` names if it has changed since this process loaded it: it is then loaded again.
+
+    Called where something new begins, so that in a process that lives on (a notebook) a run trains what the file says
+    now, and yet one text from its beginning to its end. Other modules are Python's own affair.
+    """
+    path = source_file(word)
+    loaded = None if path is None else sys.modules.get(_module_name(path))
+    if path is None or loaded is None or loaded.__file__ != str(path):
+        return
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeError):
+        text = ""  # loading it says what is wrong with it
+    if vars(loaded).get(_SOURCE) not in (None, text):
+        del sys.modules[loaded.__name__]
+
+
 def source_of(word: str) -> str | None:
     """The text of the file that `word` names, as it was when this process loaded it; None for an installed module.
 
@@ -187,24 +205,32 @@ def _load(word: str, place: str) -> ModuleType:
 
 def load_file(path: Path, word: str) -> ModuleType:
     """The module of a file, loaded once for each process. It is found again by name, so that its classes pickle."""
-    name = "shoal_task_" + re.sub(r"\W", "_", path.stem)
+    name = _module_name(path)
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__file__ == str(path):
+        if _SOURCE not in vars(loaded):
+            remedy = 'put what starts the training under `if __name__ == "__main__":`'
+            raise ConfigError("task", word, "asks for itself while it is loaded", remedy)
         return loaded
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # what lies beside the file can be imported by it
     try:
-        setattr(module, _SOURCE, path.read_text())
-        spec.loader.exec_module(module)
+        text = path.read_text()
+        # Not by its loader: bytecode that it kept may be of a text of the same second and length.
+        exec(compile(text, path, "exec", dont_inherit=True), vars(module))
+        setattr(module, _SOURCE, text)  # last, so that a module without it is one that is being loaded
     except Exception as error:  # whatever a user's file raises is why it cannot be used
         del sys.modules[name]
         raise ConfigError("task", word, f"{path.name} does not load: {type(error).__name__}: {error}") from error
     return module
+
+
+def _module_name(path: Path) -> str:
+    return "shoal_task_" + re.sub(r"\W", "_", path.stem)
 
 
 def _import(word: str, place: str) -> ModuleType:
@@ -213,6 +239,9 @@ def _import(word: str, place: str) -> ModuleType:
     remedy = f"give file.py:Class, package.module:Class, or {others}"
     if not all(part.isidentifier() for part in place.split(".")):
         raise ConfigError("task", word, "is no file and no module", remedy)
+    if place == "__main__":
+        problem = "is of the program that runs now, from which nobody else could build the network"
+        raise ConfigError("task", word, problem, "write it into a file of its own, and give file.py:Class")
     try:
         return importlib.import_module(place)
     except ImportError as error:

@@ -29,10 +29,13 @@ def encode_tensors(tensors: Mapping[str, np.ndarray]) -> bytes:
 
 
 def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
-    """Named arrays from safetensors. Raises WeightsError when the payload is damaged."""
+    """Named arrays from safetensors. Raises WeightsError when it is damaged, or NumPy has no such datatype (BF16)."""
     try:
         return dict(safetensors.numpy.load(payload))
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+    except KeyError as error:
+        problem = f"the payload holds {error.args[0]}, which NumPy has not"
+        raise WeightsError(f"{problem}: safetensors.torch.load(snapshot.payload) reads it") from None
+    except (safetensors.SafetensorError, ValueError, TypeError) as error:
         raise WeightsError(f"the payload is not safetensors: {error}") from None
 
 
