@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -197,6 +198,20 @@ def test_what_a_checkpoint_cannot_hold_is_refused_by_name(
     assert checkpointer.latest() is None
 
 
+@pytest.mark.parametrize("step", [np.int64(3), torch.tensor(3), 3])
+def test_a_step_may_be_a_number_of_another_library(step: Any, tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer:  # nor need the folder be a Path
+        checkpointer.save(step, state_of(3))
+        assert newest(checkpointer).step == 3
+
+
+def test_a_step_below_0_is_refused(checkpointer: Checkpointer) -> None:
+    with pytest.raises(ConfigError, match="step = -1: is below 0"):
+        checkpointer.save(-1, state_of(1))
+    checkpointer.save(0, state_of(1))
+    assert newest(checkpointer).step == 0
+
+
 def test_nothing_on_disk_is_a_pickle(checkpointer: Checkpointer) -> None:
     checkpointer.save(1, state_of(1), {"generator": torch.get_rng_state()}, per_rank={"python": random.getstate()})
     for path in newest(checkpointer).path.iterdir():
@@ -210,6 +225,6 @@ def test_the_pages_python_runs(
 ) -> None:
     page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    exec(compile(block, page.name, "exec"), {})
-    assert capsys.readouterr().out == "10 640 tensor([1., 1., 1.])\n"
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        exec(compile(block, page.name, "exec"), {})
+    assert capsys.readouterr().out == "10 640 tensor([1., 1., 1.])\n3 True\n"

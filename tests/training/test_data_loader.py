@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from shoal.data import Loader, LoaderSpec
 from shoal.data.order import permutation
@@ -228,6 +228,13 @@ def test_random_numbers_of_a_dataset_follow_from_the_sample_and_leave_the_proces
 def test_what_does_not_fit_is_refused_with_field_value_and_remedy() -> None:
     with pytest.raises(ConfigError, match=r"batch_size = 6: does not divide by 4 data ranks. for example 4 or 8"):
         Loader(Numbers(10), batch_size=6, share=(0, 4))
+    for share in [(2, 2), (-1, 2), (0, 0), (1, 1)]:  # as by counting ranks from 1: others' samples, or none
+        with pytest.raises(ConfigError, match=r"share = .*: is no rank of so many"):
+            Loader(Numbers(10), batch_size=2, share=share)
+    with pytest.raises(ConfigError, match=r"data = 'DataLoader': gives batches, and not samples\. give its dataset"):
+        Loader(DataLoader(Numbers(10), batch_size=2), batch_size=2)  # type: ignore[arg-type]
+    one_by_one = DataLoader(Numbers(10), batch_size=None, shuffle=False)  # type: ignore[arg-type]
+    assert seen(Loader(one_by_one, batch_size=5)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     with pytest.raises(DataError, match="Numbers': is empty"):
         Loader(Numbers(0), batch_size=2, drop_last=False)
     with pytest.raises(DataError, match=r"has 3 samples, not one whole batch of 4\. set batch_size to 3 or less"):

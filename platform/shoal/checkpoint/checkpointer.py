@@ -12,6 +12,7 @@ unpickles what lies on disk; knows nothing of models and optimisers. docs/checkp
 from __future__ import annotations
 
 import contextlib
+import operator
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -72,10 +73,12 @@ class Checkpointer:
     With several ranks every method is called on all of them, in the same order: a save that failed is an error on each.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2, asynchronous: bool = True, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, folder: Path | str, *, keep: int = 2, asynchronous: bool = True, timeout_s: float = 300.0
+    ) -> None:
         if keep < 1:
             raise ConfigError("keep", keep, "is less than one checkpoint", "keep at least 1")
-        self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
+        self.folder, self.keep, self.asynchronous = Path(folder), keep, asynchronous
         self._timeout_s = timeout_s
         self._ranks = Ranks(timeout_s)
         self._token: str = self._ranks.broadcast(uuid.uuid4().hex[:8])
@@ -110,6 +113,7 @@ class Checkpointer:
     ) -> None:
         """Write `state` as step `step`. When it returns, the state is copied and may change, but for `later`.
 
+        step:     0 or more
         state:    nested dicts and lists of tensors, DTensors, numbers and strings; what several ranks hold under one
                   name must be equal, and is written once
         extras:   numbers, strings, lists, dicts and small tensors; the first rank's are kept
@@ -119,10 +123,13 @@ class Checkpointer:
         later:    top-level names of what is copied in the background: it must not change before `wait_until_copied`
 
         Raises CheckpointError when the save before this one failed (this one is then not begun), RankLost, and
-        ConfigError for a state that cannot be saved. With `asynchronous=False`, also when this one failed.
+        ConfigError for a state or step that cannot be saved. With `asynchronous=False`, also when this one failed.
         """
         self.wait()
+        step = operator.index(step)  # NumPy's and torch's own are no numbers to JSON
         with self._agreed():
+            if step < 0:
+                raise ConfigError("step", step, "is below 0", "count from 0, or from 1")
             leaves = flatten(state)
             tensors = _tensors(leaves)
             values = {name: encode(leaf.value, name) for name, leaf in leaves.items() if name not in tensors}
@@ -347,6 +354,6 @@ def _left_over(
     names = {name for _, names, _ in held for name in names}
     for name in [*index["tensors"], *index["values"]]:
         if name not in names and name.startswith(tops):
-            remedy = "load it into the same model and optimiser"
+            remedy = "load it into the same model and optimiser, whose state torch makes at its first step"
             return name, "", f"is in {found.path.name}, but the state has no place for it", remedy
     return None

@@ -32,6 +32,7 @@ class Loader:
             ...
 
     batch_size: of the whole group; every rank gets a contiguous part of it
+    share:      (rank, number of ranks); ranks count from 0
     drop_last:  training: an incomplete last global batch is left out, so that every step is over equally many samples.
                 Evaluation (`shuffle=False, drop_last=False`): every sample is given once; of the last batch a rank may
                 get fewer, or none. A rank with none gets one filler sample and `num_samples == 0`: it takes part in
@@ -60,7 +61,7 @@ class Loader:
         self.num_samples = self.num_global = 0
         self.last_indices: list[int] | None = None
         share = Share(*share)
-        _check_batch_size(batch_size, share, drop_last or hasattr(source, "batches"))
+        _check_division(batch_size, share, drop_last or hasattr(source, "batches"))
         shuffle = self.spec.shuffle if shuffle is None else shuffle
         reader: Reader
         self._course: Course
@@ -169,7 +170,11 @@ class Loader:
         self.close()
 
 
-def _check_batch_size(batch_size: int, share: Share, is_equal: bool) -> None:
+def _check_division(batch_size: int, share: Share, is_equal: bool) -> None:
+    if not 0 <= share.rank < share.size:
+        raise ConfigError(
+            "share", tuple(share), "is no rank of so many", "ranks are 0 to size - 1, as in (0, 2), (1, 2)"
+        )
     if batch_size < 1 or (is_equal and batch_size % share.size):
         near = max(batch_size // share.size, 1) * share.size
         problem = f"does not divide by {share.size} data ranks"

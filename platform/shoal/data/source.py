@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.errors import ConfigError
 
@@ -37,7 +37,10 @@ class Data:
 
 
 def is_iterable(source: Source) -> bool:
-    """False for a map-style dataset. Raises ConfigError for what is no dataset at all."""
+    """False for a map-style dataset. Raises ConfigError for what is no dataset at all, or gives batches of its own."""
+    if isinstance(source, DataLoader) and source.batch_sampler is not None:
+        remedy = "give its dataset, and its collate function as Data(collate=...)"
+        raise ConfigError("data", type(source).__name__, "gives batches, and not samples", remedy)
     if isinstance(source, IterableDataset):
         return True
     if hasattr(source, "__len__") and (hasattr(source, "__getitem__") or offers(source, "batch")):
