@@ -256,6 +256,9 @@ def test_pictures_in_the_models_size_and_channels(tmp_path: Path) -> None:
     np.testing.assert_allclose(found["image"], GREY[None] / 255, atol=1e-6)
     (found,) = rows("picture", "--image", "grey.png", "--white", "255")
     np.testing.assert_array_equal(found["image"], GREY[None])
+    assert "a white pixel was sent as 1; --white 255" in predict("picture", "--image", "grey.png").stderr
+    assert "--white" not in predict("picture", "--image", "grey.png", "--white", "1").stderr
+    assert "--white" not in predict("wholes", "--image", "grey.png").stderr  # in whole numbers there is no doubt
     both = rows("colours", "--image", "grey.png", "--image", "large.png")
     np.testing.assert_array_equal(both[0]["image"], np.stack([GREY] * 3, axis=2))
     assert np.shape(both[1]["image"]) == (4, 4, 3)

@@ -29,7 +29,7 @@ from shoal.cluster.jobs import Job, JobStatus, new_submission_id, submit
 from shoal.config import word_of
 from shoal.errors import ConfigError, RunError
 from shoal.flows.batch_predict import BatchPredictSpec, check
-from shoal.runs.origin import COMMAND_VARIABLE, as_typed
+from shoal.runs.origin import as_typed, command_variable
 from shoal.runs.storable import storable
 
 POLL_S = 0.2
@@ -109,7 +109,7 @@ def _run(fields: list[str], cluster: ClusterHandle | None, console: Console, sta
     if cluster.is_local:
         environment, python, folder = job_environment(new_run_id(), command), sys.executable, None
     else:
-        environment, python, folder = {COMMAND_VARIABLE: command}, "python", Path.cwd()  # where hooks lie
+        environment, python, folder = command_variable(command), "python", Path.cwd()  # where hooks lie
     words = [python, "-m", MODULE, *fields]
     submit(cluster, words, env=environment, working_dir=folder, submission_id=job.submission_id)
     outcome = _followed(job, console)

@@ -115,6 +115,10 @@ def predict(
     _show(signature, answers, output)
     versions = ", ".join(str(version) for version in sorted({answer.version for answer in answers}))
     click.secho(f"{name} version {versions}, {took_s * 1000:.1f} ms", dim=True, err=True)
+    if images and white is None and not read.is_whole(signature.inputs[0]):
+        click.secho(
+            "a white pixel was sent as 1; --white 255 if the model takes pixels of 0 to 255", dim=True, err=True
+        )
 
 
 def _ask(

@@ -184,19 +184,20 @@ def from_images(paths: Sequence[Path], white: float | None, inputs: Sequence[Ten
     spec = _only("image", str(paths[0]), inputs)
     if white is not None and not math.isfinite(white):
         raise DataError("white", white, "is no number of a pixel", "for example 1 or 255")
-    scale = (white if white is not None else 255.0 if _is_whole(spec) else 1.0) / 255.0
+    scale = (white if white is not None else 255.0 if is_whole(spec) else 1.0) / 255.0
     pictures = [_scaled(_picture(path, spec), scale, spec) for path in paths]
     is_one_size = len({picture.shape for picture in pictures}) == 1
     return {spec.name: np.stack(pictures) if is_one_size else pictures}
 
 
 def _scaled(picture: np.ndarray, scale: float, spec: TensorSpec) -> np.ndarray:
-    if _is_whole(spec):  # whether the input can hold them, the client says
+    if is_whole(spec):  # whether the input can hold them, the client says
         return picture if scale == 1.0 else np.rint(picture * scale).astype(np.int64)
     return (picture * scale).astype(np.float32 if spec.datatype == "BF16" else NUMPY[spec.datatype])
 
 
-def _is_whole(spec: TensorSpec) -> bool:
+def is_whole(spec: TensorSpec) -> bool:
+    """Whether it takes whole numbers."""
     return spec.datatype != "BF16" and NUMPY[spec.datatype].kind in "iu"
 
 
@@ -264,7 +265,7 @@ def _values(word: str, text: str, spec: TensorSpec) -> list[Any]:
     try:
         if spec.datatype == "BOOL":
             return [{"true": True, "1": True, "false": False, "0": False}[part.lower()] for part in parts]
-        return [int(part) if _is_whole(spec) else float(part) for part in parts]
+        return [int(part) if is_whole(spec) else float(part) for part in parts]
     except (ValueError, KeyError):
         raise DataError("input", word, f"is not a list of {spec.datatype}", f"for example {spec.name}=1,0,1") from None
 

@@ -23,7 +23,7 @@ from shoal.config import last_value, word_of
 from shoal.errors import ClusterError, ConfigError, RunError
 from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec
 from shoal.registry import split_ref
-from shoal.runs.origin import COMMAND_VARIABLE, apart, as_typed
+from shoal.runs.origin import apart, as_typed, command_variable
 
 POLL_S = 0.5
 _READY = re.compile(r"^serving \S+ \(now \S+\) at (http://[^/\s]+)", re.MULTILINE)
@@ -43,7 +43,7 @@ def deploy_elsewhere(
     name = split_ref(spec.models[0])[0] if own == NAMED_BY_MODEL else own
     shown, secrets = apart([*map(_within, fields), word_of("endpoint.name", name)])
     run_id = new_run_id()
-    env = {"SHOAL_RUN_ID": run_id, COMMAND_VARIABLE: as_typed(["shoal", *sys.argv[1:]]), **secrets}
+    env = {"SHOAL_RUN_ID": run_id, **command_variable(as_typed(["shoal", *sys.argv[1:]])), **secrets}
     job = Job(cluster, run_id)
     end_as_by_ctrl_c()
     with ended_when_given_up(job.end):

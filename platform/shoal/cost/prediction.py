@@ -8,7 +8,6 @@ and process groups as they were.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shoal.cores import usable_cores
 from shoal.cost.alone import Alone, Costed, first_batch, look, undisturbed
 from shoal.cost.dry_run import Configured, DryRun, MakeOptimizer, dry_run, representatives
 from shoal.cost.message import way_s
@@ -45,7 +45,7 @@ def predict(task: Costed, spec: Configured, make_optimizer: MakeOptimizer) -> Co
     degrees = spec.degrees()
     samples = spec.parallel.samples(spec.batch_size, degrees)
     device = choose_device(spec.device, 0)
-    threads = spec.threads or max(1, (os.cpu_count() or 1) // spec.workers)
+    threads = spec.threads or max(1, usable_cores() // spec.workers)
     with undisturbed(spec.seed, threads):
         data = task.data()
         model = task.model().to(device)

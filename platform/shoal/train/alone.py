@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 import psutil
 
 import shoal.runs
+from shoal.cores import usable_cores
 from shoal.cost import PREDICTED
 from shoal.errors import ShoalError
 from shoal.home import home
@@ -64,7 +65,7 @@ def train_here(
     with ExitStack() as closing:
         world = World.from_environment(spec.device, spec.parallel.backend)
         closing.callback(world.close)
-        set_threads(spec, os.cpu_count() or 1)
+        set_threads(spec, usable_cores())
         recorder, problem = None, ""
         if world.is_first:
             try:

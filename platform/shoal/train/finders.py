@@ -7,7 +7,6 @@ lets it go: nothing of a run, and no random number of the caller, is touched. Wh
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -20,6 +19,7 @@ import psutil
 import torch
 
 from shoal.batches import num_samples, tensors_of
+from shoal.cores import usable_cores
 from shoal.cost.alone import first_samples, undisturbed
 from shoal.cost.memory import bytes_of, growth, state_of
 from shoal.data.source import length_of
@@ -257,7 +257,7 @@ def _alone(spec: TrainSpec) -> Iterator[tuple[Assembly, torch.device]]:
     plan = spec.parallel.model_copy(update=degrees)
     changes = {"parallel": plan, "workers": 1, "schedule": ScheduleSpec(), "average": None, "selective_backprop": None}
     alone = spec.model_copy(update=changes)
-    with undisturbed(spec.seed, spec.threads or os.cpu_count() or 1):
+    with undisturbed(spec.seed, spec.threads or usable_cores()):
         world = World.alone(spec.device)
         with closing(assemble(alone, make_task(spec.task, spec.args), world)) as parts:
             yield parts, world.device
