@@ -49,6 +49,16 @@ class MetricOfOne(Toy):
         return {"accuracy": super().metrics(outputs, batch)["accuracy"].reshape(1)}
 
 
+class NoMetrics(Toy):
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        return None  # type: ignore[return-value]
+
+
+class OneTensor(Toy):
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        return batch[0]  # type: ignore[no-any-return]
+
+
 class PlainNumber(Toy):
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
         return {"accuracy": 0.5}  # type: ignore[dict-item]
@@ -245,6 +255,8 @@ def test_arguments_that_a_task_does_not_take() -> None:
             "OtherLoss.metrics has a 'loss', which would take the place of the loss itself",
             "give it another",
         ),
+        ("NoMetrics", "NoMetrics.metrics gave a NoneType", "return a dict of scalar tensors by name"),
+        ("OneTensor", "OneTensor.inputs gave a Tensor", "return a tuple of the model's arguments"),
         ("PlainNumber", "PlainNumber.metrics: 'accuracy' gave a float", "return the mean over the batch"),
     ],
 )

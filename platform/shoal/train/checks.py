@@ -7,6 +7,7 @@ them go again. Takes no step.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +83,7 @@ def _try_out(spec: TrainSpec, task: Task, data: Data, samples: int) -> Checked:
         batch, steps_per_epoch = example_batch(data.train, data.collate, min(samples, 2)), loader.num_batches
     finally:
         loader.close()
+    _require_inputs(task, spec, batch)
     total_steps_of(spec, steps_per_epoch)
     seed_everything(spec.seed)
     model = _model_that_fits(task, spec)
@@ -147,6 +149,15 @@ def _require_methods(task: Task, spec: TrainSpec) -> None:
             raise ConfigError("task", spec.task, problem, f"write {name}: see shoal.train.Task")
 
 
+def _require_inputs(task: Task, spec: TrainSpec, batch: object) -> None:
+    """A tensor would be taken for its rows, and a dict for its keys."""
+    found: object = task.inputs(batch)
+    if not isinstance(found, tuple | list):
+        problem = f"{type(task).__name__}.inputs gave a {type(found).__name__}"
+        remedy = "return a tuple of the model's arguments, as in (batch['x'],)"
+        raise ConfigError("task", spec.task, problem, remedy)
+
+
 def _measures(spec: TrainSpec, task: Task, model: nn.Module, batch: object) -> list[str]:
     """What an evaluation will measure, by name. Raises ConfigError for what is no scalar."""
     was_training = model.training
@@ -154,7 +165,10 @@ def _measures(spec: TrainSpec, task: Task, model: nn.Module, batch: object) -> l
     try:
         with torch.no_grad():
             outputs = model(*task.inputs(batch))
-            metrics = task.metrics(outputs, batch)
+            metrics: object = task.metrics(outputs, batch)
+            if not isinstance(metrics, Mapping):
+                problem = f"{type(task).__name__}.metrics gave a {type(metrics).__name__}"
+                raise ConfigError("task", spec.task, problem, "return a dict of scalar tensors by name, {} for none")
             found: dict[str, object] = {"loss": task.loss(outputs, batch), **metrics}
     finally:
         model.train(was_training)
