@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,34 @@ def test_names_types_and_shapes(kind: str, names: list[str]) -> None:
     assert outputs == [("FP32", [-1, 6]), ("INT64", [-1]), ("BF16", [-1, 6])]
     assert [each.name for each in found.outputs] == names
     assert model.training  # it is left as it was found
+
+
+@pytest.mark.parametrize(
+    ("answers", "problem"),
+    [
+        (lambda given: {"label": given["output"].argmax(-1)}, r"gave no 'output', but 'label'"),
+        (
+            lambda given: {"output": given["output"].astype(float)},
+            r"gave .output. as float64 \[2, 3\], and .* as float32 \[2, 3\]",
+        ),
+        (lambda given: {"output": given["output"].max(-1)}, r"gave 'output' as float32 \[2\], and the network as"),
+        (lambda given: {"output": given["output"].tolist()}, "gave 'output' as a list"),
+        (lambda given: given["output"], "gave a ndarray"),
+        (lambda given: given["outputs"], "raised KeyError: 'outputs'"),
+    ],
+)
+def test_what_postprocess_may_not_make_of_the_outputs(answers: Any, problem: str) -> None:
+    """An endpoint would say so of every request, when the network has long been trained."""
+    task = Task()
+    task.postprocess = answers
+    with pytest.raises(ConfigError, match=rf"Task\.postprocess {problem}"):
+        signature_of(task, nn.Linear(4, 3), (torch.ones(2, 4), torch.zeros(2)))
+
+
+def test_what_postprocess_may_make_of_the_outputs() -> None:
+    task = Task()
+    task.postprocess = lambda given: {"output": np.negative(given["output"], out=given["output"]), "more": np.ones(1)}
+    assert signature_of(task, nn.Linear(4, 3), (torch.ones(2, 4), torch.zeros(2))).outputs[0].shape == [-1, 3]
 
 
 def test_more_inputs_than_names_are_numbered() -> None:

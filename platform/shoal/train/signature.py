@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +25,10 @@ DATATYPES = {
 
 
 def signature_of(task: Task, model: nn.Module, batch: Any) -> Signature:
-    """Names, datatypes and shapes; dimension 0 is the batch. Raises ConfigError for what is not made of tensors."""
+    """Names, datatypes and shapes; dimension 0 is the batch.
+
+    Raises ConfigError for what is not made of tensors, and for a `postprocess` of the Task whose answers they are not.
+    """
     inputs = task.inputs(batch)
     was_training = model.training
     model.eval()
@@ -35,7 +39,38 @@ def signature_of(task: Task, model: nn.Module, batch: Any) -> Signature:
         model.train(was_training)
     names = [*inspect.signature(model.forward).parameters]
     taken = [(names[index] if index < len(names) else f"input_{index}", value) for index, value in enumerate(inputs)]
-    return Signature(inputs=_tensors(task, taken), outputs=_tensors(task, _named_outputs(outputs)))
+    given = _named_outputs(outputs)
+    signature = Signature(inputs=_tensors(task, taken), outputs=_tensors(task, given))
+    _require_same(task, dict(given))
+    return signature
+
+
+def _require_same(task: Task, outputs: Mapping[str, Tensor]) -> None:
+    """An endpoint would refuse what `postprocess` makes of them, for every request."""
+    if task.postprocess is None or any(value.dtype is torch.bfloat16 for value in outputs.values()):
+        return  # NumPy has no bfloat16: an endpoint hands over its bits
+    arrays = {name: value.numpy(force=True) for name, value in outputs.items()}
+    who, remedy = f"{type(task).__name__}.postprocess", "it may change values, but no names, datatypes and shapes"
+    try:
+        answers: object = task.postprocess({name: array.copy() for name, array in arrays.items()})
+    except Exception as error:  # whatever a user's hook raises, it would raise it for every request
+        problem = f"{who} raised {type(error).__name__}: {error}"
+        raise ConfigError("task", type(task).__name__, problem, "it is given the outputs as arrays by name") from error
+    if not isinstance(answers, Mapping):
+        problem = f"{who} gave a {type(answers).__name__}"
+        raise ConfigError("task", type(task).__name__, problem, "return a dict of arrays by name")
+    for name, array in arrays.items():
+        answer = answers.get(name)
+        if answer is None:
+            problem = f"{who} gave no {name!r}, but {', '.join(map(repr, answers)) or 'nothing'}"
+            raise ConfigError("task", type(task).__name__, problem, remedy)
+        if not isinstance(answer, np.ndarray) or (answer.dtype, answer.shape) != (array.dtype, array.shape):
+            problem = f"{who} gave {name!r} as {_kind(answer)}, and the network as {_kind(array)}"
+            raise ConfigError("task", type(task).__name__, problem, remedy)
+
+
+def _kind(value: object) -> str:
+    return f"{value.dtype} {[*value.shape]}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
 
 
 def _named_outputs(outputs: Any) -> list[tuple[str, Any]]:
