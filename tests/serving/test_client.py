@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -66,6 +67,26 @@ def test_every_datatype_goes_there_and_back(client: Client) -> None:
         expected = np.array([[b"a", "ß".encode()]], dtype=object) if name == "bytes" else array
         np.testing.assert_array_equal(answer[name], expected, err_msg=name)
         assert answer[name].dtype == expected.dtype, name
+
+
+def test_outputs_are_those_of_a_mapping(client: Client) -> None:
+    answer = client.infer("two", {"a": [[1, 2]], "b": [3]})
+    assert (list(answer), len(answer), "a" in answer, "c" in answer) == (["a", "b"], 2, True, False)
+    assert {name: array.tolist() for name, array in dict(answer).items()} == {"a": [[1, 2]], "b": [3]}
+    with pytest.raises(KeyError, match="there is no output 'c': two gave 'a', 'b'"):
+        answer["c"]
+
+
+def test_a_forked_process_has_connections_of_its_own(client: Client) -> None:
+    def are_ours(first: int) -> bool:
+        return all(client.infer("m", [[number, 0, 0]])["x"][0, 0] == number for number in range(first, first + 60))
+
+    assert are_ours(0)
+    child = os.fork()
+    if not child:
+        os._exit(0 if are_ours(1000) else 1)  # nothing of pytest's may run here
+    ours = are_ours(2000)
+    assert (ours, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) == (True, 0)
 
 
 def test_lists_and_other_floats_become_what_the_model_takes(client: Client) -> None:

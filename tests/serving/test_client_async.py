@@ -61,6 +61,19 @@ def test_the_asynchronous_client_asks_alike(endpoint: tuple[str, Counting], host
     asyncio.run(ask())
 
 
+def test_it_is_for_one_event_loop(endpoint: tuple[str, Counting]) -> None:
+    client = AsyncClient(endpoint[0], token=TOKEN)
+
+    async def live() -> bool:
+        return await client.live()
+
+    with asyncio.Runner() as runner:
+        assert runner.run(live())
+        with pytest.raises(Closed, match="belongs to another event loop: make a client in each"):
+            asyncio.run(live())
+        runner.run(client.close())
+
+
 def test_a_cancelled_call_leaves_the_endpoint(endpoint: tuple[str, Counting], host: FakeHost) -> None:
     model = host.models_by_name["m"]
 

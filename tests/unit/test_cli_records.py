@@ -409,6 +409,16 @@ def test_models_are_listed_shown_promoted_and_rolled_back() -> None:
     assert json.loads(typed(models, "show", "cartpole", "--json"))["aliases"] == ["candidate"]
 
 
+def test_a_model_of_half_precision_is_shown() -> None:
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}).encode()
+    payload = len(header).to_bytes(8, "little") + header + bytes(12)
+    signature = Signature(inputs=[], outputs=[])
+    Registry().register(
+        "half", WeightSnapshot.from_payload(1, payload), model=ModelFactory(factory="m:N"), signature=signature
+    )
+    assert "1 tensors, 6 values, " in typed(models, "show", "half")
+
+
 def test_an_unknown_model_is_a_registry_error() -> None:
     with pytest.raises(RegistryError, match="shoal models list"):
         typed(models, "show", "cartpole@1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,13 @@ def test_entries_are_few_and_say_how_many_they_stand_for_also_after_a_restart(
     for _ in range(3):
         again.controller.tick()
     assert again.entries()[1:] == [("rollback", 1, 5, "bad 5 (and 2 versions before it, since the last entry)")]
+
+
+def test_weights_of_a_datatype_that_numpy_has_not_survive_the_controller_too(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    half = WeightSnapshot.from_payload(1, len(header).to_bytes(8, "little") + header + bytes(4))
+    StateFile(tmp_path / "e.json").keep_weights("m", half)
+    assert StateFile(tmp_path / "e.json").weights("m", 1) == half
 
 
 def test_weights_are_kept_when_they_are_wanted_and_survive_the_controller_but_not_the_endpoint(

@@ -6,6 +6,7 @@ Parse, call, print: everything is asked of `shoal.registry`.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -105,9 +106,9 @@ def show(model: str, as_json: bool) -> None:
     manifest = found.manifest
     payload, built_by = f"{size(manifest.size_bytes)}, whole", f"{PAYLOAD_FILES[manifest.model.format]} alone"
     if manifest.model.format == "module":
-        tensors = snapshot.tensors()
-        num_values = sum(tensor.size for tensor in tensors.values())
-        payload = f"{len(tensors)} tensors, {num_values:,} values, {payload}"
+        shapes = snapshot.shapes()
+        num_values = sum(math.prod(shape) for shape in shapes.values())
+        payload = f"{len(shapes)} tensors, {num_values:,} values, {payload}"
         built_by = f"{manifest.model.factory} {json.dumps(_shortened(manifest.model.kwargs))}"
     since = age(time.time() - manifest.created_at)
     facts = [

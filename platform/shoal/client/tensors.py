@@ -7,7 +7,7 @@ into an FP32 that is infinite; nor anything but str and bytes into BYTES. Whethe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -37,8 +37,8 @@ HEADER_LENGTH = "inference-header-content-length"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The outputs of one call by name, and the version of the weights that made all of them.
+class Answer(Mapping[str, np.ndarray]):
+    """The outputs of one call, a mapping by name, and the version of the weights that made all of them.
 
     BF16 outputs are float32 here; BYTES outputs are object arrays of bytes.
     """
@@ -52,6 +52,12 @@ class Answer:
         if name not in self.outputs:
             raise KeyError(f"there is no output {name!r}: {self.model} gave {', '.join(map(repr, self.outputs))}")
         return self.outputs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.outputs)
+
+    def __len__(self) -> int:
+        return len(self.outputs)
 
 
 def as_arrays(signature: ModelMetadata, inputs: Inputs) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ Owned by the clients. Never decides what is tried again: that is `exchange`'s.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 
 import httpx
@@ -38,16 +39,23 @@ def _settings(url: str, token: str, num_connections: int) -> dict[str, object]:
 
 
 class Transport:
-    """Blocking; for any number of threads."""
+    """Blocking; for any number of threads. A forked process opens connections of its own."""
 
     def __init__(self, url: str, token: str, num_connections: int) -> None:
-        self._http = httpx.Client(**_settings(url, token, num_connections))  # type: ignore[arg-type]
+        self._settings = _settings(url, token, num_connections)
+        self._open()
+
+    def _open(self) -> None:
+        self._pid = os.getpid()
+        self._http = httpx.Client(**self._settings)  # type: ignore[arg-type]
 
     def have(self, conversation: Conversation) -> Reply:
         """Do what the conversation says, to its end. Raises what it raises, and Closed."""
         if self._http.is_closed:
             conversation.close()
             raise Closed("the client is closed")
+        if os.getpid() != self._pid:  # else two processes would read each other's answers
+            self._open()
         outcome: Outcome = None
         try:
             while True:
@@ -92,6 +100,7 @@ class AsyncTransport:
     def __init__(self, url: str, token: str, num_connections: int) -> None:
         self._http = httpx.AsyncClient(**_settings(url, token, num_connections))  # type: ignore[arg-type]
         self._free = asyncio.Semaphore(num_connections)
+        self._loop: asyncio.AbstractEventLoop | None = None  # that the first call was made on
 
     async def have(self, conversation: Conversation, queue_s: float | None = None) -> Reply:
         """As `Transport.have`; cancelling it closes the connection, which tells the endpoint that nobody waits.
@@ -99,6 +108,7 @@ class AsyncTransport:
         Raises TimeoutError when no connection was free within `queue_s`; None waits for one as long as that takes.
         """
         try:
+            self._require_own_loop()
             async with asyncio.timeout(queue_s):
                 await self._free.acquire()
             try:
@@ -107,6 +117,13 @@ class AsyncTransport:
                 self._free.release()
         finally:
             conversation.close()
+
+    def _require_own_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise Closed("the client belongs to another event loop: make a client in each")
 
     async def _converse(self, conversation: Conversation) -> Reply:
         if self._http.is_closed:

@@ -71,9 +71,14 @@ class WeightSnapshot:
 
     def check(self) -> None:
         """Raises WeightsError when checksum or format do not fit. NumPy need not have the tensors' datatypes."""
+        self.shapes()
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Of the tensors, by name. Raises WeightsError as `check`."""
         self.verify()
         try:
-            safetensors.deserialize(self.payload)  # type: ignore[no-untyped-call]
+            described = safetensors.deserialize(self.payload)  # type: ignore[no-untyped-call]
+            return {name: list(tensor["shape"]) for name, tensor in described}
         except safetensors.SafetensorError as error:
             raise WeightsError(f"the payload is not safetensors: {error}") from None
 

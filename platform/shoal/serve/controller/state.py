@@ -193,7 +193,7 @@ class StateFile:
         if model not in self._weights and self._path is not None:
             with suppress(OSError, msgspec.DecodeError, WeightsError):
                 found = msgspec.msgpack.decode((_weights_folder(self._path) / model).read_bytes(), type=WeightSnapshot)
-                found.tensors()
+                found.check()
                 self._weights[model] = found
         kept = self._weights.get(model)
         return kept if kept is not None and kept.version == version else None
