@@ -179,7 +179,9 @@ def test_a_library_that_was_replaced_is_imported_as_it_is_now(
     library = tmp_path / "libraries" / "jsonschema.py"
     library.parent.mkdir()
     library.write_text("VERSION = 'before'")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(library.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(library.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    )
     lines = ["found = {'environment': dict(os.environ), 'version': jsonschema.VERSION}"]
     lines.append("print(json.dumps([found, {'parent': os.getppid()}]))")
     script.write_text("\n".join(["import json, jsonschema, os", *lines]))
