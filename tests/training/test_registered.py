@@ -17,6 +17,7 @@ from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs import Run, Status
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.options import ModelOptions
+from shoal.serve.sources import RegisteredModel
 from shoal.train.alone import train_here
 from shoal.train.outcome import Outcome
 from shoal.train.registered import build, factory_of, model_name
@@ -180,6 +181,21 @@ def test_what_a_task_does_to_its_inputs_is_done_by_whoever_serves_it(
 
 def _halved(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: array / 2 for name, array in arrays.items()}
+
+
+def test_what_a_task_makes_of_its_outputs_is_what_is_registered_and_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    text = PREPARED.replace('{"output": -arrays["output"]}', '{"best": arrays["output"].argmax(-1).astype(str)}')
+    (tmp_path / "named.py").write_text(text)
+    train_here(spec_of(task=f"{tmp_path}/named.py:Prepared", name="named", args={}))
+    package = RegisteredModel("named", str(Registry().root)).package(1)
+    assert [(each.name, each.datatype, each.shape) for each in package.signature.outputs] == [("best", "BYTES", [-1])]
+    assert package.snapshot is not None
+    model = Predictor(package.factory, package.signature, ModelOptions()).load(package.snapshot)
+    (answer,) = model.predict_batch([{"input": np.ones((2, 8), np.float32)}])
+    assert set(answer["best"]) <= {b"0", b"1", b"2"}
 
 
 def test_a_task_without_code_for_its_endpoint_has_none() -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
+from shoal.open_inference.datatypes import NUMPY
 from shoal.registry import Signature, TensorSignature
-from shoal.train.task import Task
+from shoal.train.task import Hook, Task
 
 DATATYPES = {
     **{torch.bool: "BOOL", torch.uint8: "UINT8", torch.int8: "INT8", torch.int16: "INT16", torch.int32: "INT32"},
@@ -25,9 +26,9 @@ DATATYPES = {
 
 
 def signature_of(task: Task, model: nn.Module, batch: Any) -> Signature:
-    """Names, datatypes and shapes; dimension 0 is the batch.
+    """Names, datatypes and shapes; dimension 0 is the batch. Outputs are what the Task's `postprocess` makes of them.
 
-    Raises ConfigError for what is not made of tensors, and for a `postprocess` of the Task whose answers they are not.
+    Raises ConfigError for what is not made of tensors, and for a `postprocess` that fails or gives no arrays.
     """
     inputs = task.inputs(batch)
     was_training = model.training
@@ -40,37 +41,47 @@ def signature_of(task: Task, model: nn.Module, batch: Any) -> Signature:
     names = [*inspect.signature(model.forward).parameters]
     taken = [(names[index] if index < len(names) else f"input_{index}", value) for index, value in enumerate(inputs)]
     given = _named_outputs(outputs)
-    signature = Signature(inputs=_tensors(task, taken), outputs=_tensors(task, given))
-    _require_same(task, dict(given))
-    return signature
+    described = _tensors(task, given)
+    if task.postprocess is not None:
+        described = _answers(task, task.postprocess, dict(given))
+    return Signature(inputs=_tensors(task, taken), outputs=described)
 
 
-def _require_same(task: Task, outputs: Mapping[str, Tensor]) -> None:
-    """An endpoint would refuse what `postprocess` makes of them, for every request."""
-    if task.postprocess is None or any(value.dtype is torch.bfloat16 for value in outputs.values()):
-        return  # NumPy has no bfloat16: an endpoint hands over its bits
-    arrays = {name: value.numpy(force=True) for name, value in outputs.items()}
-    who, remedy = f"{type(task).__name__}.postprocess", "it may change values, but no names, datatypes and shapes"
+def _answers(task: Task, postprocess: Hook, outputs: Mapping[str, Tensor]) -> list[TensorSignature]:
+    """What `postprocess` makes of the outputs, which an endpoint hands it as arrays, bfloat16 as float32."""
+    arrays = {
+        name: (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True).copy()
+        for name, value in outputs.items()
+    }
+    num_rows = len(next(iter(outputs.values())))
+    remedy = "return a dict of arrays by name, with a row for each sample"
+
+    def refused(problem: str) -> ConfigError:
+        return ConfigError("task", type(task).__name__, f"{type(task).__name__}.postprocess {problem}", remedy)
+
     try:
-        answers: object = task.postprocess({name: array.copy() for name, array in arrays.items()})
+        answers: object = postprocess(arrays)
     except Exception as error:  # whatever a user's hook raises, it would raise it for every request
-        problem = f"{who} raised {type(error).__name__}: {error}"
-        raise ConfigError("task", type(task).__name__, problem, "it is given the outputs as arrays by name") from error
-    if not isinstance(answers, Mapping):
-        problem = f"{who} gave a {type(answers).__name__}"
-        raise ConfigError("task", type(task).__name__, problem, "return a dict of arrays by name")
-    for name, array in arrays.items():
-        answer = answers.get(name)
-        if answer is None:
-            problem = f"{who} gave no {name!r}, but {', '.join(map(repr, answers)) or 'nothing'}"
-            raise ConfigError("task", type(task).__name__, problem, remedy)
-        if not isinstance(answer, np.ndarray) or (answer.dtype, answer.shape) != (array.dtype, array.shape):
-            problem = f"{who} gave {name!r} as {_kind(answer)}, and the network as {_kind(array)}"
-            raise ConfigError("task", type(task).__name__, problem, remedy)
+        raise refused(f"raised {type(error).__name__}: {error}") from error
+    if not isinstance(answers, Mapping) or not answers:
+        raise refused(f"gave a {type(answers).__name__}" if not isinstance(answers, Mapping) else "gave nothing")
+    found = []
+    for name, answer in answers.items():
+        datatype = _datatype(answer) if isinstance(answer, np.ndarray) else None
+        if datatype is None:
+            kind = answer.dtype if isinstance(answer, np.ndarray) else type(answer).__name__
+            raise refused(f"gave {name!r} as a {kind}")
+        if answer.shape[:1] != (num_rows,):
+            raise refused(f"gave {name!r} with the shape {[*answer.shape]} for {num_rows} samples")
+        found.append(TensorSignature(name=str(name), datatype=datatype, shape=[-1, *answer.shape[1:]]))
+    return found
 
 
-def _kind(value: object) -> str:
-    return f"{value.dtype} {[*value.shape]}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+def _datatype(array: np.ndarray) -> str | None:
+    """The protocol's name; texts are BYTES. None when it has none."""
+    if array.dtype.kind in "OSU":
+        return "BYTES"
+    return next((name for name, dtype in NUMPY.items() if dtype == array.dtype and name != "BF16"), None)
 
 
 def _named_outputs(outputs: Any) -> list[tuple[str, Any]]:
