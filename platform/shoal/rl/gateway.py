@@ -307,9 +307,7 @@ class Gateway:
             return self._refuse(route, "malformed", "incarnation takes 0 to 2^63-1")
         newest = self.queue.ledger.newest_incarnation(hello.actor_id)
         if newest is not None and hello.incarnation < newest:
-            return self._refuse(
-                route, "stale_incarnation", f"incarnation {newest} has been seen: come with a larger one"
-            )
+            return self._refuse(route, "stale_incarnation", f"incarnation {newest} has been seen: use a larger one")
         self._supersede(route, hello)
         self._enter(route, (hello.actor_id, hello.incarnation))
 

@@ -66,17 +66,7 @@ def train_here(
         world = World.from_environment(spec.device, spec.parallel.backend)
         closing.callback(world.close)
         set_threads(spec, usable_cores())
-        recorder, problem = None, ""
-        if world.is_first:
-            try:
-                recorder = closing.enter_context(_record(spec, job))
-            except ShoalError as error:
-                if world.size == 1:
-                    raise
-                problem = str(error)
-        run_id, problem = world.broadcast((recorder.id if recorder else "", problem))
-        if problem:
-            raise ShoalError(problem)
+        run_id, recorder = _begun(spec, job, world, closing)
         folder = home() / "runs" / run_id
         stop = closing.enter_context(interrupts())
         journal: Journal = Recorded(recorder) if recorder else Silent()
@@ -98,6 +88,22 @@ def train_here(
             end_run(spec, outcome, checked, recorder, registers=registers)
         world.barrier()
         return outcome
+
+
+def _begun(spec: TrainSpec, job: str, world: World, closing: ExitStack) -> tuple[str, RunRecorder | None]:
+    """The run's id, and on the first rank its record. Raises ShoalError on all of them when there can be none."""
+    recorder, problem = None, ""
+    if world.is_first:
+        try:
+            recorder = closing.enter_context(_record(spec, job))
+        except ShoalError as error:
+            if world.size == 1:
+                raise
+            problem = str(error)
+    run_id, problem = world.broadcast((recorder.id if recorder else "", problem))
+    if problem:
+        raise ShoalError(problem)
+    return run_id, recorder
 
 
 @contextmanager

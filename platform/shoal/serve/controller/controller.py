@@ -79,9 +79,7 @@ class EndpointController:
         self._lease_s, self._stage_timeout_s = lease_s, stage_timeout_s
         self.reports: dict[str, ReplicaReport] = {}
         self._heard_s: dict[str, float] = {}
-        self._answered: set[str] = (
-            set()
-        )  # who has been ready: a model that is added makes nobody ready until it is there
+        self._answered: set[str] = set()  # who has been ready: while a model is added, nobody is
         self._entered_s: dict[str, float] = {}  # when a model entered its phase, as far as this life knows
         self._books: dict[str, EvidenceBook] = {}
         self.trouble: dict[str, str] = {}  # what the registry said last, by model
@@ -122,7 +120,8 @@ class EndpointController:
         """What a replica has and has counted: its rollouts go on at once. The newest reports of the others."""
         self._hear(report.replica)
         self.reports[report.replica] = report
-        self._answered |= {report.replica} if report.ready else set()
+        if report.ready:
+            self._answered.add(report.replica)
         self._outrun(report.generation)
         for book in self._books.values():
             book.heard(report)
