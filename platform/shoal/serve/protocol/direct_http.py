@@ -33,9 +33,8 @@ Application = Callable[
 SERVES_OWN = b"/-/"
 CLOSING = "shoal.closing"  # the type of a message
 GRPC = b"/inference.GRPCInferenceService/"
-UNREAD_S = (
-    30.0  # for the rest of a request that was answered before it was there: as long as HAProxy waits for a client
-)
+# For the rest of a request that was answered before it was there: as long as HAProxy waits for a client.
+UNREAD_S = 30.0
 STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in http.HTTPStatus}
 
 _application: list[
