@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,6 +54,19 @@ def test_the_allocator_tells_of_what_is_inside_of_operators() -> None:
         after.sort()
     assert grown.peak_bytes >= 3 * 16 * KIB  # the sum, the values, and indices of twice the size
     assert bytes_of([after, after[1:], after.view(2, -1)]) == 16 * KIB
+
+
+def test_a_mapped_file_is_no_memory_of_the_allocator(tmp_path: Path) -> None:
+    (tmp_path / "values").write_bytes(bytes(1024 * KIB))
+    with growth(CPU) as grown, metered(grown) as reading:
+        kept = torch.from_file(str(tmp_path / "values"), size=256 * KIB)
+        dropped = torch.from_file(str(tmp_path / "values"), size=256 * KIB)
+        del dropped
+        made = kept[:KIB] + 1
+        second = made + 1
+    assert reading.peak_bytes == made.nbytes + second.nbytes
+    assert grown.peak_bytes == pytest.approx(reading.peak_bytes, abs=100)  # with what operators take for scalars
+    assert reading.held_bytes == 0
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """What one step takes, seen operator by operator: live bytes, floating point operations, bytes sent to other ranks.
 
 Owns a dispatch mode that is entered for single steps, in a dry run and in a running Trainer alike; a step that is not
-metered does not know of it. Never changes what is computed, and keeps no tensor alive.
+metered does not know of it. Never changes what is computed, and keeps no tensor alive but mapped files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.cost import flops, traffic
 from shoal.cost.carried import Carried
-from shoal.cost.memory import Growth, storages_of
+from shoal.cost.memory import Growth, now_us, storages_of
 
 
 @dataclass
@@ -66,8 +66,9 @@ class Meter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_pretended = is_pretended
         self._thread = threading.get_ident()
-        self._carried = Carried(grown)
+        self._grown, self._carried = grown, Carried(grown)
         self.reading = Reading()
+        self._mapped: list[Tensor] = []
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the storage's id
         self._allocated_bytes = 0  # since entering, and still alive
         self._most_bytes = 0
@@ -96,6 +97,8 @@ class Meter(TorchDispatchMode):
         if not self._in_backward and torch._C._current_graph_task_id() != -1:
             self._in_backward = True
             self.reading.saved_bytes = self._allocated_bytes
+        if func is torch.ops.aten.from_file.default:
+            return self._map(func, args, kwargs)
         out = self._call(func, args, kwargs)
         if self._is_pretended and not isinstance(func, HigherOrderOperator):
             for each in traffic.scratched(func, args, out):
@@ -104,6 +107,18 @@ class Meter(TorchDispatchMode):
             self._see(each, is_new=True)
         self._count(func, args, kwargs, out)
         return out
+
+    def _map(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """A file in memory (in which ranks of a host pass messages, say) is none of the allocator's: it counts nothing.
+
+        It is kept, for the profiler would hear of its end, too, at a time that nobody can tell it.
+        """
+        began_us = now_us()
+        mapped: Tensor = func(*args, **kwargs)
+        self._grown.mapped(mapped.untyped_storage().nbytes(), began_us)
+        self._mapped.append(mapped)
+        self.leave_out([mapped])
+        return mapped
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_pretended or isinstance(func, HigherOrderOperator) or not traffic.is_on_cpu(args):
