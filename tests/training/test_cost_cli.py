@@ -146,6 +146,22 @@ def test_compare_takes_runs_that_did_not_train() -> None:
     assert "memory_peak" not in found[0]
 
 
+def test_each_life_is_paid_for_with_its_own_workers(folder: Path) -> None:
+    with runs.create("train", "workers: 4\nprice_per_device_hour: 3600\n", "run-1") as run:
+        run.event("training", plan="data 4", workers=4)
+    with runs.reopen("run-1") as run:
+        run.event("training", plan="single", workers=1)
+    begin = time.time() - 1000
+    with connect(folder) as connection:
+        connection.execute("UPDATE runs SET created_at = ?, finished_at = ?", (begin, begin + 940))
+        connection.execute("UPDATE events SET time = ? WHERE number = 1", (begin + 20,))
+        connection.execute("UPDATE events SET time = ? WHERE number > 1", (begin + 900,))
+        assert connection.execute("SELECT kind FROM events WHERE number = 1").fetchone()[0] == "training"
+    connection.close()
+    column = column_of(runs.load("run-1"))
+    assert column.values["money"] == pytest.approx(4 * 20 + 1 * 40, abs=1e-3)
+
+
 def test_the_time_between_two_lives_is_not_counted(folder: Path) -> None:
     with runs.create("train", "workers: 1\nprice_per_device_hour: 3600\n", "run-1") as run:
         run.log(10, {"validation/accuracy": 0.5})

@@ -82,6 +82,14 @@ def test_products_with_vectors_and_distances_are_not_nothing() -> None:
     with metered() as reading:
         torch.cdist(matrix, matrix, p=1.0)
     assert reading.flops == 3 * 6 * 6 * 4
+    many, others = torch.randn(30, 4, requires_grad=True), torch.randn(40, 4)
+    with metered() as reading:  # past 25 points by one matrix product, of points with two more columns
+        torch.cdist(many, others).sum().backward()
+    assert reading.flops_forward == 2 * 30 * 40 * (4 + 2)
+    assert reading.flops_backward > 0
+    with metered() as reading:
+        torch._addmm_activation(torch.zeros(40), matrix, others.T)
+    assert reading.flops == 2 * 6 * 4 * 40
 
 
 def test_norms_and_sparse_gradients_multiply_nothing() -> None:

@@ -23,6 +23,7 @@ from shoal.cost.message import way_s
 from shoal.cost.prediction import _messages, predict
 from shoal.cost.pretence import Handled
 from shoal.cost.probe import LONG_S, MOST_MORE, TIMED, WARM, CostProbe, Timed, bubble
+from shoal.cost.reading import metering
 from shoal.cost.table import most, off, shown
 from shoal.data import Data
 from shoal.errors import DataError, PlanError
@@ -31,6 +32,7 @@ from shoal.parallel.host_messages import HostMessages
 from shoal.parallel.model import ParallelModel, parallelize
 from shoal.parallel.pipeline_bubble import predict as play
 from shoal.train import Task, TrainSpec
+from shoal.train.average import Average
 from shoal.train.optimizers import make_optimizer
 
 WIDTH, BATCH = 32, 16
@@ -167,6 +169,26 @@ def test_a_probe_measures_one_step_and_what_was_predicted() -> None:
     predicted = table()
     for name in ("memory_peak", "memory_activations", "flops_step", "sent_bytes", "memory_optimizer"):
         assert measured[name] == predicted[name], name
+
+
+@pytest.mark.parametrize("plan", ["single", "fsdp"])
+def test_an_average_of_the_weights_takes_memory_too(plan: str) -> None:
+    words = [f"parallel={plan}", f"workers={1 if plan == 'single' else 2}"]
+    without, found = table(*words), table(*words, "average=0.9")
+    assert without["memory_average"] == 0.0
+    assert found["memory_average"] == 4 * found["parameters_rank"]
+    assert found["memory_peak"] == without["memory_peak"] + found["memory_average"]
+
+
+def test_a_probe_measures_an_average_of_the_weights() -> None:
+    model, optimizer, batch, _ = probed()
+    averaged = Average(model, 0.9)
+    with metering(model, optimizer, average=averaged.tensors) as found:
+        model.train_step(batch, 0)
+    assert found["memory_average"] == 4 * PARAMETERS
+    with metering(model, optimizer) as without:
+        model.train_step(batch, 1)
+    assert found["memory_peak"] == without["memory_peak"] + 4 * PARAMETERS
 
 
 def test_of_long_steps_a_few_are_timed() -> None:

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.checkpoint import Checkpointer
 from shoal.checkpoint.staging import Staging
 from shoal.data import Data
-from shoal.durable import replace_synced
-from shoal.errors import NotFinite, SpecMismatch
+from shoal.durable import move_synced
+from shoal.errors import ConfigError, NotFinite, SpecMismatch
 from shoal.parallel import World
 from shoal.train.keeping import first_not_finite
 from shoal.train.outcome import Outcome
@@ -289,10 +289,10 @@ def test_the_best_network_is_known_as_that_though_it_was_killed_while_it_was_sav
 ) -> None:
     notes = iter(range(9))
 
-    def killed_at_the_second(path: Path, payload: bytes) -> None:
+    def killed_at_the_second(draft: Path, path: Path) -> None:
         if next(notes) == 1:
             raise Killed
-        replace_synced(path, payload)
+        move_synced(draft, path)
 
     spec = spec_of(
         stop={"steps": 8, "convergence": {"metric": "loss", "patience": 9}},
@@ -300,7 +300,7 @@ def test_the_best_network_is_known_as_that_though_it_was_killed_while_it_was_sav
         checkpoint={"asynchronous": False},
     )
     with monkeypatch.context() as patched:
-        patched.setattr("shoal.durable.replace_synced", killed_at_the_second)
+        patched.setattr("shoal.durable.move_synced", killed_at_the_second)
         with pytest.raises(Killed):
             train(tmp_path, spec)
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
@@ -377,6 +377,20 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     train(tmp_path, spec_of(stop={"steps": 2}))
     with pytest.raises(SpecMismatch):
         train(tmp_path, spec_of(stop={"steps": 4}), hidden=8)
+
+
+def test_metrics_that_some_batches_lack_are_refused(tmp_path: Path) -> None:
+    class Sometimes(Toy):
+        batches = 0
+
+        def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+            self.batches += 1
+            metrics = super().metrics(outputs, batch)
+            return metrics if self.batches == 2 else {**metrics, "of a class": metrics["accuracy"]}
+
+    spec = spec_of(stop={"steps": 2}, evaluate={"batch_size": 32})
+    with pytest.raises(ConfigError, match=r"of a class.* not measured of every batch alike"):
+        Trainer(spec, Sometimes(), World.alone("cpu"), tmp_path).run()
 
 
 def test_selective_backprop_learns_too(tmp_path: Path) -> None:

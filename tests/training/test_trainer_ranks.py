@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from programs import RanksFailed, run_ranks
-from shoal.errors import NotFinite, PlanError, RankLost
+from shoal.errors import ConfigError, NotFinite, PlanError, RankLost
 from shoal.parallel import World
 from shoal.train.spec import TrainSpec
 from train_task import FEATURES, Toy, seen
@@ -103,6 +104,64 @@ def test_every_plan_has_the_losses_of_one_process(alone: dict[int, float], tmp_p
         assert losses == pytest.approx(alone, rel=TOLERANCE), plan
         assert outcome == same
         assert outcome.metrics["accuracy"] > 0.5
+
+
+class Sometimes(Toy):
+    """How well it knows a class is measured of samples that have it, which one rank has."""
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        metrics = super().metrics(outputs, batch)
+        return metrics if torch.distributed.get_rank() else {**metrics, "of a class": metrics["accuracy"]}
+
+
+def evaluated_unalike(world: World, folder: Path, spec: TrainSpec) -> str:
+    """The program of a rank that must fail: what it raised."""
+    from shoal.train.trainer import Trainer
+
+    with pytest.raises(ConfigError) as raised:
+        Trainer(spec, Sometimes(), world, folder).run()
+    return str(raised.value)
+
+
+def test_metrics_that_one_rank_measures_alone_are_refused_on_all(tmp_path: Path) -> None:
+    for said in run_ranks(evaluated_unalike, 2, tmp_path, spec_of("ddp", stop={"steps": 2})):
+        assert "Task.metrics" in said
+        assert "not measured of every batch alike" in said
+
+
+class Unevenly(Toy):
+    """Its second rank takes long to evaluate."""
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            time.sleep(0.5)
+        return super().metrics(outputs, batch)
+
+
+class Waits(Losses):
+    """A journal that keeps the shares of time spent waiting for other ranks."""
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.shares += [share for name, share in values.items() if name == "wait/communication"]
+
+
+def waits(world: World, folder: Path, spec: TrainSpec) -> list[float]:
+    """The program of a rank: what is reported of waiting."""
+    from shoal.train.trainer import Trainer
+
+    journal = Waits()
+    Trainer(spec, Unevenly(count=64), world, folder, journal=journal).run()
+    return journal.shares
+
+
+def test_ranks_that_wait_in_an_evaluation_do_not_wait_in_a_step(tmp_path: Path) -> None:
+    spec = spec_of("fsdp", evaluate={"every_steps": 2}, stop={"steps": 6}, log_every_steps=2, checkpoint={})
+    shares, _ = run_ranks(waits, 2, tmp_path, spec)
+    assert len(shares) == 3
+    assert max(shares) < 1.0
 
 
 def test_a_pipeline_has_the_losses_of_one_process(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.cost.alone import Costed, first_batch
+from shoal.cost.memory import averages_of
 from shoal.cost.pretence import Handled, Play, pretended
 from shoal.cost.reading import metering
 from shoal.data import Data
@@ -42,6 +43,7 @@ class Configured(Protocol):
     seed: int
     threads: int | None
     clip_norm: float | None
+    average: float | None
 
     @property
     def optimizer(self) -> Any: ...
@@ -120,7 +122,8 @@ def dry_run(
             *_, warm = (timer(next(steps)) for _ in range(NUM_WARM))
             timed = [timer(next(steps)) for _ in range(_repeats(warm, degrees))]
             messages_s = play.handled.medians()
-            with metering(model, optimizer, is_pretended=True) as found:
+            average = averages_of(parameters) if spec.average is not None else []
+            with metering(model, optimizer, is_pretended=True, average=average) as found:
                 _step(model, optimizer, batch, next(steps), spec.clip_norm)
             values = {**found, "step_s": min(each.step_s for each in timed)}
             if not isinstance(model, Pipelined):

@@ -127,7 +127,7 @@ def _matrix_vector(args: Sequence[Any], out: Any) -> int:
 
 
 def _summed_products(args: Sequence[Any], out: Any) -> int:
-    """All the products of two stacks of matrices, added up."""
+    """All the products of two matrices, or of two stacks of them, added up."""
     return 2 * int(args[1].numel()) * int(args[2].shape[-1])
 
 
@@ -158,6 +158,11 @@ def _distances(args: Sequence[Any], out: Any) -> int:
     """Each distance subtracts, raises and adds over the width."""
     points = args[0] if args[0].dim() >= 2 else args[1]
     return 3 * int(out.numel()) * int(points.shape[-1])
+
+
+def _euclidean_distances(args: Sequence[Any], out: Any) -> int:
+    """Of many points, which torch finds by one product: of the points, each with its square and a one beside it."""
+    return 2 * int(out.numel()) * (int(args[0].shape[-1]) + 2)
 
 
 def _distances_backward(args: Sequence[Any], out: Any) -> int:
@@ -194,7 +199,9 @@ FORMULAS: dict[Any, Formula] = {
     aten.vdot: _dot,
     aten.addr: _outer,
     aten._int_mm: _integer_product,
+    aten._addmm_activation: _summed_products,
     aten._cdist_forward: _distances,
+    aten._euclidean_dist: _euclidean_distances,
     aten._cdist_backward: _distances_backward,
     aten._fft_r2c: _fourier,
     aten._fft_c2r: _fourier,

@@ -29,7 +29,11 @@ class Growth:
 
     def freed(self, num_bytes: int) -> None:
         """Called on a thread that the profiler does not listen to, when it frees what was allocated in the body."""
-        self._unheard.append((time.time_ns() / 1e3, -num_bytes))
+        self._unheard.append((now_us(), -num_bytes))
+
+    def mapped(self, num_bytes: int, began_us: float) -> None:
+        """Called when a file was mapped that stays: the profiler has heard of it, since this time, as if allocated."""
+        self._unheard.append((began_us, -num_bytes))
 
     def follow(self, changes: Iterable[tuple[float, int]]) -> None:
         """The peak is what these make it, in the order of their times, with what was freed unheard."""
@@ -37,6 +41,11 @@ class Growth:
         for _, change in sorted([*changes, *self._unheard]):
             live += change
             self.peak_bytes = max(self.peak_bytes, live)
+
+
+def now_us() -> float:
+    """By the clock that the profiler goes by."""
+    return time.time_ns() / 1e3
 
 
 @contextmanager
@@ -97,6 +106,13 @@ def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
 def local(tensor: Tensor) -> Tensor:
     """What of a distributed tensor lies on this rank."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def averages_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors that take what an average of these takes on this rank; of at least float32, as a run keeps it."""
+    here = [local(parameter) for parameter in parameters]
+    numbers = [each for each in here if each.is_floating_point() or each.is_complex()]
+    return [torch.empty_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in numbers]
 
 
 def state_of(modules: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, list[Tensor]]:

@@ -131,7 +131,8 @@ def _round(run: Callable[[int, Play], DryRun], degrees: Degrees) -> dict[int, Dr
 def _scaled(one: DryRun, two: DryRun, by: float) -> DryRun:
     """What grows with the samples goes on growing as it did from `one` to `two`."""
     values = {name: one.values[name] + (two.values[name] - one.values[name]) * by for name in one.values}
-    alive = ("memory_parameters", "memory_optimizer", "memory_activations")  # all of them, when backward begins
+    # All of them, when backward begins.
+    alive = ("memory_parameters", "memory_optimizer", "memory_average", "memory_activations")
     values["memory_peak"] = max(values["memory_peak"], sum(values[name] for name in alive))
     busy_s = {name: one.busy_s[name] + (two.busy_s[name] - one.busy_s[name]) * by for name in one.busy_s}
     handed = {stage: size + (two.handed_bytes[stage] - size) * by for stage, size in one.handed_bytes.items()}

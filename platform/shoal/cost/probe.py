@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.cost.reading import metering
@@ -52,10 +53,18 @@ class CostProbe:
     """One for each rank and life of a run.
 
     num_metered: of steps that are not all alike, how many to look at; more than one are averaged
+    average:     of the weights, which is held besides
     """
 
-    def __init__(self, model: ParallelModel, optimizer: Optimizer, world: World, num_metered: int = 1) -> None:
-        self._model, self._optimizer, self._world = model, optimizer, world
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: Optimizer,
+        world: World,
+        num_metered: int = 1,
+        average: Sequence[Tensor] = (),
+    ) -> None:
+        self._model, self._optimizer, self._world, self._average = model, optimizer, world, average
         self._num_metered, self._metered_steps = num_metered, list[dict[str, float]]()
         self._num_seen, self._num_timed = 0, TIMED
         self._timed_steps: list[Timed] = []
@@ -90,7 +99,7 @@ class CostProbe:
 
     @contextmanager
     def _metered(self) -> Iterator[None]:
-        with metering(self._model, self._optimizer) as found:
+        with metering(self._model, self._optimizer, average=self._average) as found:
             yield
         self._metered_steps.append(found)
         if len(self._metered_steps) == self._num_metered:

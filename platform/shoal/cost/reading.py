@@ -7,7 +7,7 @@ Called by `dry_run` and `probe`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,14 +20,19 @@ from shoal.parallel.model import ParallelModel
 
 
 @contextmanager
-def metering(model: ParallelModel, optimizer: Optimizer, is_pretended: bool = False) -> Iterator[dict[str, float]]:
-    """Read the one step in the body; the numbers are there when it has ended."""
+def metering(
+    model: ParallelModel, optimizer: Optimizer, is_pretended: bool = False, average: Sequence[Tensor] = ()
+) -> Iterator[dict[str, float]]:
+    """Read the one step in the body; the numbers are there when it has ended.
+
+    average: of the weights, which is held all the time
+    """
     found: dict[str, float] = {}
     state = state_of(model.modules, optimizer)
     parameters = [parameter for _, parameter in model.named_parameters()]
     device = next((each.device for each in state["parameters"]), torch.device("cpu"))
     buckets = _kept_gradients(parameters)
-    held = [*state["parameters"], *state["optimizer"]]
+    held = [*state["parameters"], *state["optimizer"], *average]
     past_group_bytes = model.sent_past_group_bytes
     with growth(device) as grown, metered(grown, held, buckets, is_pretended, model.host_memory) as reading:
         yield found
@@ -37,6 +42,7 @@ def metering(model: ParallelModel, optimizer: Optimizer, is_pretended: bool = Fa
         "memory_parameters": float(bytes_of(state["parameters"])),
         "memory_gradients": float(bytes_of(_gradients(parameters))),
         "memory_optimizer": float(bytes_of(state["optimizer"])),
+        "memory_average": float(bytes_of(average)),
         "memory_activations": float(reading.saved_bytes),
         "memory_peak": float(reading.held_bytes + grown.peak_bytes),
         "sent_bytes": reading.sent_bytes + model.sent_past_group_bytes - past_group_bytes,

@@ -37,6 +37,7 @@ QUANTITIES = (
     Quantity("memory_parameters", "bytes", "parameters and buffers on a rank"),
     Quantity("memory_gradients", "bytes", "gradients on a rank"),
     Quantity("memory_optimizer", "bytes", "optimiser states on a rank"),
+    Quantity("memory_average", "bytes", "averaged weights on a rank"),
     Quantity("memory_activations", "bytes", "activations on a rank, before the backward pass"),
     Quantity("memory_peak", "bytes", "peak memory of a rank"),
     Quantity("sent_bytes", "bytes", "a rank sends, each step"),

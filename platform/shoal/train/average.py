@@ -34,6 +34,11 @@ class Average:
         self._weights = {name: each for name, each in model.named_parameters() if _has_average(each)}
         self._averages = {name: _precise(each.detach()) for name, each in self._weights.items()}
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The averages, as this rank holds them."""
+        return list(self._averages.values())
+
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights as they are now into the average."""

@@ -9,7 +9,7 @@ import shoal.runs
 from shoal.runs import RunRecorder
 from shoal.runs.status import Status
 from shoal.train.checks import Checked
-from shoal.train.expense import evaluations_of, first_reached
+from shoal.train.expense import evaluations_of, first_reached, lives_of
 from shoal.train.outcome import Outcome
 from shoal.train.registered import register
 from shoal.train.spec import TrainSpec
@@ -33,8 +33,9 @@ def end_run(spec: TrainSpec, outcome: Outcome, checked: Checked, recorder: RunRe
     recorder.flush()
     target = spec.stop.target
     if target is not None:
-        rows = evaluations_of(shoal.runs.load(recorder.id).metrics(), f"validation/{target.metric}")
-        found = first_reached(rows, target, spec.workers, spec.price_per_device_hour)
+        run = shoal.runs.load(recorder.id)
+        rows = evaluations_of(run.metrics(), f"validation/{target.metric}")
+        found = first_reached(rows, target, lives_of(run.events(), spec.workers), spec.price_per_device_hour)
         if found is not None:
             recorder.event("target_reached", step=found.step, training_s=found.training_s, money=found.money)
     if registers:

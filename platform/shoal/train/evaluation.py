@@ -5,22 +5,46 @@ Called by the Trainer and by whoever looks at a trained Task. Changes nothing of
 
 from __future__ import annotations
 
+from zlib import crc32
+
 import torch
 from torch import Tensor
 
 from shoal.data import Loader
+from shoal.errors import ConfigError
 from shoal.parallel.model import ParallelModel
 
 
 def evaluate(model: ParallelModel, loader: Loader) -> dict[str, float]:
-    """The mean loss and metrics over every sample of `loader`, each counted once. Collective."""
+    """The mean loss and metrics over every sample of `loader`, each counted once. Collective.
+
+    Raises ConfigError for metrics that some batches have and others do not: nobody could say what their mean is of.
+    """
     sums: dict[str, Tensor] = {}
     num_samples = 0
     for batch in loader:
         found = model.evaluate(batch, loader.num_samples)
-        sums = {name: sums[name] + value.double() if sums else value.double() for name, value in found.items()}
+        if sums and found.keys() != sums.keys():
+            raise _some_only(sorted(found.keys() ^ sums.keys()))
+        sums = {name: found[name].double() + sums.get(name, 0.0) for name in sums or found}
         num_samples += loader.num_samples
-    values = torch.stack([*sums.values()])
+    names = sorted(sums)
+    values = torch.stack([sums[name] for name in names])
+    if model.num_data_ranks > 1 and not _is_common(repr(names), model, values):
+        raise _some_only(names)
     counted = torch.cat([values, values.new_tensor([num_samples])])  # on the same device
     *totals, count = model.total(counted).tolist()
-    return {name: total / count for name, total in zip(sums, totals, strict=True)}
+    means = {name: total / count for name, total in zip(names, totals, strict=True)}
+    return {name: means[name] for name in sums}
+
+
+def _is_common(words: str, model: ParallelModel, like: Tensor) -> bool:
+    """Whether all data ranks say the same. Collective."""
+    mine = float(crc32(words.encode()))
+    [total] = model.total(like.new_tensor([mine])).tolist()
+    return bool(total == mine * model.num_data_ranks)
+
+
+def _some_only(names: list[str]) -> ConfigError:
+    remedy = "give the same metrics for every batch"
+    return ConfigError("Task.metrics", names, "are not measured of every batch alike", remedy)

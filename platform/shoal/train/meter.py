@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -15,16 +15,18 @@ class Meter:
     """Rates since the last report, and the seconds of all training steps.
 
     peak_flops:       per second, of all devices together
+    communicated_s:   asked for the seconds spent waiting for other ranks so far; NaN where nobody can tell
     flops_per_sample: forward and backward; NaN until it is known
     """
 
-    def __init__(self, peak_flops: float) -> None:
+    def __init__(self, peak_flops: float, communicated_s: Callable[[], float]) -> None:
+        self._communicated_s = communicated_s
         self.flops_per_sample, self._peak_flops = math.nan, peak_flops
         self._training_before_s = 0.0
         self._began_s = self._reported_s = time.perf_counter()
         self._steps = self._samples = 0
         self._paused_s = self._paused_before_s = 0.0
-        self._waited_s = self._communicated_s = 0.0
+        self._waited_s = self._communicated_before_s = self._communicated_paused_s = 0.0
 
     def begin(self, training_s: float) -> None:
         """The steps begin now; earlier lives of the run have spent `training_s` on theirs."""
@@ -44,29 +46,31 @@ class Meter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What happens within (an evaluation, a checkpoint) is no part of a step."""
-        began_s = time.perf_counter()
+        began_s, communicated_s = time.perf_counter(), self._communicated_s()
         try:
             yield
         finally:
             self._paused_s += time.perf_counter() - began_s
+            self._communicated_paused_s += self._communicated_s() - communicated_s
 
-    def report(self, waited_s: float, communicated_s: float) -> dict[str, float]:
-        """Rates since the last report, given the sums of seconds spent waiting for data and for other ranks.
+    def report(self, waited_s: float) -> dict[str, float]:
+        """Rates since the last report, given the sum of seconds spent waiting for data.
 
         What is not known (NaN) is left out.
         """
         now_s, steps = time.perf_counter(), self._steps
         elapsed_s = max(now_s - self._reported_s - (self._paused_s - self._paused_before_s), 1e-9)
         per_s = self._samples / elapsed_s
+        communicated_s = self._communicated_s() - self._communicated_paused_s
         rates = {
             "samples/per_s": per_s,
             "step/seconds": elapsed_s / max(steps, 1),
             "wait/data": _share(waited_s - self._waited_s, elapsed_s),
-            "wait/communication": _share(communicated_s - self._communicated_s, elapsed_s),
+            "wait/communication": _share(communicated_s - self._communicated_before_s, elapsed_s),
             "flops/utilisation": per_s * self.flops_per_sample / self._peak_flops,
         }
         self._reported_s, self._steps, self._samples = now_s, 0, 0
-        self._paused_before_s, self._waited_s, self._communicated_s = self._paused_s, waited_s, communicated_s
+        self._paused_before_s, self._waited_s, self._communicated_before_s = self._paused_s, waited_s, communicated_s
         return {name: value for name, value in rates.items() if math.isfinite(value)} if steps else {}
 
 

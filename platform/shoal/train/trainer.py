@@ -88,8 +88,10 @@ class Trainer:
             self._parts = parts = assemble(spec, task, world)
             self._agreement = Agreement(world)
             self._keeper = Keeper(spec.checkpoint, parts, world, folder / "checkpoints", self._journal)
-        self._meter = Meter(world.size * peak_flops(world.device, spec.parallel.precision))
-        self._probe: CostProbe | None = CostProbe(parts.model, parts.optimizer, world, num_unlike(spec))
+        peak = world.size * peak_flops(world.device, spec.parallel.precision)
+        self._meter = Meter(peak, lambda: parts.model.communication_s)
+        average = parts.average.tensors if parts.average is not None else ()
+        self._probe: CostProbe | None = CostProbe(parts.model, parts.optimizer, world, num_unlike(spec), average)
         self._policy = StopPolicy(spec.stop, world.size, spec.price_per_device_hour)
         self._progress = Progress()
         self._num_evaluations_due = 0
@@ -129,6 +131,7 @@ class Trainer:
         self._journal.event(
             "training",
             step=step,
+            training_s=self._progress.training_s,
             plan=parts.degrees.words,
             workers=self.world.size,
             device=str(self.world.device),
@@ -249,7 +252,7 @@ class Trainer:
             "train/loss": self._loss_sum / self._num_losses if self._num_losses else float("nan"),
             "train/learning_rate": float(parts.optimizer.param_groups[0]["lr"]),
             "train/epoch": parts.epoch,
-            **self._meter.report(parts.training.wait_s, parts.model.communication_s),
+            **self._meter.report(parts.training.wait_s),
         }
         self._progress.report(step, values, self._journal)
         self._loss_sum, self._num_losses = 0.0, 0
@@ -263,8 +266,8 @@ class Trainer:
         step, parts = self._progress.step, self._parts
         if parts.validation is None:
             return None
-        parts.model.check_buffers()
         with self._meter.paused(), parts.averaged():
+            parts.model.check_buffers()
             metrics = evaluate(parts.model, parts.validation)
         self._progress.evaluated, self._progress.metrics = step, metrics
         self._progress.training_s = self._meter.training_s
