@@ -4,6 +4,7 @@ weights that a module reaches by functions and lists."""
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 import weakref
 from typing import ClassVar
@@ -124,6 +125,17 @@ def scale_in_place(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return arrays
 
 
+class Toil(nn.Module):
+    """Takes 20 µs for each element, and keeps the shapes that it has seen."""
+
+    shapes: ClassVar[list[tuple[int, ...]]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(20e-6 * x.numel())
+        self.shapes.append(tuple(x.shape))
+        return x.cumsum(1)
+
+
 def reversed_view(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {"x": arrays["x"][..., ::-1]}
 
@@ -228,6 +240,7 @@ def test_a_preprocessing_may_give_a_view_that_runs_backwards() -> None:
     np.testing.assert_array_equal(model.predict_batch([{"x": ROWS.copy()}])[0]["y"], ROWS[:, ::-1])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # once a process, in whoever comes first
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_an_encoder_with_a_mask_runs_in_every_precision(precision: str) -> None:
     torch.manual_seed(0)
@@ -248,3 +261,17 @@ def test_graphs_for_inputs_of_any_length_are_refused() -> None:
             ModelFactory(factory="torch.nn:Identity"),
             Setting(SIGNATURE, ModelOptions(cuda_graphs=True), device="cpu", torch_threads=1),
         )
+
+
+def test_where_padding_is_dear_a_batch_is_computed_in_parts_and_everybody_has_their_own_answer() -> None:
+    subject = predictor("Toil", [-1, -1], ragged="pad", max_batch_size=8)
+    model, draw = subject.load(WeightSnapshot.of(1, {})), np.random.default_rng(0)
+    for _ in range(20):
+        lengths = draw.permutation([2, 120, 3, 119, 4, 118, 5, 117]).tolist()
+        requests = [{"x": draw.normal(size=(1, length)).astype(np.float32)} for length in lengths]
+        Toil.shapes.clear()
+        answers = model.predict_batch(requests)
+        for answer, request in zip(answers, requests, strict=True):
+            np.testing.assert_allclose(answer["y"], request["x"].cumsum(1), rtol=1e-4, atol=1e-5)
+    assert sum(rows for rows, _ in Toil.shapes) == 8
+    assert sum(rows * length for rows, length in Toil.shapes) < 0.6 * 8 * 120

@@ -28,6 +28,8 @@ QUANTILE = 0.8
 CLASSES_PER_OCTAVE = 4
 FRESH_S = 10.0
 NUM_FIRM = 2  # times
+# Who learns samples fast forwards: a window of them then covers more than a moment, and learning costs nothing.
+OBSERVED_EVERY_S = 0.005
 RENEWED_EVERY_S = 1.0  # at least, since classes age
 
 

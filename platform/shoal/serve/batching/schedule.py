@@ -19,11 +19,9 @@ from collections.abc import Hashable, Sequence
 from typing import Generic
 
 from shoal.errors import ConfigError, InferenceError
-from shoal.serve.batching.latency import LatencyModel
+from shoal.serve.batching.latency import OBSERVED_EVERY_S, LatencyModel
 from shoal.serve.batching.waiting import WaitingLine, WaitingT
 
-# Fast forwards are sampled: a window of them then covers more than a moment, and learning costs nothing.
-OBSERVED_EVERY_S = 0.005
 DEMAND_SPAN_S = 0.05
 SOON_S = 0.001  # no client comes back sooner
 

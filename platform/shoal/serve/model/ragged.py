@@ -45,7 +45,7 @@ class Joiner:
 
     def __init__(self, signature: Signature, pad_value: float | None) -> None:
         self.names = [spec.name for spec in signature.inputs]
-        self._variable = {spec.name: _variable_dimensions(spec) for spec in signature.inputs}
+        self._variable = {spec.name: variable_dimensions(spec) for spec in signature.inputs}
         self._ragged = [name for name, dimensions in self._variable.items() if dimensions]
         self._padding: dict[str, Any] = {}
         self._shared: list[tuple[str, int, int]] = []  # input, its dimension, the largest size that any may share
@@ -56,6 +56,11 @@ class Joiner:
             self._followed = _followed(signature, self._variable)
             self._alike = _alike(signature, self._variable)
             self._shared = [shared for spec in signature.inputs for shared in _shared(spec)]
+
+    @property
+    def pads(self) -> bool:
+        """Whether requests of several lengths may share a batch."""
+        return bool(self._padding)
 
     def bucket(self, inputs: Arrays) -> Hashable:
         """What requests must have in common to share a batch."""
@@ -97,22 +102,30 @@ class Joiner:
         return answers
 
 
-def _variable_dimensions(spec: TensorSignature) -> list[int]:
+def variable_dimensions(spec: TensorSignature) -> list[int]:
+    """The dimensions of any size, but for the rows."""
     return [index for index, size in enumerate(spec.shape) if index and size == -1]
+
+
+def fixed_elements(spec: TensorSignature) -> int:
+    """Elements of a row whose variable dimensions are all 1."""
+    return math.prod([size for size in spec.shape[1:] if size != -1])
 
 
 def _shared(spec: TensorSignature) -> list[tuple[str, int, int]]:
     """The variable dimensions of an input, with the size at which all of them together make a row of `SHARED_ROW`."""
-    variable = _variable_dimensions(spec)
-    fixed = math.prod([size for size in spec.shape[1:] if size != -1])
-    return [(spec.name, dimension, int((SHARED_ROW / max(fixed, 1)) ** (1 / len(variable)))) for dimension in variable]
+    variable = variable_dimensions(spec)
+    return [
+        (spec.name, dimension, int((SHARED_ROW / max(fixed_elements(spec), 1)) ** (1 / len(variable))))
+        for dimension in variable
+    ]
 
 
 def _followed(signature: Signature, variable: dict[str, list[int]]) -> list[tuple[str, int, str, int]]:
     places = [(name, dimension) for name, dimensions in variable.items() for dimension in dimensions]
     found = []
     for spec in signature.outputs:
-        for dimension in _variable_dimensions(spec):
+        for dimension in variable_dimensions(spec):
             same = [(name, place) for name, place in places if place == dimension]
             if same or len(places) == 1:
                 found.append((spec.name, dimension, *(same or places)[0]))
@@ -120,7 +133,7 @@ def _followed(signature: Signature, variable: dict[str, list[int]]) -> list[tupl
 
 
 def _alike(signature: Signature, variable: dict[str, list[int]]) -> list[tuple[int, list[str]]]:
-    followed = {dimension for spec in signature.outputs for dimension in _variable_dimensions(spec)}
+    followed = {dimension for spec in signature.outputs for dimension in variable_dimensions(spec)}
     found = [(each, [name for name, dimensions in variable.items() if each in dimensions]) for each in sorted(followed)]
     return [(dimension, names) for dimension, names in found if len(names) > 1]
 
