@@ -8,12 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet
 import pytest
 from click.testing import CliRunner
 
 from shoal.errors import ClusterError, ConfigError, DataError, RunError
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.weights import WeightSnapshot
 
 if TYPE_CHECKING:
     from shoal.cluster.embedded import EmbeddedCluster
@@ -68,6 +72,41 @@ def test_paths_and_columns_are_taken_as_they_were_typed(tmp_path: Path, monkeypa
     spec = verb.BatchPredictSpec().override(handed)
     assert (spec.model, spec.input, spec.output, spec.workers) == ("1e3", str(source), str(output), 2)
     assert (spec.columns, spec.keep) == (["x=it's, 1"], ["on", "2", "no]"])
+
+
+@pytest.mark.parametrize("end", ["csv", "parquet"])
+def test_a_column_is_the_one_of_its_name_in_every_file_of_a_folder(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shoal.flows.batch_predict import BatchPredictSpec, batch_predict
+    from shoal.serve import ray_batch_predict
+    from shoal.serve.tables.table_predictor import TablePredictor
+
+    weight = np.array([[1, 10]], np.float32)
+    made = Registry().register(
+        f"linear-{end}",
+        WeightSnapshot.of(1, {"weight": weight, "bias": np.zeros(1, np.float32)}),
+        model=ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 2, "out_features": 1}),
+        signature=Signature(
+            inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 2])],
+            outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 1])],
+        ),
+    )
+    (tmp_path / "in").mkdir()
+    for number, table in enumerate([pa.table({"a": [1], "b": [2]}), pa.table({"b": [4], "a": [3]})]):
+        write = pyarrow.parquet.write_table if end == "parquet" else pyarrow.csv.write_csv
+        write(table, tmp_path / "in" / f"{number}.{end}")
+    read = pyarrow.parquet.read_table if end == "parquet" else pyarrow.csv.read_csv
+    answers: list[float] = []
+
+    def predict_files(job: ray_batch_predict.BatchJob, files: list[Path], *_: object) -> int:
+        predictor = TablePredictor(job.source.package(job.version), job.options, said=job.said)
+        answers.extend(predictor(read(file))["y"][0].as_py() for file in files)
+        return 2
+
+    monkeypatch.setattr(ray_batch_predict, "predict_files", predict_files)
+    batch_predict(BatchPredictSpec(model=made.ref, input=str(tmp_path / "in"), output=str(tmp_path / "out")), "job")
+    assert answers == [21.0, 43.0]
 
 
 def test_two_into_one_folder_keep_apart_what_they_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +219,7 @@ def test_it_ends_where_an_endpoint_leaves_one_cpu_and_words_stay_words(
     monkeypatch.setattr(ray_batch_predict, "PredictWorker", Echo)
     there = ray.remote(num_cpus=ray.available_resources()["CPU"] - 1)(Endpoint).remote()
     table = pa.table({"text": ["001", "1.50"], "y": [1, 2]})
-    day = tmp_path / "day=3"  # a folder's name is no column
+    day = tmp_path / "day=3? #1"  # a folder's name is no column, and no address
     day.mkdir()
     pyarrow.parquet.write_table(table, day / "in.parquet")
     (day / "in.csv").write_text("text,y\n001,1\n1.50,2\n")

@@ -11,7 +11,9 @@ import pytest
 
 from shoal.errors import DataError, RunError
 from shoal.flows.batch_predict import BatchPredictSpec, check
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.tables.batch_output import has_rows, incoming_for, num_rows, publish, require_all_rows
+from shoal.weights import WeightSnapshot
 
 
 def written(folder: Path, rows: int) -> Path:
@@ -80,3 +82,32 @@ def test_a_broken_file_is_found_before_anything_is_computed(end: str, tmp_path: 
     said = rf"input = '.*/in/1\.{end}': cannot be read: .*\. give a CSV or a Parquet file$"
     with pytest.raises(DataError, match=said):
         check(spec)
+
+
+def table_files(folder: Path, end: str, *tables: pa.Table) -> Path:
+    folder.mkdir()
+    for number, table in enumerate(tables):
+        write = pyarrow.parquet.write_table if end == "parquet" else pyarrow.csv.write_csv
+        write(table, folder / f"{number}.{end}")
+    return folder
+
+
+@pytest.mark.parametrize("end", ["parquet", "csv"])
+def test_a_file_without_the_columns_of_the_first_is_found_before_anything_is_computed(end: str, tmp_path: Path) -> None:
+    signature = Signature(
+        inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 2])],
+        outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 1])],
+    )
+    factory = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 2, "out_features": 1})
+    Registry().register("m", WeightSnapshot.of(1, {}), model=factory, signature=signature)
+    first, turned = pa.table({"a": [1], "b": [2]}), pa.table({"b": [3], "id": ["p"], "a": [4]})
+    folder = table_files(tmp_path / "turned", end, first, turned)
+    check(BatchPredictSpec(model="m", input=str(folder), output=str(tmp_path / "out")))
+    folder = table_files(tmp_path / "lacking", end, first, turned.drop_columns(["b"]))
+    with pytest.raises(DataError, match=rf"/lacking/1\.{end}': the column 'b' is not once in it, as in 0\.{end}"):
+        check(BatchPredictSpec(model="m", input=str(folder), output=str(tmp_path / "out")))
+    folder = table_files(tmp_path / "kept", end, turned, first)
+    with pytest.raises(DataError, match="the column 'id' is not once in it"):
+        check(
+            BatchPredictSpec(model="m", input=str(folder), output=str(tmp_path / "out"), columns=["a,b"], keep=["id"])
+        )

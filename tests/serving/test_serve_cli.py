@@ -364,7 +364,8 @@ def test_an_address_may_be_short_or_have_a_path(word: str, url: str) -> None:
 def test_what_stays_on_this_machine_goes_through_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
     urls = ("http://127.0.0.2:8000", "http://[::1]:8000", "http://localhost:1", "http://h.example:8000")
-    assert [transport._settings(url, "", 1)["trust_env"] for url in urls] == [False, False, False, True]
+    expected = [None, None, None, "http://proxy.example:3128"]
+    assert [transport._settings(url, "", 1)["proxy"] for url in urls] == expected
 
 
 def test_a_load_is_simulated_from_what_was_measured(recorded: str) -> None:
@@ -381,5 +382,6 @@ def test_a_load_is_simulated_from_what_was_measured(recorded: str) -> None:
     table = lines("serve", "simulate", *given, "--deadline", "0.1", "--requests", "500")
     assert "within 0.1 s" in table[0]
     assert len(table) == 1 + 6 + 1
-    assert table[-1].startswith("2 replicas can answer 1,778 requests/s")
+    assert table[-1].startswith("forwards of 2 replicas take 1,778 requests/s")
+    assert table[-1].endswith("what parsing and sending take comes on top")
     assert "guess" in lines("serve", "simulate", "--latency", "1:0.001", "--requests", "100")[-1]

@@ -15,6 +15,7 @@ from shoal.errors import ConfigError, DataError, InferenceError
 from shoal.open_inference.datatypes import NUMPY
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
+from shoal.serve.model.lengths import Lengths
 from shoal.serve.model.predictor import ModelPackage
 from shoal.serve.options import ModelOptions
 from shoal.serve.tables.table import alike, choose_columns, column_of, column_type, csv_types, inputs_of, parse_columns
@@ -35,6 +36,25 @@ def inputs(table: pa.Table, spec: TensorMetadata, *words: str) -> np.ndarray:
 
 def test_a_column_of_lists_is_the_input_of_its_name() -> None:
     np.testing.assert_array_equal(inputs(TABLE, X), [[1, 2], [3, 4], [5, 6]])
+
+
+@pytest.mark.parametrize("shape", [[-1, 2, 3], [-1, 6], [-1, -1, 3]])
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)])
+def test_a_column_of_tensors_is_one_of_lists(shape: list[int], order: tuple[int, ...]) -> None:
+    arrays = np.arange(12, dtype=np.float32).reshape([(2, 2, 3)[axis] for axis in order]).transpose(order)
+    table = pa.table({"x": pa.FixedShapeTensorArray.from_numpy_ndarray(arrays), "row": [0, 1]})
+    spec = TensorMetadata("x", "FP32", shape)
+    expected = arrays.reshape(2, 6) if len(shape) == 2 else arrays
+    np.testing.assert_array_equal(inputs(table, spec), expected)
+    (alone,) = alike(table.slice(1), [spec], {"x": ["x"]})
+    np.testing.assert_array_equal(inputs(alone, spec), expected[1:])
+
+
+def test_a_missing_tensor_is_named() -> None:
+    kind = pa.fixed_shape_tensor(pa.float32(), [2, 1], permutation=[1, 0])
+    storage = pa.array([[1.0, 2.0], None], pa.list_(pa.float32(), 2))
+    with pytest.raises(DataError, match="row 1 has no value"):
+        inputs(pa.table({"x": pa.ExtensionArray.from_storage(kind, storage)}), X)
 
 
 def test_named_columns_stand_side_by_side() -> None:
@@ -317,7 +337,10 @@ class Tripled(torch.nn.Module):
 @pytest.mark.parametrize(
     ("ragged", "batches"), [("pad", [33, 33, 33, 34, 34, 34, 34]), ("bucket", [21, 14, 32, 14, 14, 14, 32])]
 )
-def test_rows_of_different_lengths_share_batches_as_the_options_say(ragged: Any, batches: list[float]) -> None:
+def test_rows_of_different_lengths_share_batches_as_the_options_say(
+    monkeypatch: pytest.MonkeyPatch, ragged: Any, batches: list[float]
+) -> None:
+    monkeypatch.setattr(Lengths, "parts", lambda _, requests: [[*range(len(requests))]])  # whatever forwards take
     signature = Signature(
         inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, -1])],
         outputs=[

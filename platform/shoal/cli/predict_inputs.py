@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 import sys
 import tokenize
@@ -133,7 +134,11 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorSpec])
 
 
 def _line(error: BaseException) -> str:
-    """What it says, which may be of several lines."""
+    """What it says, which may be of several lines; of what the system refuses, why alone."""
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file"
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
@@ -321,7 +326,9 @@ def _read(path: str) -> str:
     try:
         return sys.stdin.read() if path == "-" else Path(path).read_text()
     except (OSError, ValueError) as error:  # the latter of bytes that are no text, and of a name with a NUL
-        raise DataError("json", path, f"cannot be read: {error}", "give a file, or - for standard input") from None
+        raise DataError(
+            "json", path, f"cannot be read: {_line(error)}", "give a file, or - for standard input"
+        ) from None
 
 
 def in_requests(arrays: Mapping[str, ArrayLike], max_rows: int) -> list[dict[str, ArrayLike]]:

@@ -20,7 +20,7 @@ import shoal.runs
 from shoal.cluster.driver import expected_run_id, job_main
 from shoal.config import Spec
 from shoal.errors import DataError
-from shoal.registry import Registry
+from shoal.registry import ModelVersion, Registry
 from shoal.serve.options import ModelOptions
 from shoal.serve.sources import RegisteredModel
 from shoal.serve.tables.table import choose_columns, csv_types, parse_columns
@@ -74,16 +74,22 @@ def check(spec: BatchPredictSpec) -> None:
             raise DataError(field, "", "is not given", f"write {field}=...")
     if Path(spec.output).exists():
         raise DataError("output", spec.output, "exists already", "name a folder that does not, or remove it")
-    seen, *_ = [_schema(file) for file in input_files(spec.input)]  # of all: none is to be found broken hours later
-    _types(spec, seen)
-    if missing := [column for column in spec.keep if column not in seen.names]:
-        raise DataError("keep", missing[0], "is not in the table", f"it has {', '.join(seen.names)}")
+    schemas = {file: _schema(file) for file in input_files(spec.input)}  # none is to be found broken hours later
+    first, *others = schemas
+    chosen = _chosen(Registry().get(spec.model), spec, schemas[first])
+    if missing := [column for column in spec.keep if column not in schemas[first].names]:
+        raise DataError("keep", missing[0], "is not in the table", f"it has {', '.join(schemas[first].names)}")
+    wanted = [*(column for columns in chosen.values() for column in columns), *spec.keep]
+    for file in others:
+        if wrong := [column for column in wanted if schemas[file].names.count(column) != 1]:
+            problem = f"the column {wrong[0]!r} is not once in it, as in {first.name}"
+            raise DataError("input", str(file), problem, "give each file the same columns")
 
 
-def _types(spec: BatchPredictSpec, seen: pa.Schema) -> dict[str, pa.DataType]:
-    """What columns of CSV files are read as. Raises DataError when they do not fit the model."""
-    inputs = Registry().get(spec.model).manifest.signature.inputs
-    return csv_types(inputs, choose_columns(inputs, seen.names, parse_columns(spec.columns, inputs)), seen)
+def _chosen(version: ModelVersion, spec: BatchPredictSpec, seen: pa.Schema) -> dict[str, list[str]]:
+    """The columns of each input, in all files: they may stand in another order there. Raises DataError."""
+    inputs = version.manifest.signature.inputs
+    return choose_columns(inputs, seen.names, parse_columns(spec.columns, inputs))
 
 
 def batch_predict(spec: BatchPredictSpec, job: str) -> str:
@@ -91,22 +97,23 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
     from shoal.serve.ray_batch_predict import BatchJob, predict_files
 
     check(spec)
-    registry = Registry()
-    version = registry.get(spec.model)
+    registry, files = Registry(), input_files(spec.input)
+    version, seen = registry.get(spec.model), _schema(files[0])
+    chosen = _chosen(version, spec, seen)
     work = BatchJob(
         RegisteredModel(version.name, str(registry.root)),
         version.version,
         spec.options,
-        parse_columns(spec.columns, version.manifest.signature.inputs),
+        chosen,
         spec.keep or None,
         spec.skip_errors,
         spec.torch_threads,
     )
     with shoal.runs.create(job, spec.to_yaml(), expected_run_id()) as recorder:
-        files, begun_s = input_files(spec.input), time.monotonic()
+        begun_s = time.monotonic()
         kind = "file" if len(files) == 1 else "files"
         print(f"run {recorder.id}: {version.ref} answers the rows of {spec.input} ({len(files)} {kind})", flush=True)
-        types = _types(spec, _schema(files[0]))
+        types = csv_types(version.manifest.signature.inputs, chosen, seen)
         rows = predict_files(work, files, Path(spec.output).resolve(), spec.workers, types)
         seconds = time.monotonic() - begun_s
         recorder.event("predicted", model=version.name, version=version.version, rows=rows, seconds=seconds)

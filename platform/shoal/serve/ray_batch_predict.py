@@ -117,7 +117,8 @@ def _predict(
         converted = pa.csv.ConvertOptions(column_types=types)
         rows = ray.data.read_csv(paths, num_cpus=FILES_CPUS, partitioning=None, convert_options=converted)
     else:  # `partitioning`, in both: a folder that is called day=3 is no column of theirs
-        rows = ray.data.read_parquet(paths, num_cpus=FILES_CPUS, partitioning=None)
+        # Ray Data takes what follows a ? in a path for no part of it, where it looks for the extension.
+        rows = ray.data.read_parquet(paths, num_cpus=FILES_CPUS, partitioning=None, file_extensions=None)
     answered = _map(rows, job, count, cpus_each)
     answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILES_CPUS})
 

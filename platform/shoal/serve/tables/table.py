@@ -3,7 +3,7 @@
 Called by `shoal predict` and by batch prediction, so that both understand a table alike. Pure functions of Arrow tables
 and arrays; reads and writes no file, and asks no model.
 
-    an input `x` is             the column `x`, of numbers, strings or lists, when the table has one
+    an input `x` is             the column `x`, of numbers, strings, lists or tensors, when the table has one
                                 the columns that were named for it, side by side
                                 all columns, for the only input of a model whose rows have as many values
     an output `y` becomes       the column `y`: of numbers for [rows] and [rows, 1], of lists for more
@@ -88,8 +88,8 @@ def inputs_of(
 
 def alike(table: pa.Table, inputs: Sequence[TensorSpec], chosen: Mapping[str, Sequence[str]]) -> list[pa.Table]:
     """The table as slices, in each of which the rows' lists are as long, where an input leaves a dimension open."""
-    columns = [table.column(column) for spec in inputs if -1 in spec.shape[1:] for column in chosen[spec.name]]
-    sizes = [level for column in columns for level in _sizes_of_rows(column.combine_chunks())]
+    columns = [column for spec in inputs if -1 in spec.shape[1:] for column in chosen[spec.name]]
+    sizes = [level for column in columns for level in _sizes_of_rows(_column(table, column))]
     has_changed = np.zeros(max(len(table) - 1, 0), bool)
     for of_row in sizes:
         has_changed |= of_row[1:] != of_row[:-1]
@@ -171,9 +171,20 @@ def _input(table: pa.Table, spec: TensorSpec, columns: Sequence[str], first_row:
     return array.reshape(shape)
 
 
+def _column(table: pa.Table, name: str) -> pa.Array:
+    """Of tensors, Arrow's own or Ray Data's, the lists that they are made of."""
+    values = table.column(name).combine_chunks()
+    if isinstance(values, pa.FixedShapeTensorArray) and not values.null_count:  # in the order of its own dimensions
+        flat = pa.array(np.ascontiguousarray(values.to_numpy_ndarray()).reshape(-1))
+        return pa.FixedSizeListArray.from_arrays(flat, math.prod(values.type.shape))
+    while isinstance(values.type, pa.BaseExtensionType):
+        values = values.storage
+    return values
+
+
 def _values(table: pa.Table, column: str, spec: TensorSpec, first_row: int) -> np.ndarray:
     """[rows, ...], with a dimension for each list that lists are in."""
-    values, sizes = table.column(column).combine_chunks(), [len(table)]
+    values, sizes = _column(table, column), [len(table)]
     _require_all(values, column, len(table), first_row)
     try:
         while any(is_list(values.type) for is_list in _LISTS):
