@@ -13,6 +13,8 @@ import pytest
 from rl_setting import EXPERIENCE
 from shoal.actor.environment import first_observation, make_environment, require_fit
 from shoal.errors import ConfigError
+from shoal.flows.policy import look_at_environment
+from shoal.rl.spec import RLSpec
 
 GAMES = """
 import gymnasium, numpy as np
@@ -27,9 +29,13 @@ class Game(gymnasium.Env):
     def reset(self, seed=None, options=None):
         if self.fault == "reset":
             raise OSError("no joystick")
+        if self.fault == "alone":
+            return np.zeros(4, np.float32)
+        if self.fault == "shape":
+            return np.zeros(5, np.float32), {}
         return np.zeros(4, np.float32), {}
 
-for fault in ("", "init", "reset"):
+for fault in ("", "init", "reset", "alone", "shape"):
     gymnasium.register(f"Fault{fault}-v0", entry_point=Game, kwargs={"fault": fault})
 """
 
@@ -69,6 +75,15 @@ def test_one_that_cannot_begin_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"env = 'F': raised OSError: no joystick \(some_games\.py:13\)"):
         first_observation(make_environment("some_games:Faultreset-v0"), "F")
     assert first_observation(make_environment("some_games:Fault-v0"), "F").shape == (4,)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")  # it warns of both, and goes on
+@pytest.mark.parametrize(("fault", "shape"), [("alone", r"\(\)"), ("shape", r"\(5,\)")])
+def test_one_that_begins_with_what_no_actor_could_send_is_refused(fault: str, shape: str) -> None:
+    said = rf"begins with what is not in its observation_space: {shape}, expected \(4,\)\. .* reset returns"
+    with pytest.raises(ConfigError, match=said):
+        look_at_environment(RLSpec(env=f"some_games:Fault{fault}-v0"))
+    look_at_environment(RLSpec(env="some_games:Fault-v0"))
 
 
 def test_another_game_than_the_run_learns_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -19,7 +20,8 @@ from shoal.client.exchange import (
     Wait,
     converse,
 )
-from shoal.errors import ConnectionLost, InferenceError
+from shoal.client.transport import AsyncTransport, Transport
+from shoal.errors import Closed, ConnectionLost, InferenceError
 
 REQUEST = Request("POST", "/v2/models/m/infer", body=b"{}")
 FULL = Reply(429, {"retry-after": "2"}, json.dumps({"error": "the queue is full"}).encode())
@@ -160,3 +162,37 @@ def test_words_that_are_not_the_protocols_are_kept() -> None:
     assert refused.value.status == 502
     with pytest.raises(InferenceError, match="HTTP status 500"):
         Talk(Patience(1.0)).answer(Reply(500, {}, b""))
+
+
+def test_a_client_that_is_closed_while_a_call_waits_to_be_tried_again_says_so() -> None:
+    transport = Transport("http://127.0.0.1:1", "", 1)
+
+    def closed_meanwhile() -> Conversation:
+        yield Wait(0.0)
+        transport.close()
+        yield Send(REQUEST, 5.0)
+        raise AssertionError("it was sent")
+
+    with pytest.raises(Closed):
+        transport.have(closed_meanwhile())
+
+
+def test_so_does_an_asynchronous_one() -> None:
+    is_closed: list[bool] = []
+
+    def waiting() -> Conversation:
+        while not is_closed:
+            yield Wait(0.001)
+        yield Send(REQUEST, 5.0)
+        raise AssertionError("it was sent")
+
+    async def close_meanwhile() -> None:
+        transport = AsyncTransport("http://127.0.0.1:1", "", 1)
+        asked = asyncio.create_task(transport.have(waiting()))
+        await asyncio.sleep(0)
+        await transport.close()
+        is_closed.append(True)
+        await asked
+
+    with pytest.raises(Closed):
+        asyncio.run(close_meanwhile())

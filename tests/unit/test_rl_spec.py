@@ -7,6 +7,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
+import torch
 
 import shoal.runs
 from shoal.errors import ClusterError, ConfigError, SpecMismatch
@@ -76,6 +77,14 @@ def test_what_does_not_fit_what_a_run_has_learnt_is_refused(
     check(resumed)
     with pytest.raises(SpecMismatch, match=problem):
         check(resumed.override([word]))
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_a_seed_that_the_learner_cannot_take_is_refused_before_it_starts(seed: int) -> None:
+    with pytest.raises(ConfigError, match=r"learner\.seed"):
+        RLSpec().override([f"learner.seed={seed}"])
+    for taken in (2**64 - 1, -(2**63)):
+        torch.Generator().manual_seed(RLSpec().override([f"learner.seed={taken}"]).learner.seed)
 
 
 @pytest.mark.parametrize("alias", ["Champion", "prod/eu", "2", "latest"])

@@ -1,9 +1,10 @@
 """The actor's end of the protocol: connect, pull weights, send segments, and come back after any fault.
 
 The client keeps every segment until it is acknowledged, and resends what was not after a reconnect, so a gateway that
-dies and returns loses nothing that it acknowledged and gets again what it did not. One DEALER socket behind one lock:
-the environment's loop uses it directly, and a keeper thread only pings when the loop has been away for a while. Called
-by game clients and by the ready loop; imports neither torch nor ray.
+dies and returns loses nothing that it acknowledged and gets again what it did not. One DEALER socket behind one lock,
+which nobody holds while a message is waited for: the environment's loop, or several, use it directly, and a keeper
+thread only pings when they have been away for a while. Called by game clients and by the ready loop; imports neither
+torch nor ray.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Self
 import numpy as np
 import zmq
 
-from shoal.actor.connection import Attempts, check_address, connect, first_answer
+from shoal.actor.connection import Attempts, SocketLock, check_address, connect, first_answer, next_arrival
 from shoal.actor.outbox import Outbox
 from shoal.errors import Closed, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged, ShoalError
 from shoal.weights import decode_tensors
@@ -48,13 +49,6 @@ from shoal.wire.segment import segment_bytes
 _log = logging.getLogger(__name__)
 _AGAIN = frozenset({"hello_required", "sequence_gap"})  # errors after which a new hello helps
 _HELLO_TIMEOUT_S = 2.0
-
-
-def _reason(error: BaseException | None) -> str:
-    """For leaving while `error` goes by."""
-    if error is None:
-        return "done"
-    return f"failed: {type(error).__name__}: {error}" if isinstance(error, Exception) else "interrupted"
 
 
 class ActorClient:
@@ -88,7 +82,7 @@ class ActorClient:
         self._timeout_s, self._attempts = timeout_s, Attempts(first_pause_s)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
-        self._lock = threading.RLock()  # whoever holds it owns the socket
+        self._lock = SocketLock()
         self._closing = threading.Event()  # no new session any more
         self._closed = threading.Event()
         self._keeper: threading.Thread | None = None
@@ -114,7 +108,7 @@ class ActorClient:
 
         Raises Refused (bad token, wrong protocol version, ...) or ConnectionLost after `timeout_s`."""
         with self._lock:
-            self._context = self._context or zmq.Context()
+            self._context = self._context or self._lock.new_context()
             self.finished = False
             with suppress(RunChanged):  # whoever asks is told what that one wants
                 self._reconnect(time.monotonic() + self._timeout_s)
@@ -138,7 +132,7 @@ class ActorClient:
 
         reason: why it leaves, for the run record
         """
-        if self._closed.is_set():
+        if self._closed.is_set() or self._lock.is_elsewhere:
             return
         self._closing.set()
         try:
@@ -169,7 +163,8 @@ class ActorClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(reason=_reason(error))
+        failure = f"failed: {type(error).__name__}: {error}" if isinstance(error, Exception) else "interrupted"
+        self.close(reason="done" if error is None else failure)
 
     # -- weights and experience ---------------------------------------------------------------------------------
 
@@ -236,7 +231,9 @@ class ActorClient:
                 if remaining_s <= 0:
                     raise ConnectionLost(f"no {what} from {self._address} within {timeout_s} s")
                 assert self._socket is not None
-                self._socket.poll(int(min(remaining_s, 0.05) * 1000) + 1)
+                arrival = next_arrival(self._socket)
+            if arrival is not None:
+                arrival.poll(int(min(remaining_s, 0.05) * 1000) + 1)
 
     def _pump(self, deadline: float) -> None:
         """Handle whatever has arrived, and reconnect when the session is over or the gateway silent for too long."""

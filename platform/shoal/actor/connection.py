@@ -1,16 +1,19 @@
-"""A connection to a gateway: a DEALER socket, encrypted when the gateway's key is known; and when to try again.
+"""A connection to a gateway: a DEALER socket, encrypted when the gateway's key is known; who may use it and when
+to try again.
 
 Called by the client for each attempt. An address or a key that cannot be one ends in ConfigError, never in ZMQError.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
+import threading
 import time
 
 import zmq
 
-from shoal.errors import ConfigError, ConnectionLost, ProtocolViolation
+from shoal.errors import Closed, ConfigError, ConnectionLost, ProtocolViolation
 from shoal.wire import Limits, decode
 from shoal.wire.messages import Message
 
@@ -51,6 +54,18 @@ def connect(
     return socket
 
 
+def next_arrival(socket: zmq.Socket[bytes]) -> zmq.Poller | None:
+    """What waits for the next message, for a thread that lets go of the socket meanwhile; None when one is there.
+
+    Whoever uses the socket then may take the message, or the signal of it: look again before long.
+    """
+    if int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        return None
+    poller = zmq.Poller()
+    poller.register(socket.fileno(), zmq.POLLIN)
+    return poller
+
+
 def first_answer(frames: list[bytes], limits: Limits, address: str) -> Message:
     """What came in answer to a hello. Raises ConnectionLost when it is nothing that a gateway says."""
     try:
@@ -67,6 +82,33 @@ def options_of(address: str, env: str, server_key: str) -> list[str]:
 def command_of(address: str, env: str, server_key: str) -> str:
     """What to type to start an actor for a run."""
     return shlex.join(["python", "-m", "shoal.actor", *options_of(address, env, server_key)])
+
+
+class SocketLock:
+    """Whoever holds it owns the socket. Taking it raises Closed in a process that was forked from the one with the
+    context: ZeroMQ's threads are not there, so that nothing would ever be sent or come."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._pid = 0  # of the process with the context; 0 before there is one
+
+    def new_context(self) -> zmq.Context[zmq.Socket[bytes]]:
+        """The one that the socket is of."""
+        self._pid = os.getpid()
+        return zmq.Context()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the socket is another process's."""
+        return self._pid not in (0, os.getpid())
+
+    def __enter__(self) -> None:
+        if self.is_elsewhere:  # before the lock, which a thread of that process may have held
+            raise Closed("the client belongs to the process that connected it: make one in each")
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
 
 
 class Attempts:

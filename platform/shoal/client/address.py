@@ -1,4 +1,5 @@
-"""The address of an endpoint as a user writes it: which host is meant, asked in one place by all who decide by it.
+"""The address of an endpoint as a user writes it: which host is meant, asked in one place by all who decide by it; and
+whether a proxy stands before it.
 
 Called by the clients, by who looks for an endpoint, and by who gives a token away. Opens no connection.
 """
@@ -7,7 +8,9 @@ from __future__ import annotations
 
 import ipaddress
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
+from shoal.addresses import is_loopback
 from shoal.errors import ConfigError
 
 
@@ -33,3 +36,12 @@ def host_of(url: str) -> str:
     if not (is_address and is_plain and parts.scheme in ("http", "https")):
         raise ConfigError("url", url, "is not the address of an endpoint", "write http://HOST:PORT")
     return host
+
+
+def proxy_for(url: str) -> str | None:
+    """The proxy that the environment has for this address, as it stands there; None for none, and on this machine."""
+    parts, proxies = urlsplit(url), getproxies()
+    proxy = (proxies.get(parts.scheme) or proxies.get("all") or "").strip()
+    if not proxy or is_loopback(host_of(url)) or any(map(proxy_bypass, (parts.netloc, host_of(url)))):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"

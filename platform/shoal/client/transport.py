@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import httpx
 
 from shoal.addresses import is_loopback
-from shoal.client.address import host_of
+from shoal.client.address import host_of, proxy_for
 from shoal.client.exchange import Broken, Conversation, NotSent, Outcome, Reply, Send, TooLong, Wait
 from shoal.errors import Closed, ConfigError
 
 KEEP_ALIVE_S = 30.0
 _HEADERS = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "shoal"}
+Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
 
 
 def _settings(url: str, token: str, num_connections: int) -> dict[str, object]:
@@ -33,9 +37,31 @@ def _settings(url: str, token: str, num_connections: int) -> dict[str, object]:
         "limits": httpx.Limits(
             max_connections=num_connections, max_keepalive_connections=num_connections, keepalive_expiry=KEEP_ALIVE_S
         ),
-        # A proxy of the environment is for the world outside; it would send the endpoint of this machine elsewhere.
-        "trust_env": not is_loopback(host),
+        # Of the environment, what concerns this host: httpx would read all of it, and raises at networks in NO_PROXY.
+        "trust_env": False,
+        "proxy": proxy_for(url),
+        "verify": _certificates(host) if url.startswith("https") else True,
     }
+
+
+def _certificates(host: str) -> ssl.SSLContext:
+    """Those of SSL_CERT_FILE or SSL_CERT_DIR for the world outside. Raises ConfigError."""
+    try:
+        return httpx.create_ssl_context(trust_env=not is_loopback(host))
+    except OSError as error:
+        names = "SSL_CERT_FILE, SSL_CERT_DIR"
+        raise ConfigError("environment", names, f"have no certificates: {error}", "correct or unset them") from None
+
+
+def _opened(kind: Callable[..., Http], settings: dict[str, object]) -> Http:
+    """Raises ConfigError for a proxy that httpx cannot speak to."""
+    try:
+        return kind(**settings)
+    except (httpx.InvalidURL, ValueError, ImportError) as error:
+        # Of what is no address a part may be a password.
+        problem = "is no address of a proxy" if isinstance(error, httpx.InvalidURL) else str(error)
+        remedy = "correct the variable, or unset it; NO_PROXY takes hosts that need no proxy"
+        raise ConfigError("environment", "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY", problem, remedy) from None
 
 
 class Transport:
@@ -47,14 +73,11 @@ class Transport:
 
     def _open(self) -> None:
         self._pid = os.getpid()
-        self._http = httpx.Client(**self._settings)  # type: ignore[arg-type]
+        self._http = _opened(httpx.Client, self._settings)
 
     def have(self, conversation: Conversation) -> Reply:
         """Do what the conversation says, to its end. Raises what it raises, and Closed."""
-        if self._http.is_closed:
-            conversation.close()
-            raise Closed("the client is closed")
-        if os.getpid() != self._pid:  # else two processes would read each other's answers
+        if os.getpid() != self._pid and not self._http.is_closed:  # else two processes would read each other's answers
             self._open()
         outcome: Outcome = None
         try:
@@ -70,6 +93,7 @@ class Transport:
             return reply
 
     def _send(self, send: Send) -> Outcome:
+        _require_open(self._http)
         end_s = time.monotonic() + send.timeout_s
         request = _request(self._http, send)
         try:
@@ -98,7 +122,7 @@ class AsyncTransport:
     """
 
     def __init__(self, url: str, token: str, num_connections: int) -> None:
-        self._http = httpx.AsyncClient(**_settings(url, token, num_connections))  # type: ignore[arg-type]
+        self._http = _opened(httpx.AsyncClient, _settings(url, token, num_connections))
         self._free = asyncio.Semaphore(num_connections)
         self._loop: asyncio.AbstractEventLoop | None = None  # that the first call was made on
 
@@ -126,8 +150,6 @@ class AsyncTransport:
             raise Closed("the client belongs to another event loop: make a client in each")
 
     async def _converse(self, conversation: Conversation) -> Reply:
-        if self._http.is_closed:
-            raise Closed("the client is closed")
         outcome: Outcome = None
         try:
             while True:
@@ -142,6 +164,7 @@ class AsyncTransport:
             return reply
 
     async def _send(self, send: Send) -> Outcome:
+        _require_open(self._http)
         request = _request(self._http, send)
         try:
             async with asyncio.timeout(send.timeout_s):
@@ -158,6 +181,12 @@ class AsyncTransport:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+
+def _require_open(http: httpx.Client | httpx.AsyncClient) -> None:
+    """Before each sending: it may have been closed while the one before it was waited for. Raises Closed."""
+    if http.is_closed:
+        raise Closed("the client is closed")
 
 
 def _request(http: httpx.Client | httpx.AsyncClient, send: Send) -> httpx.Request:

@@ -10,7 +10,8 @@ import yaml
 
 import shoal.runs
 from shoal.actor.environment import first_observation, make_environment
-from shoal.errors import ConfigError, SpecMismatch
+from shoal.actor.loop import SegmentBuilder
+from shoal.errors import ConfigError, InvalidSegment, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.rl.spec import RLSpec, experience_spec, network_kwargs
@@ -25,6 +26,12 @@ def look_at_environment(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
     experience = experience_spec(environment.observation_space, environment.action_space, spec)
     observation: np.ndarray = first_observation(environment, spec.env)
     environment.close()
+    try:
+        SegmentBuilder(experience).begin(observation)  # as each actor does, which would end here
+    except InvalidSegment as error:
+        problem = f"begins with what is not in its observation_space: {error.problem}"
+        remedy = "give what the space says; reset returns (observation, info)"
+        raise ConfigError("env", spec.env, problem, remedy) from None
     return experience, observation
 
 

@@ -53,7 +53,7 @@ class LearnerSpec(Spec):
     torch_threads: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=0.5, ge=0, description="what it reserves of the cluster")
     max_restarts: int = Field(default=3, ge=0, description="of the gateway and of the learner, after a crash")
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(2**63), lt=2**64)  # what torch takes
 
     @model_validator(mode="after")
     def _limits_fit(self) -> LearnerSpec:
