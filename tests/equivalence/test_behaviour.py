@@ -6,6 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from cases import MODELS, SEED, Tokens, build, global_batch, make, share, trained, whole_gradients
 from torch import Tensor, nn
@@ -122,6 +123,18 @@ def _behaviour(world: World) -> dict[str, Any]:
     return found
 
 
+def _notes(world: World, plan: dict[str, Any]) -> dict[str, str | None]:
+    """What is noted on each parameter by who made the model, after a plan has taken it."""
+    model, spec = make("transformer"), ParallelSpec.parse(plan)
+    for name, parameter in model.named_parameters():
+        parameter.note = name  # type: ignore[attr-defined]
+    degrees = spec.degrees(world.size)
+    parallel = parallelize(model, Tokens(), spec, degrees, world, share(global_batch(0), 0, degrees.data), SEED)
+    found = {name: getattr(each, "note", None) for name, each in parallel.named_parameters()}
+    parallel.close()
+    return found
+
+
 def _refusal(model: nn.Module, plan: dict[str, Any], world: World) -> str:
     spec = ParallelSpec.parse(plan)
     try:
@@ -129,6 +142,16 @@ def _refusal(model: nn.Module, plan: dict[str, Any], world: World) -> str:
     except PlanError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize(
+    ("size", "plan"),
+    [(2, {"shard": True}), (2, {"data": 1, "tensor": 2}), (4, {"tensor": 2}), (4, {"shard": True, "pipeline": 2})],
+)
+def test_parameters_keep_what_is_noted_on_them(size: int, plan: dict[str, Any]) -> None:
+    for found in run_ranks(_notes, size, plan):
+        assert found
+        assert all(note == name for name, note in found.items())
 
 
 def test_behaviour() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from learnable import Learnable, mlp
+from programs import run_ranks
 from shoal.errors import PlanError
 from shoal.parallel import ParallelSpec, World, check_plan, parallelize
 from shoal.parallel.batches import micro_batches
@@ -46,11 +47,59 @@ def _check(model: nn.Module, plan: dict[str, Any] | str, workers: int, device: s
         ),
         (nn.BatchNorm1d(6, track_running_stats=False), "fsdp", 2, "has no running statistics: .* nn.GroupNorm"),
         (nn.Embedding(6, 4, sparse=True), "fsdp", 2, "has sparse gradients, which cannot be sharded"),
+        (nn.Embedding(6, 4, max_norm=1.0), "ddp", 2, "has a max_norm: .* or use one data rank"),
+        (nn.EmbeddingBag(6, 4, max_norm=1.0), "fsdp", 2, "has a max_norm: .* or use one data rank"),
+        (nn.Embedding(6, 4, scale_grad_by_freq=True), "ddp", 2, "has scale_grad_by_freq: .* or use one data rank"),
     ],
 )
 def test_refusals(model: nn.Module, plan: Any, workers: int, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         _check(model, plan, workers)
+
+
+class Bounded(nn.Module):
+    """Short vectors in and out: an embedding that shortens the rows it looks up, and a head of the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(6, 4, max_norm=1.0), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output: Tensor = self.head(self.layer(self.embedding(tokens)).relu())
+        return output
+
+
+def _refused(world: World) -> str:
+    spec = ParallelSpec.model_validate("pipeline")
+    with pytest.raises(PlanError) as refused:
+        parallelize(Bounded(), Learnable(), spec, spec.degrees(2), world, torch.arange(4))
+    return str(refused.value)
+
+
+def test_a_weight_that_a_stage_would_change_for_itself_is_not_shared_with_another() -> None:
+    for refused in run_ranks(_refused, 2):
+        assert "'embedding': has a max_norm, and pipeline ranks [0, 1] use its weight" in refused
+
+
+@pytest.mark.parametrize("plan", ["fsdp", {"data": 2, "tensor": 2}])
+def test_hooks_of_gradients_that_shards_would_not_call(plan: Any) -> None:
+    for kind in ("register_hook", "register_post_accumulate_grad_hook"):
+        model, workers = mlp(), 2 if plan == "fsdp" else 4
+        getattr(model[3].bias, kind)(lambda gradient: None)
+        with pytest.raises(PlanError, match=r"'3.bias': has a hook, .* use parallel=ddp"):
+            _check(model, plan, workers)
+        _check(model, "ddp", 2)
+
+
+def test_a_layer_with_a_hook_is_not_split() -> None:
+    model = mlp()
+    model[0].weight.register_hook(lambda gradient: gradient / 2)
+    with pytest.raises(PlanError, match="0 has a parameter with a hook"):
+        _check(model, "tensor", 2, styles={"0": "column", "3": "row"})
+    with pytest.raises(PlanError, match=r"no layer can be split .*0: has a parameter with a hook"):
+        _check(model, "tensor", 2)
 
 
 def test_a_parameter_without_a_dimension() -> None:

@@ -335,6 +335,17 @@ def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
     torch.testing.assert_close(found[0], found[1])
 
 
+def test_a_parameter_that_is_thawed_in_mid_run_is_refused() -> None:
+    """It would keep the gradients of all steps, and be averaged over no ranks."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    parallel = _single(model)
+    parallel.train_step(torch.randn(4, 2), 0)
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(PlanError, match=r"'0.weight': was frozen when the run began"):
+        parallel.train_step(torch.randn(4, 2), 1)
+
+
 def test_what_cannot_be_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: Any) -> Any:
         raise RuntimeError("no compiler here")

@@ -9,6 +9,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from shoal.errors import PlanError
 from shoal.parallel.batch_norm import check_batch_norm
+from shoal.parallel.held import is_hooked
 from shoal.parallel.memory_format import check_channels_last
 from shoal.parallel.model import Learnable
 from shoal.parallel.plan import Degrees, ParallelSpec
@@ -39,8 +40,11 @@ def check_plan(
         check(spec.schedule, degrees.pipeline, spec.num_micro_batches(degrees), degrees.is_sharded)
     if degrees.data > 1:
         check_batch_norm(model)
+        _check_embeddings(model)
     if degrees.shard and degrees.data > 1:
         _check_shardable(model)
+    if degrees.data > 1 and (degrees.shard or degrees.tensor > 1):
+        _check_hooks(model)
     if degrees.tensor > 1:
         from shoal.parallel.tensor_plan import tensor_plan
 
@@ -54,6 +58,25 @@ def _check_parameters(model: nn.Module) -> None:
             raise PlanError("model", name, "is a parameter whose shape is not known yet", remedy)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PlanError("model", type(model).__name__, "has no parameter to train", "set requires_grad on some")
+
+
+def _check_embeddings(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if module.max_norm is not None:
+            problem = "has a max_norm: each data rank would shorten the rows that its own samples use"
+            raise PlanError("model", name, problem, "normalise what it gives in the forward pass, or use one data rank")
+        if module.scale_grad_by_freq:
+            problem = "has scale_grad_by_freq: each data rank would count its own samples alone"
+            raise PlanError("model", name, problem, "weigh the loss instead, or use one data rank")
+
+
+def _check_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if is_hooked(parameter):
+            problem = "has a hook, which shards of its gradient would pass by"
+            raise PlanError("model", name, problem, "change the gradient in the forward pass, or use parallel=ddp")
 
 
 def _check_shardable(model: nn.Module) -> None:

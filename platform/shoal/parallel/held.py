@@ -40,3 +40,19 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards its parameters have the attributes that they had before (`no_decay`, say, of a user's own), though
+    others, which hold a part of each, have taken their places."""
+    before = {name: dict(vars(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    yield
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for attribute, value in before[name].items():
+            vars(parameter).setdefault(attribute, value)
+
+
+def is_hooked(parameter: nn.Parameter) -> bool:
+    """Whether something is called with the parameter's gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

@@ -26,6 +26,7 @@ from shoal.parallel.batches import micro_batches, pieces
 from shoal.parallel.blocks import find_blocks
 from shoal.parallel.buffers import check_buffers
 from shoal.parallel.dropout import seed_dropout
+from shoal.parallel.held import attributes_kept
 from shoal.parallel.host_messages import HostMessages
 from shoal.parallel.layout import make_mesh
 from shoal.parallel.model import Learnable, ParallelModel, measured
@@ -35,7 +36,7 @@ from shoal.parallel.pipeline_layout import Layout, lay_out
 from shoal.parallel.pipeline_schedules import SPLITTING, check, stage_ranks
 from shoal.parallel.pipeline_stages import Clock, StageDraws, StageModule, build_schedule
 from shoal.parallel.pipeline_views import GatedModel, View, views_of
-from shoal.parallel.pipeline_weights import Weights
+from shoal.parallel.pipeline_weights import Weights, check_copies
 from shoal.parallel.plan import Degrees, ParallelSpec
 from shoal.parallel.precision import autocast
 from shoal.parallel.sharded import shard
@@ -68,6 +69,7 @@ def build_pipeline(
         if rank not in held:
             cuts = [cut.module for cut in layout.cuts]
             raise PlanError("pipeline_cuts", cuts, f"leave rank {rank} without a parameter", "cut elsewhere")
+    check_copies(model, layout, ranks)
     mesh = make_mesh(degrees, world) if degrees.tensor > 1 or degrees.is_sharded else None
     if mesh is None or degrees.tensor == 1:
         return Pipelined(model, learnable, spec, degrees, world, layout, mesh, seed)
@@ -368,7 +370,8 @@ def _shard_blocks(
     for path, block in find_blocks(model):
         if all(set(layout.parameters[f"{path}.{name}"]) <= set(own) for name, _ in block.named_parameters()):
             blocks.append((path, block))
-    shard([block for _, block in blocks], mesh, spec.dynamic)
+    with attributes_kept(model):
+        shard([block for _, block in blocks], mesh, spec.dynamic)
     return blocks
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.errors import SpecMismatch
+from shoal.errors import PlanError, SpecMismatch
 from shoal.parallel.pipeline_layout import Layout
 from shoal.parallel.pipeline_views import hollow
 from shoal.parallel.state import assign, full_tensor
@@ -109,6 +109,18 @@ class Weights:
     def _lies_here(self, name: str) -> bool:
         first = self._first.get(name)
         return first in self.kept if first is not None else self._owner(name) == self._rank
+
+
+def check_copies(model: nn.Module, layout: Layout, stage_ranks: list[int]) -> None:
+    """Raises PlanError for a layer that changes its weight when it is called, of which another rank has a copy."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
+            continue
+        ranks = {stage_ranks[stage] for stage in layout.parameters[names[id(module.weight)]]}
+        if len(ranks) > 1:
+            problem = f"has a max_norm, and pipeline ranks {sorted(ranks)} use its weight: one alone would shorten it"
+            raise PlanError("model", name, problem, "normalise what it gives in the forward pass")
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -18,10 +18,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_map_only
 
 from shoal.parallel.blocks import find_blocks
+from shoal.parallel.held import attributes_kept
 from shoal.parallel.model import Learnable
 from shoal.parallel.plan import ParallelSpec
 from shoal.parallel.usage import Usage
-from shoal.parallel.whole import Watched, compile_forward, trainable
+from shoal.parallel.whole import Watched, compile_forward
 from shoal.parallel.world import World
 
 
@@ -47,9 +48,10 @@ class Sharded(Watched):
         blocks = list(find_blocks(model))
         for block in [block for _, block in blocks] if spec.compile and blocks else [model] * spec.compile:
             compile_forward(block)
-        shard([*(block for _, block in blocks), model], mesh, spec.dynamic)
-        model.to(world.device)  # what is not sharded: buffers
-        self._trainable = trainable(model)
+        with attributes_kept(model):
+            shard([*(block for _, block in blocks), model], mesh, spec.dynamic)
+            model.to(world.device)  # what is not sharded: buffers
+        self._know_trainable()
         assert self._ranks is not None
         self._usage = Usage([*blocks, ("", model)], self._ranks, spec.dynamic)
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from shoal.errors import PlanError
 from shoal.parallel.dropout import Part, SeededDropout
+from shoal.parallel.held import attributes_kept
 from shoal.parallel.layout import data_group, make_mesh
 from shoal.parallel.model import Learnable, ParallelModel
 from shoal.parallel.plan import Degrees, ParallelSpec
@@ -28,7 +29,7 @@ class TensorParallel(Watched):
     """One copy of a model, its layers split over all ranks."""
 
     def __init__(self, model: nn.Module, learnable: Learnable, spec: ParallelSpec, world: World, seed: int) -> None:
-        super().__init__(model.to(world.device), learnable, spec, world, seed)
+        super().__init__(model, learnable, spec, world, seed)
         if spec.compile:
             compile_module(model)
 
@@ -77,7 +78,9 @@ def split_layers(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    parallelize_module(model, mesh, {name: _style(style) for name, style in plan.styles.items()}, src_data_rank=None)
+    styles = {name: _style(style) for name, style in plan.styles.items()}
+    with attributes_kept(model):
+        parallelize_module(model, mesh, styles, src_data_rank=None)
     for first, *others in names.values():  # tied weights were split one by one: tie them again
         for other in others:
             owner, _, attribute = other.rpartition(".")

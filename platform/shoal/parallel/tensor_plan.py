@@ -19,7 +19,7 @@ from torch import nn
 
 from shoal.batches import map_tensors
 from shoal.errors import PlanError
-from shoal.parallel.held import unchanged
+from shoal.parallel.held import is_hooked, unchanged
 from shoal.parallel.model import Learnable
 from shoal.parallel.tensor_trace import LinearCall, Pair, Trace, traced
 from shoal.parallel.tensor_trial import Split, try_pair
@@ -112,6 +112,8 @@ def _misfit(layer: nn.Module, style: str, size: int) -> str | None:
     """Why `layer` cannot be split so; None when its sizes allow it."""
     if isinstance(layer, nn.Embedding) != (style == "vocabulary"):
         return f"is a {type(layer).__name__}, which cannot be split by {style}"
+    if any(map(is_hooked, layer.parameters())):
+        return "has a parameter with a hook, which a part of its gradient would pass by"
     if isinstance(layer, nn.Embedding):
         if layer.max_norm is not None or layer.padding_idx is not None or layer.sparse:
             return "has a max_norm, a padding_idx or sparse gradients, and cannot be split"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,7 @@ class Whole(ParallelModel):
         seed_dropout(model, self._draws)
         self._forward: nn.Module = model
         self._scale = LossScale() if spec.precision == "fp16" else None
-        self._trainable = trainable(model)
+        self._know_trainable()
 
     # -- a step
 
@@ -79,7 +79,14 @@ class Whole(ParallelModel):
                 return loss
             take_back()  # running statistics have had this batch: once is enough
 
+    def _know_trainable(self) -> None:
+        self._trainable = trainable(self.module)
+        self._frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
+
     def _gradients(self, batch: Any, step: int) -> Tensor:
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                self._refuse_thawed()
         for parameter in self._trainable:
             parameter.grad = None
         accumulate = self._spec.accumulate
@@ -91,6 +98,11 @@ class Whole(ParallelModel):
             with self._exchange(index == accumulate - 1):
                 losses.append(self._micro_step(part, step, index))
         return torch.stack(losses).mean()
+
+    def _refuse_thawed(self) -> NoReturn:
+        frozen = {id(parameter) for parameter in self._frozen}
+        name = next(name for name, each in self.named_parameters() if id(each) in frozen and each.requires_grad)
+        raise PlanError("model", name, "was frozen when the run began, and is not now", "thaw it in Task.model()")
 
     def _micro_step(self, batch: Any, step: int, index: int) -> Tensor:
         self._draws.begin(step, index, num_samples(batch))
