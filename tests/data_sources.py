@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +38,23 @@ class Deadly(Numbers):
         if index == 9:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
+
+
+class Leaving(Numbers):
+    """The first of its batches cannot travel, and with the third its process ends, which takes a while."""
+
+    def batch(self, indices: np.ndarray[Any, Any]) -> Any:
+        if 4 in indices:
+            atexit.register(time.sleep, 1.0)
+            sys.exit(3)
+        return {"inputs": threading.Lock() if 0 in indices else indices}
+
+
+class Refusing(Numbers):
+    """Is of an object that says itself that it cannot travel."""
+
+    def __getstate__(self) -> Any:
+        raise OSError("this file is of another process")
 
 
 class Held:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +58,18 @@ def test_every_kind_arrives_as_it_was() -> None:
             receive(theirs)
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_ragged_tensors_arrive_as_they_were(layout: torch.layout) -> None:
+    rows = [torch.arange(2.0), torch.arange(3.0)]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send(ours, torch.nested.nested_tensor(rows, layout=layout))
+        found = receive(theirs)
+    assert found.layout == layout
+    assert [row.tolist() for row in found.unbind()] == [row.tolist() for row in rows]
+
+
 def test_what_many_read_is_mapped_once_and_written_by_each_for_itself() -> None:
     descriptor, modules = pack({"values": np.zeros(1000), "tensor": torch.zeros(1000), "kind": Pair})
     assert __name__ in modules
@@ -70,6 +83,36 @@ def test_what_many_read_is_mapped_once_and_written_by_each_for_itself() -> None:
     assert also["values"][3] == 5  # no copy was made
     os.close(descriptor)
     assert also["tensor"].sum() == 0  # the memory goes with the last that uses it
+
+
+def test_an_array_that_is_mapped_from_a_file_is_mapped_again_and_not_copied(tmp_path: Path) -> None:
+    content = np.arange(3 << 20, dtype=np.uint16).reshape(3, 1 << 20)
+    np.save(tmp_path / "tokens.npy", content)
+    mapped = np.load(tmp_path / "tokens.npy", mmap_mode="r")
+    turned = np.memmap(tmp_path / "turned", np.float64, "w+", 0, (2, 3), "F")
+    turned[:] = [[1, 2, 3], [4, 5, 6]]
+    value = {
+        "whole": mapped,
+        "part": mapped[1:, :][1],
+        "bytes": mapped[1].view(np.uint8),
+        "gaps": mapped[0, :10:2],
+        "chosen": mapped[[2], :3],
+        "to write": np.load(tmp_path / "tokens.npy", mmap_mode="r+"),
+        "turned": np.memmap(tmp_path / "turned", np.float64, "r", 0, (2, 3), "F"),
+    }
+    descriptor, _ = pack(value)
+    assert os.fstat(descriptor).st_size < 1 << 16
+    found = unpack(descriptor)
+    os.close(descriptor)
+    for name, array in value.items():
+        assert (found[name].dtype, found[name].tolist()) == (array.dtype, array.tolist())
+    found["whole"][0, 0] = found["to write"][0, 1] = 7  # its own: the file is everybody's
+    assert np.load(tmp_path / "tokens.npy")[0, :2].tolist() == [0, 1]
+    unlinked = np.load(tmp_path / "tokens.npy", mmap_mode="r")
+    (tmp_path / "tokens.npy").unlink()
+    descriptor, _ = pack(unlinked)
+    assert unpack(descriptor)[2, 5] == content[2, 5]
+    os.close(descriptor)
 
 
 def test_what_is_kept_holds_memory_and_no_descriptors() -> None:

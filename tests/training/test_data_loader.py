@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset
 
 from shoal.data import Loader, LoaderSpec
 from shoal.data.order import permutation
@@ -241,10 +243,44 @@ def test_what_does_not_fit_is_refused_with_field_value_and_remedy() -> None:
         Loader(Numbers(3), batch_size=4)
     with pytest.raises(ConfigError, match="neither a map-style nor an iterable"):
         Loader(7, batch_size=1)
+    for columns in (pd.DataFrame({"x": [1.0, 2.0]}), {"x": torch.zeros(2)}):
+        with pytest.raises(ConfigError, match=r"is read by names, and not by numbers .* torch's StackDataset\(name="):
+            Loader(columns, batch_size=1)
+    for numbered in (pd.Series([7, 8]), {0: 7, 1: 8}):
+        batches = list(Loader(numbered, batch_size=1, shuffle=False))
+        assert [batch.tolist() for batch in batches] == [[7], [8]]
+    rows = StackDataset(x=torch.tensor([7, 8]))
+    assert [batch["x"].tolist() for batch in Loader(rows, batch_size=1, shuffle=False)] == [[7], [8]]
     with pytest.raises(ConfigError, match=r"data = 'generator': is an iterator, which is spent after one epoch"):
         Loader((each for each in range(3)), batch_size=1)
+    for lengthless in (torch.tensor(1.0), np.array(1.0), list):
+        with pytest.raises(DataError, match=r"has no length\. give it a __len__"):
+            Loader(lengthless, batch_size=1)
+    for wrong in ({"batch_size": 2.5}, {"batch_size": "2"}, {"batch_size": 2, "seed": 1.5}):
+        with pytest.raises(ConfigError, match=r"(batch_size|seed) = .*: is no whole number"):
+            Loader(Numbers(10), **wrong)
     with pytest.raises(ConfigError, match="workers"):
         LoaderSpec.parse({"workers": -1})
+    with pytest.raises(ConfigError, match=r"prefetch = 129: .* less than or equal to 128"):
+        LoaderSpec.parse({"prefetch": 129})
+
+
+def test_a_state_is_plain_numbers_whatever_the_batch_size_was() -> None:
+    loader = Loader(Numbers(10), batch_size=np.int64(2), seed=np.int64(3))  # type: ignore[arg-type]
+    next(iter(loader))
+    assert json.loads(json.dumps(loader.state_dict())) == loader.state_dict()
+
+
+def test_a_dataset_that_leaves_samples_out_of_a_batch_is_refused() -> None:
+    class Choosy(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [self[index] for index in indices if index != 3]
+
+    loader = Loader(Choosy(10), batch_size=2, shuffle=False)
+    batches = iter(loader)
+    assert next(batches)[0].tolist() == [0, 1]
+    with pytest.raises(DataError, match=r"gives 1 samples where 2 are asked for \(in samples 2, 3\)"):
+        next(batches)
 
 
 def test_samples_that_cannot_be_read_are_named() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from torchdata.nodes import IterableWrapper
+from torchdata.nodes import IterableWrapper, SamplerWrapper
 from torchdata.nodes import Loader as NodesLoader
 
 from data_sources import Shards, Stream
@@ -217,6 +217,39 @@ def test_torchdatas_pipelines_keep_their_state() -> None:
     assert first + torch.cat(list(again)).tolist() == list(range(12))
 
 
+class OtherEachEpoch(list[int]):
+    """A sampler: in each epoch, which torchdata counts, an order of its own."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = sorted(range(10))
+        random.Random(self.epoch).shuffle(order)
+        return iter(order)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pipeline_that_counts_its_epochs_itself_goes_on_between_two_of_them(workers: int) -> None:
+    def loader(workers: int = workers) -> Loader:
+        (made,) = loaders(NodesLoader(SamplerWrapper(OtherEachEpoch())), 1, workers)
+        return made
+
+    whole = loader()
+    epochs, states = [], []
+    for _ in range(3):
+        epochs.append([batch.tolist() for batch in whole])
+        states.append(whole.state_dict())
+    assert epochs[0] != epochs[1] != epochs[2]
+    for done, state in enumerate(states[:2], start=1):
+        again = loader(2 - workers)
+        again.load_state_dict(state)
+        assert again.state_dict() == state
+        assert [[batch.tolist() for batch in again] for _ in range(3 - done)] == epochs[done:]
+
+
 def test_shards_are_read_by_one_each_and_only_their_own_division_resumes_them() -> None:
     group = loaders(Shards(50), 2, 2)
     batches = global_batches(group)
@@ -267,6 +300,16 @@ class Torch(IterableDataset[int]):
         return iter(range(self.num_items))
 
 
+class Spent(IterableDataset[int]):
+    """Has made its iterator once and for all."""
+
+    def __init__(self) -> None:
+        self.numbers = iter(range(6))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.numbers
+
+
 class NoLength:
     def shard(self, index: int, count: int) -> range:
         return range(10)
@@ -275,6 +318,12 @@ class NoLength:
 def test_streams_that_yield_too_little() -> None:
     with pytest.raises(DataError, match="Stream': is empty: it has yielded nothing"):
         next(iter(Loader(Stream(0, stateful=False), batch_size=2)))
+    once = Loader(Spent(), batch_size=2)
+    assert len(list(once)) == 3
+    with pytest.raises(
+        DataError, match=r"nothing after its first epoch: its iterator is spent. let its __iter__ begin"
+    ):
+        next(iter(once))
     with pytest.raises(DataError, match=r"yields 3 samples, too few for one batch of 4. lower batch_size"):
         next(iter(Loader(Stream(3, stateful=False), batch_size=4)))
     with pytest.raises(DataError, match="has yielded 9 samples, and says that it has 12"):

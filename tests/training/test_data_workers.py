@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from data_sources import Counting, Deadly, Held, Numbers, Stream
+from data_sources import Counting, Deadly, Held, Leaving, Numbers, Refusing, Stream
 from shoal.data import Loader, LoaderSpec
 from shoal.data.handover import receive
 from shoal.errors import Closed, ConfigError, DataError
@@ -88,6 +88,18 @@ def test_a_worker_that_raises_or_dies_is_named_with_its_samples() -> None:
         loader.seek(0, 10)  # a new worker
         assert next(iter(loader))["inputs"].tolist() == [10, 11]
         assert loader.worker_pids() != [survivor]
+
+
+def test_a_batch_that_cannot_travel_is_named_and_so_is_how_a_worker_ended() -> None:
+    with Loader(Leaving(8), batch_size=2, shuffle=False, spec=ONE) as loader:
+        with pytest.raises(DataError, match=r"of samples 0, 1 cannot be handed over .*TypeError: .*lock"):
+            next(iter(loader))
+        (worker,) = loader.worker_pids()
+        loader.seek(0, 2)
+        batches = iter(loader)
+        assert next(batches)["inputs"].tolist() == [2, 3]
+        with pytest.raises(DataError, match=rf"pid {worker}\) ended with exit code 3 while .* of samples 4, 5"):
+            next(batches)
 
 
 def test_arrays_of_the_dataset_are_in_memory_once_and_a_slow_worker_is_given_up(tmp_path: Path) -> None:
@@ -168,6 +180,8 @@ def test_what_cannot_be_handed_to_workers_is_refused_before_any_starts() -> None
         ConfigError, match=r"loader.workers = 2: the dataset cannot be handed to worker processes: .*lambda"
     ):
         Loader(Numbers(4), batch_size=2, collate=lambda samples: samples, spec=TWO)
+    with pytest.raises(ConfigError, match=r"handed to worker processes: OSError: this file is of another process"):
+        Loader(Refusing(4), batch_size=2, spec=TWO)
 
 
 def test_an_iterable_resumes_from_its_state_under_any_number_of_workers() -> None:

@@ -180,6 +180,9 @@ def test_numpy_files(tmp_path: Path) -> None:
     np.save(tmp_path / "none.npy", X[:0])
     (tmp_path / "half.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:-1])
     (tmp_path / "half.npz").write_bytes((tmp_path / "both.npz").read_bytes()[:-90])
+    packed = bytearray((tmp_path / "y.npz").read_bytes())
+    packed[45:60] = b"\xff" * 15  # behind the zip's own header: nothing that zlib could unpack
+    (tmp_path / "unpackable.npz").write_bytes(packed)
     (tmp_path / "text.npy").write_text("1, 2, 3")
     shutil.copy(tmp_path / "both.npz", tmp_path / "zip.npy")
     np.save(tmp_path / "turned.npy", np.asfortranarray(X))
@@ -187,6 +190,8 @@ def test_numpy_files(tmp_path: Path) -> None:
     for fields, problem in [
         ([tmp_path / "half.npy"], "half.npy': is truncated or damaged"),
         (tmp_path / "half.npz", "half.npz': is truncated or damaged"),
+        (tmp_path / "unpackable.npz", "unpackable.npz': is truncated or damaged"),
+        (tmp_path / "x.npy", r"x.npy': holds one array, without a name\. give a list"),
         ([tmp_path / "objects.npy"], "objects.npy': holds Python objects, no numbers. save an array of numbers"),
         ([tmp_path / "text.npy"], r"text.npy': is no .npy file \(it begins with 312c20322c20\). write it with numpy"),
         ([tmp_path / "zip.npy"], r"zip.npy': is no .npy file \(it begins with 504b.*name it .npz"),
@@ -328,6 +333,8 @@ def test_image_folder(tmp_path: Path) -> None:
         ImageFolder(tmp_path)
     with pytest.raises(DataError, match="has no folders in it"):
         ImageFolder(tmp_path / "dog")
+    with pytest.raises(DataError, match=r"32.png': is a file\. give the folder"):
+        ImageFolder(tmp_path / "dog" / "32.png")
 
 
 @pytest.mark.parametrize(("kind", "order"), [("png", "<"), ("tif", "<"), ("tif", ">")])
@@ -439,6 +446,10 @@ def a_dataset(value: object) -> list[object]:
     return [np.array([value, "b"], dtype=object), Sample(value)]
 
 
+def ragged(*rows: list[int]) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -447,8 +458,9 @@ def a_dataset(value: object) -> list[object]:
         ([Image.new("L", (2, 2), 1)], [Image.new("L", (2, 2), 2)]),
         ([torch.eye(2).to_sparse()], [torch.ones(2, 2).to_sparse()]),
         ([torch.tensor([1j]).conj()], [torch.tensor([1j])]),
+        ([ragged([1], [2, 3])], [ragged([1, 2], [3])]),
     ],
-    ids=["objects", "complex", "pictures", "sparse", "conjugate"],
+    ids=["objects", "complex", "pictures", "sparse", "conjugate", "ragged"],
 )
 def test_a_fingerprint_tells_samples_of_every_kind_apart(one: list[object], other: list[object]) -> None:
     assert fingerprint(one) == fingerprint(copy.deepcopy(one)) != fingerprint(other)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from shoal.data.order import MapOrder, MapRequest, StreamRequest
+from shoal.data.order import EPOCH_BEFORE, MapOrder, MapRequest, StreamRequest
 from shoal.data.reader import Ended, Made
 from shoal.data.stream import PlainReader, StreamReader
 from shoal.errors import DataError, SpecMismatch
@@ -40,7 +40,7 @@ class Course(Protocol):
         ...
 
     def ended(self, ended: Ended, position: int) -> None:
-        """The epoch ended at `position`. Raises DataError when that is too early."""
+        """The epoch ended at `position`, and the next one begins. Raises DataError when that is too early."""
         ...
 
     def forget(self) -> None:
@@ -106,6 +106,8 @@ class StreamCourse:
         self.is_per_rank = not reader.is_alike
         self.num_batches: int | None = None
         self._states: list[Any] = self._no_states()
+        self._has_ended = False  # an epoch, with batches in it
+        self._ended: list[Any] = []  # at the end of the epoch before; until the next one's first batch
 
     def _no_states(self) -> list[Any]:
         return [None] * (1 if self._reader.is_alike else self._reader.stride)
@@ -132,17 +134,26 @@ class StreamCourse:
 
     def delivered(self, made: Made, position: int) -> None:
         self._states[self._holder_of(position)] = made.state
+        self._ended = []
 
     def ended(self, ended: Ended, position: int) -> None:
         if not position:
             name, size = type(self._reader.source).__name__, self._reader.batch_size
+            if not ended.num_items and self._has_ended:
+                remedy = "let its __iter__ begin anew each time"
+                raise DataError("data", name, "yields nothing after its first epoch: its iterator is spent", remedy)
             if not ended.num_items:
                 raise DataError("data", name, "is empty: it has yielded nothing")
             problem = f"yields {ended.num_items} samples, too few for one batch of {size}"
             raise DataError("data", name, problem, "lower batch_size")
+        states = self._states
+        self._has_ended = True
+        self.forget()
+        if self._reader.counts_epochs and states[0] is not None:
+            self._ended = [(EPOCH_BEFORE, state) for _, state in states]
 
     def forget(self) -> None:
-        self._states = self._no_states()
+        self._states, self._ended = self._no_states(), []
 
     def state(self) -> State:
         reader = self._reader
@@ -150,13 +161,13 @@ class StreamCourse:
         if self.is_per_rank:
             divided = {"batch_size": reader.batch_size, "data_ranks": reader.share.size, "workers": reader.stride}
             state |= {**divided, "rank": reader.share.rank}
-        return {**state, "states": list(self._states)}
+        return {**state, "states": list(self._ended or self._states)}
 
     def load(self, state: State) -> None:
         mine = {name: value for name, value in self.state().items() if name != "states"}
         why = "each rank and worker reads a part of its own, whose place says nothing of another division"
         refuse_unequal(mine, state, why if self.is_per_rank else "samples would repeat or be missed")
-        self._states = list(state["states"])
+        self._states, self._ended = list(state["states"]), []
 
 
 def refuse_unequal(mine: State, state: State, why: str) -> None:

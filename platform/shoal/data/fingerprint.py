@@ -82,7 +82,9 @@ def _spread(count: int) -> list[int]:
 
 def _add(digest: Any, value: Any) -> None:
     """Add a value in a form that does not depend on the machine, and in which different values differ."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.is_nested:
+        _add(digest, value.unbind())
+    elif isinstance(value, Tensor):
         value = value.detach().cpu()
         value = (value if value.layout is torch.strided else value.to_dense()).resolve_conj().resolve_neg()
         values = value.contiguous().reshape(-1).view(torch.uint8).numpy() if value.numel() else np.empty(0)

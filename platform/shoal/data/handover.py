@@ -4,13 +4,15 @@
     one message  one byte over a socket, with that file's descriptor beside it
 
 The file has no name, so that nothing is left of it when a process dies, and no limit of /dev/shm holds for it. Once it
-is mapped its descriptor is closed: who keeps many batches uses memory, and no descriptors. Called by the pool and by
-the worker processes.
+is mapped its descriptor is closed: who keeps many batches uses memory, and no descriptors. An array that is mapped from
+a file already (`numpy.memmap`) is mapped from there again, however large it is. Called by the pool and by the worker
+processes.
 """
 
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import pickle
 import socket
@@ -19,6 +21,7 @@ from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +40,8 @@ class _Pickler(pickle.Pickler):
         if type(value) is Tensor and _is_plain(value):
             flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
             return _tensor, (pickle.PickleBuffer(flat.data), value.dtype, tuple(value.shape))
+        if type(value) is np.memmap and (place := _place_of(value)) is not None:
+            return np.memmap, place
         if isinstance(value, type | FunctionType) and value.__module__:
             self.modules.add(value.__module__)
         return NotImplemented
@@ -44,11 +49,30 @@ class _Pickler(pickle.Pickler):
 
 def _is_plain(value: Tensor) -> bool:
     on_cpu = value.device.type == "cpu" and value.layout is torch.strided and value.numel() > 0
-    return on_cpu and not (value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg())
+    return on_cpu and not (
+        value.is_nested or value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg()
+    )
 
 
 def _tensor(memory: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype).reshape(shape)
+
+
+def _place_of(value: np.memmap[Any, Any]) -> tuple[object, ...] | None:
+    """How it is mapped again, from the file that it is a part of; None for what lies in memory, or only with gaps.
+
+    What is written to it then is the reader's own, as for everything else that many read.
+    """
+    whole: Any = value
+    while isinstance(whole.base, np.memmap):
+        whole = whole.base
+    is_mapped = isinstance(whole.base, mmap.mmap) and value.mode in ("r", "r+") and value.size > 0
+    if not is_mapped or value.filename is None or not os.path.exists(value.filename):
+        return None
+    if not (value.flags.c_contiguous or value.flags.f_contiguous):
+        return None
+    offset = whole.offset + value.ctypes.data - whole.ctypes.data
+    return value.filename, value.dtype, "c", offset, value.shape, "C" if value.flags.c_contiguous else "F"
 
 
 def pack(value: Any) -> tuple[int, set[str]]:

@@ -6,6 +6,7 @@ Trainer. Never communicates: every rank works out its own share.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from shoal.data.device import mover
 from shoal.data.order import MapOrder, Share
 from shoal.data.pool import WorkerPool
 from shoal.data.reader import Ended, Inline, Made, MapReader, Reader
-from shoal.data.source import Batch, Collate, Source, is_iterable
+from shoal.data.source import Batch, Collate, Source, is_iterable, length_of
 from shoal.data.spec import LoaderSpec
 from shoal.data.stream import stream_reader
 from shoal.errors import ConfigError, DataError
@@ -53,6 +54,7 @@ class Loader:
         shuffle: bool | None = None,
         drop_last: bool = True,
     ) -> None:
+        batch_size, seed = _whole("batch_size", batch_size), _whole("seed", seed)
         self.spec = spec or LoaderSpec()
         self.device = torch.device(device)
         self.epoch = 0
@@ -98,7 +100,6 @@ class Loader:
             self.num_samples, self.num_global = made.num_samples, made.num_global
             self.last_indices = None if made.indices is None else made.indices[: made.num_samples].tolist()
             yield made.batch
-        self._course.forget()
         self.epoch, self.position = self.epoch + 1, 0
 
     def is_at_end(self) -> bool:
@@ -170,6 +171,14 @@ class Loader:
         self.close()
 
 
+def _whole(field: str, value: Any) -> int:
+    """A plain number of NumPy's and torch's own too, which the state would carry into JSON. Raises ConfigError."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ConfigError(field, value, "is no whole number") from None
+
+
 def _check_division(batch_size: int, share: Share, is_equal: bool) -> None:
     if not 0 <= share.rank < share.size:
         raise ConfigError(
@@ -184,7 +193,11 @@ def _check_division(batch_size: int, share: Share, is_equal: bool) -> None:
 def _count(source: Source, batch_size: int, drop_last: bool) -> int:
     """The number of samples. Raises DataError when they do not make one batch."""
     name = type(source).__name__
-    num_samples = len(source)
+    num_samples = length_of(source)
+    if num_samples is None:
+        raise DataError(
+            "data", name, "has no length", "give it a __len__, or, where nobody knows it, an __iter__ alone"
+        )
     if not num_samples:
         raise DataError("data", name, "is empty")
     if drop_last and num_samples < batch_size:

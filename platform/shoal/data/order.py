@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
+EPOCH_BEFORE = -1  # in place of a position: the end of the epoch before
 _WORD = 2**64 - 1
 
 
@@ -43,7 +44,8 @@ class MapRequest(NamedTuple):
 class StreamRequest(NamedTuple):
     """The batch of an iterable that begins after `position` global samples of the epoch.
 
-    restart: from a fresh iterator; with `state` from where that was taken, (position, the dataset's own state)
+    restart: from a fresh iterator; with `state` from where that was taken, (position, the dataset's own state);
+             a state of EPOCH_BEFORE is of the end of that epoch, behind which this one begins
     """
 
     epoch: int

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -40,6 +39,7 @@ _BOOT = (
     "from shoal.data.worker import main; main(int(sys.argv[2]))"
 )
 _GRACE_S = 0.5
+_ENDING_S = 10.0  # for a worker that has let go of its socket to end: how it did is then known
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", _IN_WORKER), "1")
 
 
@@ -129,8 +129,13 @@ class WorkerPool:
 
     def _died(self, number: int, request: Request) -> DataError:
         process = self._workers[number].process
-        self._end()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDING_S)
         code = process.returncode
+        self._end()
+        if code is None:
+            problem = f"its worker process {number} (pid {process.pid}) has closed its socket{_samples_of(request)}"
+            return DataError("data", "dataset", problem, "let the dataset close no files but its own")
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         problem = f"its worker process {number} (pid {process.pid}) {how} while it made a batch{_samples_of(request)}"
         remedy = "its own words are above"
@@ -181,8 +186,8 @@ def _end(workers: list[_Worker]) -> None:
 def _packed(reader: Reader, num_workers: int) -> tuple[int, set[str]]:
     try:
         return pack(reader)
-    except (pickle.PicklingError, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-        problem = f"the dataset cannot be handed to worker processes: {error}"
+    except Exception as error:  # whatever a user's object raises is why it cannot travel
+        problem = f"the dataset cannot be handed to worker processes: {type(error).__name__}: {error}"
         remedy = "define it, and its collate function, at the top of a file, open files lazily, or set loader.workers=0"
         raise ConfigError("loader.workers", num_workers, problem, remedy) from error
 

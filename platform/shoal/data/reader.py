@@ -120,6 +120,11 @@ class MapReader:
             return default_convert(source.batch(indices))
         many = self._reads_many
         samples = source.__getitems__(listed) if many else [self._sample(epoch, index) for index in listed]
+        if isinstance(samples, list) and len(samples) != len(listed):
+            problem = f"gives {len(samples)} samples where {len(listed)} are asked for"
+            raise DataError(
+                "data", type(source).__name__, problem, "give one for each index: its __getitems__ does not"
+            )
         collate: Collate = self._collate or default_collate
         return collate(samples)
 

@@ -6,7 +6,7 @@ Owns `Data` and the question which kind a dataset is. Called by Tasks and by the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,6 +43,10 @@ def is_iterable(source: Source) -> bool:
         raise ConfigError("data", type(source).__name__, "gives batches, and not samples", remedy)
     if isinstance(source, IterableDataset):
         return True
+    is_frame = hasattr(source, "iloc") and hasattr(source, "columns")
+    if is_frame or (isinstance(source, Mapping) and 0 not in source):
+        remedy = "give one of its entries, or its columns as torch's StackDataset(name=tensor, ...)"
+        raise ConfigError("data", type(source).__name__, "is read by names, and not by numbers of samples", remedy)
     if hasattr(source, "__len__") and (hasattr(source, "__getitem__") or offers(source, "batch")):
         return False
     if hasattr(source, "__next__"):

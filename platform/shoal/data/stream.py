@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -26,7 +27,7 @@ from typing import Any
 from torch.utils.data import default_collate, default_convert
 
 from shoal.batches import tensors_of
-from shoal.data.order import Share, StreamRequest
+from shoal.data.order import EPOCH_BEFORE, Share, StreamRequest
 from shoal.data.reader import Ended, Made, seed_all, unreadable
 from shoal.data.source import Batch, Collate, Source, length_of, offers
 from shoal.errors import ConfigError, DataError
@@ -64,6 +65,11 @@ class StreamReader(ABC):
         except Exception as error:  # the dataset is the user's code: whatever it raises is said as the data's
             raise unreadable(error, self.source, None) from error
 
+    @property
+    def counts_epochs(self) -> bool:
+        """Whether the dataset's state may know which epoch it is, which nobody tells it."""
+        return self.is_alike and not hasattr(self.source, "set_epoch")
+
     def close(self) -> None:
         """Let the stream go: a generator that is left half-way ends now, and not when the interpreter does."""
         left, self._iterator = self._iterator, iter(())
@@ -84,6 +90,11 @@ class StreamReader(ABC):
                 self._iterator.load_state_dict(state)  # type: ignore[attr-defined]
             elif _is_stateful(stream):
                 stream.load_state_dict(state)
+                self._iterator = iter(stream)
+            if self._at == EPOCH_BEFORE:
+                deque(self._iterator, maxlen=0)  # what made no whole batch there
+                self._at = self._first(request)
+                self._seed(request, self._own())
                 self._iterator = iter(stream)
         self._holder = next((each for each in (self._iterator, stream) if _is_stateful(each)), None)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shoal.data.handover import receive, send
-from shoal.data.reader import unreadable
+from shoal.data.reader import name_samples
 from shoal.errors import ConfigError, DataError
 
 
@@ -80,7 +80,9 @@ def _answer(connection: socket.socket, made: Any) -> None:
     except (EOFError, BrokenPipeError):
         raise
     except Exception as error:  # noqa: BLE001 - a batch that pickle or memory does not take: said in its place
-        refused = unreadable(error, made, getattr(made, "indices", None))
+        named = "" if getattr(made, "indices", None) is None else f" of samples {name_samples(made.indices)}"
+        problem = f"a batch{named} cannot be handed over by a worker: {type(error).__name__}: {error}"
+        refused = DataError("data", "dataset", problem, "make it of tensors, arrays and texts, or set loader.workers=0")
         send(connection, Failure(refused, traceback.format_exc()))
 
 

@@ -36,6 +36,8 @@ class ImageFolder(FileDataset):
         transform: Callable[[Image.Image], Tensor] | None = None,
     ) -> None:
         place = existing(folder, "folder")
+        if not place.is_dir():
+            raise DataError("folder", str(folder), "is a file", "give the folder that has one folder for each class")
         self.classes = sorted(each.name for each in place.iterdir() if each.is_dir())
         self.size, self.mode, self.transform = size, mode, transform
         if not self.classes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from shoal.data.order import Indices
 from shoal.errors import DataError
 
 _WANTED = "save an array of numbers with the sample as dimension 0"
+_UNREADABLE = (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error)
 _Place = tuple[Path, str]  # a file, and the array's name in an .npz
 
 
@@ -29,6 +31,8 @@ class NumpyFiles(FileDataset):
     def __init__(self, fields: str | Path | Mapping[str, str | Path] | Sequence[str | Path]) -> None:
         if isinstance(fields, str | Path):
             path = existing(fields)
+            if path.suffix == ".npy":
+                raise DataError("fields", str(fields), "holds one array, without a name", "give a list: [path]")
             fields = {name: f"{path}:{name}" for name in _names(path)}
         self.as_dict = isinstance(fields, Mapping)
         places = fields if isinstance(fields, Mapping) else named(fields)
@@ -69,7 +73,7 @@ def _names(path: Path) -> list[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
-    except (zipfile.BadZipFile, OSError) as error:
+    except _UNREADABLE as error:
         raise _damaged(path, error) from error
 
 
@@ -88,7 +92,7 @@ def _head(place: _Place) -> tuple[tuple[int, ...], np.dtype[Any]]:
                 shape, _, dtype = read(file)
     except KeyError as error:
         raise DataError("fields", name, f"is not in {path.name}", f"there is {', '.join(_names(path))}") from error
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         if "Python objects" in str(error):  # which cannot be mapped, and are not looked for
             raise DataError("fields", name or str(path), "holds Python objects, no numbers", _WANTED) from error
         raise _damaged(path, error) from error
@@ -115,7 +119,7 @@ def _array(place: _Place) -> np.ndarray[Any, Any]:
         with np.load(path) as archive:
             array: np.ndarray[Any, Any] = archive[name]
             return array
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise _damaged(path, error) from error
 
 
