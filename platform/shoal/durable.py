@@ -18,10 +18,22 @@ def write_synced(path: Path, payload: bytes) -> None:
 
 
 def replace_synced(path: Path, payload: bytes) -> None:
-    """Replace the file in one step: a reader sees the old or the new one, also after a power cut."""
+    """Replace the file in one step: a reader sees the old or the new one, also after a power cut.
+
+    What a full disk has taken of the new one is given back.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
-    write_synced(draft, payload)
+    try:
+        write_synced(draft, payload)
+        move_synced(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def move_synced(draft: Path, path: Path) -> None:
+    """Let a file that is on the disk already take this place: that needs no room."""
     draft.replace(path)
     sync_folder(path.parent)
 

@@ -187,6 +187,8 @@ def test_a_part_of_the_state_can_be_loaded(checkpointer: Checkpointer) -> None:
         ({"model": nn.Linear(1, 1)}, "model"),
         ({"a": [(1, object())]}, "a.0.1"),
         ({"a": {"b": 1}, "a.b": 2}, "a.b"),
+        ({"a": (torch.ones(2).to_sparse(), 1)}, "a.0"),
+        ({"a": (torch.ones(1, device="meta"), 1)}, "a.0"),
     ],
 )
 def test_what_a_checkpoint_cannot_hold_is_refused_by_name(
@@ -203,6 +205,12 @@ def test_a_step_may_be_a_number_of_another_library(step: Any, tmp_path: Path) ->
     with Checkpointer(str(tmp_path)) as checkpointer:  # nor need the folder be a Path
         checkpointer.save(step, state_of(3))
         assert newest(checkpointer).step == 3
+
+
+@pytest.mark.parametrize("step", [1.5, "1", None, 2**63])
+def test_a_step_that_is_no_whole_number_is_refused(checkpointer: Checkpointer, step: Any) -> None:
+    with pytest.raises(ConfigError, match=r"step = .*: is (no whole number|beyond)"):
+        checkpointer.save(step, state_of(1))
 
 
 def test_a_step_below_0_is_refused(checkpointer: Checkpointer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import shutil
 import signal
@@ -154,6 +156,32 @@ def test_a_full_disk_is_said_by_the_next_save_and_the_older_checkpoint_stays(
     assert newest(checkpointer).step == 1
     checkpointer.save(3, state_of(3))
     assert newest(checkpointer).step == 3
+
+
+def test_a_disk_without_room_for_the_note_of_the_best_one_refuses_all_of_it(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer.save(1, state_of(1), best=True)
+    checkpointer.wait()
+    real = os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if "best.json" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        checkpointer.save(2, state_of(2), best=True)
+        with pytest.raises(CheckpointError, match=r"step 2 could not be saved.*No space left on device"):
+            checkpointer.wait()
+    assert sorted(path.name for path in checkpointer.folder.iterdir()) == ["best.json", "step-000000001"]
+    assert best_step(checkpointer) == 1
+    checkpointer.save(3, state_of(3), best=True)
+    assert best_step(checkpointer) == 3
+    assert sorted(path.name for path in newest(checkpointer).path.iterdir()) == [
+        "index.json", "manifest.json", "shard-00000-of-00001.safetensors",
+    ]  # fmt: skip
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_shard(checkpointer: Checkpointer) -> None:

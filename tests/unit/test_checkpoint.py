@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from shoal import checkpoint
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, ConfigError
 
 
 def state(number: float) -> dict[str, object]:
@@ -25,6 +26,16 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert (loaded.step, loaded.state["version"], loaded.damaged) == (12, 12, [])
     assert torch.equal(loaded.state["model"]["w"], torch.full((3,), 12.0))
     assert loaded.state["nested"] == {"a": [1, 2.5, "x"]}
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), np.zeros(2), Path("x")])
+def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path, value: object) -> None:
+    checkpoint.save(tmp_path, 1, state(1))
+    with pytest.raises(ConfigError, match=r"state = '[\w.]+': would have to be run to be read again\. give tensors"):
+        checkpoint.save(tmp_path, 2, {"best": value})
+    loaded = checkpoint.load_latest(tmp_path)
+    assert loaded is not None
+    assert loaded.step == 1
 
 
 def test_only_the_newest_are_kept_and_the_same_step_can_be_saved_again(tmp_path: Path) -> None:

@@ -162,11 +162,12 @@ def test_damaged_weights_are_refused(registry: Registry, damage: str) -> None:
         registry.get("cartpole@1").snapshot()
 
 
-def test_a_damaged_snapshot_is_never_registered(registry: Registry) -> None:
+@pytest.mark.parametrize("model", [MODEL, ModelFactory(format="onnx")], ids=["module", "onnx"])
+def test_a_damaged_snapshot_is_never_registered(registry: Registry, model: ModelFactory) -> None:
     good = snapshot_of(1.0)
     with pytest.raises(WeightsError):
         registry.register(
-            "cartpole", WeightSnapshot(1, good.payload[:-1], good.sha256, 0.0), model=MODEL, signature=SIGNATURE
+            "cartpole", WeightSnapshot(1, good.payload[:-1], good.sha256, 0.0), model=model, signature=SIGNATURE
         )
     assert registry.list() == ()
 
@@ -195,6 +196,14 @@ def test_what_an_alias_has_meant_counts_where_nothing_else_is_known(registry: Re
     path = registry.root / "cartpole" / "aliases.json"
     path.write_text(json.dumps({"moves": json.loads(path.read_text())["moves"]}))  # as earlier releases wrote it
     assert register(registry, 4.0).version == 4
+
+
+def test_aliases_that_somebody_has_edited_into_nonsense_are_a_registry_error(registry: Registry) -> None:
+    path = register(registry, 1.0).folder.parent / "aliases.json"
+    path.write_text('{"moves": {"champion": [{"version": 1, "time": 0.0, "kind": "rollback"}]}, "newest": 1}')
+    for ask in (lambda: registry.get("cartpole@champion"), registry.list, lambda: register(registry, 2.0)):
+        with pytest.raises(RegistryError, match=r"aliases.json cannot be read .*champion is rolled back, with nothing"):
+            ask()
 
 
 def test_an_alias_whose_version_was_removed_is_named(registry: Registry) -> None:
@@ -294,6 +303,48 @@ def test_a_disk_that_refuses_the_aliases_leaves_no_version_either(
     assert registry.get("cartpole").aliases == ("champion",)
     assert register(registry, 3.0, aliases=("champion", "candidate")).aliases == ("candidate", "champion")
     assert registry.get("cartpole@2").snapshot().tensors()["layer.weight"][0, 0] == 3.0
+
+
+def test_an_interruption_between_version_and_aliases_leaves_neither(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(registry, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_write_aliases", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            register(registry, 2.0)
+    assert [found.ref for found in registry.list()] == ["cartpole@1"]
+
+
+def test_no_alias_is_left_without_its_version_by_a_disk_that_fails_at_the_last_moment(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(folder: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(folder))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.durable.sync_folder", fails)  # the aliases are replaced already
+        with pytest.raises(RegistryError, match="Input/output error"):
+            register(registry, 1.0)
+    assert registry.get("cartpole@champion").snapshot().tensors()["layer.weight"][0, 0] == 1.0
+
+
+@pytest.mark.parametrize("full", ["weights.safetensors", "manifest.json", "aliases.json"])
+def test_a_full_disk_gets_its_room_back(registry: Registry, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
+    register(registry, 1.0)
+    before = sorted(registry.root.rglob("*"))
+    real = os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if full in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(RegistryError, match="No space left"):
+            register(registry, 2.0)
+    assert sorted(registry.root.rglob("*")) == before
 
 
 def test_all_aliases_of_a_new_version_move_at_once(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,8 +126,8 @@ class Checkpointer:
         ConfigError for a state or step that cannot be saved. With `asynchronous=False`, also when this one failed.
         """
         self.wait()
-        step = operator.index(step)  # NumPy's and torch's own are no numbers to JSON
         with self._agreed():
+            step = _whole(step)
             if step < 0:
                 raise ConfigError("step", step, "is below 0", "count from 0, or from 1")
             leaves = flatten(state)
@@ -307,6 +307,17 @@ class Checkpointer:
         if reasons:
             return "; ".join(reasons)
         return Found(manifest["step"], path, manifest["world_size"], manifest["plan"], [])
+
+
+def _whole(step: int) -> int:
+    """NumPy's and torch's own are no numbers to JSON. Raises ConfigError for a step that the ranks cannot compare."""
+    try:
+        whole = operator.index(step)
+    except TypeError:
+        raise ConfigError("step", step, "is no whole number") from None
+    if whole >= 2**63:
+        raise ConfigError("step", step, "is beyond the whole numbers of 64 bits")
+    return whole
 
 
 def _tensors(leaves: Mapping[str, Leaf]) -> dict[str, torch.Tensor]:

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from shoal.checkpoint.folder import draft_of, newest_first, path_of, publish, tidy, write_file
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, ConfigError
 
 
 class Loaded(NamedTuple):
@@ -35,11 +36,17 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
     """Write `state` (tensors, numbers, strings, lists, dicts) as step `step`; keep the newest `keep` checkpoints.
 
     Atomic: a crash at any moment leaves the earlier checkpoints as they were. Raises CheckpointError when the disk
-    does not take it.
+    does not take it, and ConfigError for what could not be loaded again.
     """
     target, draft = path_of(folder, step), draft_of(folder, step, str(os.getpid()))
     buffer = io.BytesIO()
     torch.save(state, buffer)
+    buffer.seek(0)
+    if foreign := get_unsafe_globals_in_checkpoint(buffer):
+        problem = "would have to be run to be read again"
+        raise ConfigError(
+            "state", foreign[0], problem, "give tensors, and Python's own numbers, strings, lists and dicts"
+        )
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)

@@ -93,10 +93,12 @@ def _finish(job: Job, index: Mapping[str, Any], shards: Sequence[Written]) -> No
     }
     signed = manifest | {"sha256": _sum(manifest)}
     folder.write_file(job.draft / MANIFEST, [json.dumps(signed, indent=1).encode()])
+    if job.best:  # within the draft: a disk that has no room for the note refuses all of it
+        durable.write_synced(job.draft / BEST, json.dumps({"step": job.step, "sha256": signed["sha256"]}).encode())
     folder.publish(job.draft, job.target)
     place = job.target.parent
     if job.best:
-        durable.replace_synced(place / BEST, json.dumps({"step": job.step, "sha256": signed["sha256"]}).encode())
+        durable.move_synced(job.target / BEST, place / BEST)
     best = best_step(place)
     folder.tidy(place, job.target, job.keep, None if best is None else folder.path_of(place, best), job.since)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shoal.config import Spec
 
@@ -29,6 +29,17 @@ class Aliases(Spec):
 
     moves: dict[str, list[Move]] = Field(default_factory=dict)
     newest: int = 0
+
+    @model_validator(mode="after")
+    def _rollbacks_have_somewhere_to_go(self) -> Aliases:
+        """A file that somebody has edited may say anything."""
+        for alias, moves in self.moves.items():
+            depth = 0
+            for move in moves:
+                depth += 1 if move.kind == "promote" else -1
+                if depth < 1:
+                    raise ValueError(f"{alias} is rolled back, with nothing before to go back to")
+        return self
 
     def promoted(self, alias: str) -> list[int]:
         """The versions that were promoted and not rolled back, oldest first; the last one is what the alias means."""

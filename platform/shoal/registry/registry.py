@@ -114,8 +114,8 @@ class Registry:
         """
         require_name("name", name)
         _require_aliases(tuple(aliases))
-        if model.format == "module":
-            snapshot.check()  # refuses damage now, and not when the model is served
+        check = snapshot.check if model.format == "module" else snapshot.verify
+        check()  # refuses damage now, and not when the model is served
         folder = self.root / name
         try:
             folder.mkdir(exist_ok=True)
@@ -133,9 +133,12 @@ class Registry:
                     metrics=dict(metrics or {}),
                     data=dict(data or {}),
                 )
-                incoming = _write_version(folder, manifest, snapshot.payload)
-                with locked(folder):
-                    _publish(folder, incoming, manifest.version, aliases)
+                try:
+                    incoming = _write_version(folder, manifest, snapshot.payload)
+                    with locked(folder):
+                        _publish(folder, incoming, manifest.version, aliases)
+                finally:  # half a version takes room, which may be what was missing
+                    shutil.rmtree(folder / _INCOMING, ignore_errors=True)
         except OSError as error:
             raise RegistryError(f"{name!r} cannot be registered in {self.root}: {error}") from error
         return self.get(f"{name}@{manifest.version}")
@@ -286,7 +289,7 @@ def _write_version(folder: Path, manifest: Manifest, payload: bytes) -> Path:
 
 
 def _publish(folder: Path, incoming: Path, version: int, aliases: Sequence[str]) -> None:
-    """Let a version appear, and what is to mean it mean it, in one step each; where the second fails, there is neither.
+    """Let a version appear, and what is to mean it mean it, in one step each; without the second, there is neither.
 
     Raises OSError, and RegistryError for aliases that cannot be read.
     """
@@ -296,8 +299,9 @@ def _publish(folder: Path, incoming: Path, version: int, aliases: Sequence[str])
     try:
         sync_folder(folder)
         _write_aliases(folder, moves)
-    except OSError:
-        place.rename(incoming)
+    except BaseException:  # an interruption, too; it may come when the second step is done
+        if _read_aliases(folder) != moves:
+            place.rename(incoming)
         raise
 
 
