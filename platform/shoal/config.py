@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeAlias, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
@@ -59,10 +59,26 @@ for _each in (_Loader, _Dumper):
 MASKED = str(SecretStr("masked"))  # what `to_yaml` writes for every secret
 
 
-class Spec(BaseModel):
+if TYPE_CHECKING:
+    _Model = BaseModel
+else:
+
+    class _Meta(type(BaseModel)):
+        def __call__(cls, *args, **values):
+            try:
+                return super().__call__(*args, **values)
+            except ValidationError as error:
+                raise _config_error(cls, error) from None
+
+    class _Model(BaseModel, metaclass=_Meta):
+        """Complains as much when it is made by a call as when it is parsed."""
+
+
+class Spec(_Model):
     """A frozen configuration. Subclasses declare fields; units are part of the field's name.
 
-    Numbers are finite, unless a field says otherwise.
+    Numbers are finite, unless a field says otherwise. Making one raises ConfigError, naming the first field that does
+    not fit, with secrets masked.
     """
 
     model_config = ConfigDict(

@@ -164,6 +164,7 @@ class InferenceError(ShoalError):
     """
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
+        message = message.encode(errors="backslashreplace").decode()  # half a pair, as in a file's name, is no UTF-8
         self.status, self.message, self.retry_after_s = status, message, retry_after_s
         super().__init__(message)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import yaml
@@ -44,6 +45,27 @@ def test_words_reach_into_mappings_of_specs() -> None:
     axles = Cart().override(["axles.rear.wheel.size=20", "axles.rear.wheel.colour=red"]).axles
     assert axles == {"rear": Axle(wheel=Wheel(size=20, colour="red"))}
     assert Cart().override(["notes.anything=goes"]).notes == {"anything": "goes"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"frnt": Wheel()}, "frnt = Wheel(size=16, colour='black'): no such field. did you mean 'front'?"),
+        ({"front": {"size": "big"}}, "front.size = 'big': Input should be a valid integer"),
+        ({"more": [Wheel(), 3]}, "more.1 = 3: Input should be a valid dictionary or instance of Wheel"),
+    ],
+)
+def test_a_spec_that_is_made_in_python_is_refused_in_the_same_words(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Cart(**values)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_spec_that_is_refused_in_python_tells_no_secret() -> None:
+    for values in ({"name": 3, "key": "hush"}, {"key": "hush"}):
+        with pytest.raises(ConfigError) as caught:
+            Door(**values)  # type: ignore[arg-type]
+        assert "hush" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
