@@ -30,3 +30,11 @@ def test_a_mistake_is_one_line_with_a_remedy(
         main()
     assert ended.value.code == 1
     assert capfd.readouterr().err.strip().startswith("error: job = 'no_such_job': is neither a file nor in ./jobs")
+
+
+@pytest.mark.parametrize("verb", ["serve", "find", "models"])
+def test_the_list_of_a_groups_verbs_cuts_no_sentence(verb: str) -> None:
+    result = CliRunner().invoke(cli, [verb, "--help"])
+    listed = result.output.partition("Commands:")[2]
+    assert listed
+    assert "..." not in listed

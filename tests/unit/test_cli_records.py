@@ -384,6 +384,28 @@ def test_report_writes_the_page_of_the_newest_run(home: Path) -> None:
     assert str(page) in typed(report, "one")
 
 
+def test_ids_and_states_are_whole_in_lists_on_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    run_id = "20261120-064501-3f2a"
+    with runs.create("train_a_transformer_on_a_long_context", "", run_id) as run:
+        run.log(1, {"validation/mean_absolute_error_of_tomorrow": 0.5})
+    (row, *_) = typed(runs_command).splitlines()[1:]
+    assert row.startswith(f"{run_id}  ")
+    assert "finished" in row
+    assert " s  " in row
+    assert "0.5" in row
+    with runs.create("cartpole", "", "id" * 60):
+        pass
+    first = typed(runs_command).splitlines()[1]
+    assert "cartpole" in first
+    assert "finished" in first
+    metrics = {"validation/mean_absolute_error": 0.624, "validation/mean_absolute_error_naive": 0.807}
+    Registry().register("forecasts", WeightSnapshot.of(1, {"w": np.zeros((4, 2), np.float32)}), run_id=run_id,
+                        model=ModelFactory(factory="torch.nn:Linear"), metrics=metrics,
+                        signature=Signature(inputs=[], outputs=[]))  # fmt: skip
+    assert f"  {run_id}  " in typed(models, "list")
+
+
 def test_models_are_listed_shown_promoted_and_rolled_back() -> None:
     register(3)
     listed = typed(models, "list").splitlines()

@@ -83,6 +83,14 @@ def test_on_a_narrow_terminal_no_number_is_cut() -> None:
         assert told in text, (told, text)
 
 
+@pytest.mark.parametrize("width", [50, 80, 140])
+def test_a_sparkline_ends_with_the_newest_value_however_narrow_the_terminal(width: int) -> None:
+    text = drawn(dataclasses.replace(VIEW, history=(*[20.0] * 119, 475.0)), width)
+    (line,) = [line for line in text.splitlines() if "return" in line]
+    assert line.rstrip(" │").endswith("█")
+    assert "…" not in text
+
+
 @pytest.mark.parametrize("width", [40, 80])
 def test_lines_are_wrapped_on_a_console_that_wraps_no_other(width: int) -> None:
     reasons = {f"drops/{word}_{number}": 1.0 for word in ("stale", "corrupt", "invalid") for number in range(8)}

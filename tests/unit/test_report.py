@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 import shutil
@@ -15,7 +16,7 @@ import pytest
 
 from shoal import runs
 from shoal.errors import RunError
-from shoal.runs import Run, RunRecorder, Status, report
+from shoal.runs import Run, RunRecorder, Status, plots, report
 from shoal.runs.display import age, duration, number, size
 from shoal.runs.plots import Curve
 
@@ -95,7 +96,7 @@ def test_a_full_run_is_told_in_full(home: Path) -> None:
         *("actor.joined actor actor-7 · incarnation 2", "lr: 0.0123", "shoal run cartpole lr=<1>", "Learner loss"),
     ):
         assert told in page.text, told
-    assert page.source.count("<svg") == 3  # the curve, the loss, the versions
+    assert page.source.count("<svg") == 4  # the curve over steps and over seconds, the loss, the versions
     assert "differ" not in page.text
     assert "steps" in page.text
 
@@ -120,6 +121,11 @@ def test_a_run_without_anything_still_has_a_page(home: Path) -> None:
     assert not (home / "runs/one/learning_curve.png").exists()
     for left_out in ("Drops", "Where the segments went", "Endpoints", "Registered models", "Events", "Weight versions"):
         assert left_out not in page.text
+
+
+def test_no_browser_makes_the_page_dark_where_the_pictures_are_light() -> None:
+    runs.create("nothing", "", "one").close()
+    assert re.search(r":root \{[^}]*color-scheme: only light;", write(runs.load("one")).source)
 
 
 def test_lost_failed_and_running_runs_say_so() -> None:
@@ -162,6 +168,63 @@ def test_values_that_are_not_finite_are_left_out_of_the_plots() -> None:
     page = write(runs.load("one"))
     assert "best mean return" in page.text
     assert "huge ∞ ∞ ∞" in page.text
+
+
+def test_the_newest_value_is_told_also_where_it_is_no_number() -> None:
+    with runs.create("odd", "", "one") as run:
+        run.log(1, {"odd": 0.5, "never": math.nan})
+        run.log(2, {"odd": math.nan, "never": math.nan})
+    page = write(runs.load("one"))
+    assert "odd not a number 0.5 0.5" in page.text
+    assert "never not a number - -" in page.text
+    assert re.search(r"<b>not a number</b></figcaption>", page.source)
+
+
+def test_what_events_tell_is_written_for_people() -> None:
+    details = {
+        "at": 1795481761.0,
+        "seconds": 0.4106284529948,
+        "metrics": {"loss": 0.10920833457599986},
+        "returns": [500.0] * 40,
+    }
+    with runs.create("odd", "", "one") as run:
+        run.event("trained", **details)  # `at`: when it was, where that is not when it was recorded
+    text = write(runs.load("one")).text
+    assert "seconds 0.4106 · metrics loss 0.1092 · returns [500, 500," in text
+    assert "500, ... (40)]" in text
+    assert "795,481" not in text
+
+
+@pytest.mark.parametrize("metrics", [("train/loss",), ("train/loss", "validation/accuracy"), ("return/mean_100",)])
+def test_every_panel_is_as_wide_as_others_so_that_letters_are(metrics: tuple[str, ...]) -> None:
+    with runs.create("one", "", "one") as run:
+        for step in range(3):
+            run.log(step, dict.fromkeys(metrics, float(step)))
+    curves = write(runs.load("one")).source.split('class="curves"')[1].split("</section>")[0]
+    assert set(re.findall(r'<svg[^>]* width="([\d.]+)pt"', curves)) == {"388.8"}
+
+
+@pytest.mark.parametrize("num_panels", [1, 2])
+def test_the_words_of_a_picture_do_not_lie_over_each_other(num_panels: int) -> None:
+    title, metric = f"{'job_of_a_long_name_' * 4} · 20261120-064501-3f2a", "validation/" + "mean_absolute_error_" * 4
+    line = Curve.of([1.0, 2.0], [1.0, 2.0])
+    panels = [plots.Panel(metric, "step", [(metric, line)])] * num_panels
+    learning = plots.learning_curve(title, metric, [("step", line)] * num_panels, [], True)
+    for figure in (plots.training_curves(title, panels), learning):
+        figure.draw_without_rendering()
+        words = [*figure.texts, *(axes._left_title for axes in figure.axes if axes._left_title.get_text())]
+        boxes = [each.get_window_extent() for each in words]
+        assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width for box in boxes)
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
+def test_a_name_is_folded_where_it_would_be_wider_than_its_table() -> None:
+    with runs.create("odd", "", "one") as run:
+        run.model_registered("short", 1, ())
+        run.model_registered("long" * 20, 1, ())
+    page = write(runs.load("one"))
+    assert re.search(r'<td class="mono whole">short@1', page.source)
+    assert re.search(r'<td class="mono ">longlong', page.source)
 
 
 def test_a_best_value_that_was_replaced_by_nothing_is_not_drawn() -> None:
@@ -252,7 +315,8 @@ def test_a_training_run_has_its_losses_and_what_it_is_judged_by() -> None:
     for told in ("0.8 best accuracy", "against steps", "32 training steps", "4 epochs", "12.5% waiting for data"):
         assert told in page.text, told
     drawn = re.findall(r"<svg.*?</svg>", page.source, re.DOTALL)
-    assert all(f">{word}</text>" in drawn[0] for word in ("loss", "training", "validation", "validation/accuracy"))
+    assert all(f">{word}</text>" in drawn[0] for word in ("loss", "training", "validation"))
+    assert ">validation/accuracy</text>" in drawn[1]
     captions = re.findall(r'<figcaption><span title="([^"]*)"', page.source)
     assert captions == ["samples/per_s", "wait/data"]  # no empty panel, and nothing twice
 

@@ -92,6 +92,8 @@ def test_what_is_no_text_does_not_keep_a_run_from_ending() -> None:
 def test_an_ended_run_refuses_more_and_closing_again_is_harmless(run: RunRecorder) -> None:
     with pytest.raises(RunError, match="cannot become 'running'"):
         run.finish("running")
+    with pytest.raises(RunError, match="'done' is no way for a run to end: it is one of failed, finished, stopped"):
+        run.finish("done")
     run.finish("failed", "out of luck")
     calls: list[Callable[[], None]] = [
         lambda: run.log(1, {"x": 1.0}),

@@ -219,10 +219,22 @@ def test_what_is_no_text_is_recorded_all_the_same(run: RunRecorder) -> None:
         lambda run: run.model_registered("m", 2**63, ()),
         lambda run: run.log(1, {"": 1.0}),
         lambda run: run.log(1, {3: 1.0}),
+        lambda run: run.log(1, {"x": None}),
+        lambda run: run.log(1, {"x": np.ones(2)}),
+        lambda run: run.log(1, {"x": 10**400}),
+        lambda run: run.log(1.5, {"x": 1.0}),
+        lambda run: run.log(float("nan"), {"x": 1.0}),
+        lambda run: run.log("1", {"x": 1.0}),
+        lambda run: run.event(None),
+        lambda run: run.endpoint("shop", "inference", None, "ready"),
+        lambda run: run.model_registered(None, 1, ()),
+        lambda run: run.model_registered("m", 1, (1,)),
+        lambda run: run.weights_published(1, 1, None, 0.0),
+        lambda run: run.change_spec(None),
     ],
 )
 def test_what_can_never_be_stored_is_refused_at_once(run: RunRecorder, say: Callable[[RunRecorder], None]) -> None:
-    with pytest.raises(ConfigError, match=r"64 bits|cannot name a metric"):
+    with pytest.raises(ConfigError, match=r"64 bits|cannot name a metric|is no (number|whole number|text)"):
         say(run)
     run.log(-(2**63) + 1, {"x": 1.0})
     run.finish("finished")

@@ -110,3 +110,8 @@ def test_a_view_is_read_from_the_record_of_this_life(tmp_path: Path) -> None:
     with runs.reopen("one"):
         again = view_of(runs.load("one"), None, [])
     assert (again.phase, again.metrics, again.setting) == ("starting workers", {}, {})
+
+
+def test_on_a_narrow_terminal_no_rate_is_broken() -> None:
+    text = shown(VIEW, 50)
+    assert all(word in text for word in ("step      123,456", "samples/s 1,234,567", "data wait 100%", "MFU 17.2%"))

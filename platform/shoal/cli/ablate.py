@@ -96,7 +96,7 @@ def ablate(
         _show(found, judged, seeds)
     shown = [(judged, judged), *LABELS.items()]
     files = {
-        "png": ablation_picture(found, shown, f"{task}: whole, and without each part ({seeds} seeds)"),
+        "png": ablation_picture(found, shown, f"{task}: whole, and without each part (seeds: {seeds})"),
         "csv": _csv(measured).encode(),
         "json": text.encode(),
     }

@@ -65,7 +65,7 @@ def compare(runs: tuple[str, ...], metric: str | None, target: str | None, plot:
 
 def _reached(column: Column, target: str) -> Reached | None:
     """The first evaluation of the run that met the target. Raises ConfigError for a target that is none."""
-    from shoal.train.expense import evaluations_of, first_reached
+    from shoal.train.expense import evaluations_of, first_reached, lives_of
     from shoal.train.spec import StopSpec, TargetSpec
 
     name, separator, value = target.partition("=")
@@ -82,7 +82,8 @@ def _reached(column: Column, target: str) -> Reached | None:
         wanted = parsed
     metrics = column.run.metrics()
     logged = next((each for each in (f"validation/{wanted.metric}", wanted.metric) if each in metrics), wanted.metric)
-    return first_reached(evaluations_of(metrics, logged), wanted, column.workers or 1, column.price_per_device_hour)
+    lives = lives_of(column.run.events(), column.workers or 1)
+    return first_reached(evaluations_of(metrics, logged), wanted, lives, column.price_per_device_hour)
 
 
 def _draw(columns: list[Column], plot: Path | None) -> Path:

@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.columns import Columns
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.runs import Run
 from shoal.runs.trouble import trouble
 
-MAX_HISTORY = 120
+MAX_HISTORY, MAX_BARS = 120, 40
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -122,15 +123,30 @@ def sparkline(values: Sequence[float], width: int, low: float | None = None, hig
     return "".join(_BARS[round(min(1.0, max(0.0, (v - low) / (top - low))) * (len(_BARS) - 1))] for v in shown)
 
 
+@dataclass(frozen=True)
+class Sparkline:
+    """A sparkline of all values, as wide as there is room for; the fields are the words of `sparkline`."""
+
+    values: tuple[float, ...]
+    low: float | None = None
+    high: float | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(sparkline(self.values, min(MAX_BARS, options.max_width), self.low, self.high), "green")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, min(MAX_BARS, options.max_width))
+
+
 def _return_line(view: RunView) -> RenderableType:
     mean, target = view.value("return/mean_100"), view.target_return
     label = Text.assemble(("return    ", "dim"), (f"{_number(mean, '.1f'):>6}", "bold green"))
-    line = Table.grid(padding=(0, 1))
+    line = Table.grid(Column(no_wrap=True), padding=(0, 1))  # what is counted is not cut
     cells: list[RenderableType] = [label]
     low = _lowest_return(view)
     if target is not None:
         cells += [ProgressBar(total=1.0, completed=_progress(mean, low, target), width=24), Text(f"{target:g}", "dim")]
-    cells.append(Text(sparkline(view.history, 40, low, target), "green"))
+    cells.append(Sparkline(view.history, low, target))
     line.add_row(*cells)
     return line
 

@@ -21,6 +21,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from shoal.cli.group import Verbs
 from shoal.cli.task_argument import without_key
 from shoal.config import word_of
 from shoal.errors import ConfigError
@@ -36,7 +37,7 @@ NUM_ROWS = 12
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
-@click.group()
+@click.group(cls=Verbs)
 def find() -> None:
     """Find a learning rate or a batch size for a TASK, before training it.
 

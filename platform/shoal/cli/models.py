@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shoal.cli.group import Verbs
 from shoal.errors import ConfigError
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.registry.manifest import PAYLOAD_FILES, Format
@@ -27,7 +28,7 @@ NUM_MOVES = 5
 FORMATS: dict[str, Format] = {".pt2": "torch_export", ".onnx": "onnx"}
 
 
-@click.group()
+@click.group(cls=Verbs)
 def models() -> None:
     """List, show, add, promote and roll back registered models.
 
@@ -67,7 +68,10 @@ def list_models(name: str | None, as_json: bool) -> None:
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("model", "aliases", "age", "size", "run", "metrics"):
-        table.add_column(title, overflow="fold", justify="right" if title in ("age", "size") else "left")
+        is_whole = title in ("age", "size", "run")  # which may be copied
+        table.add_column(
+            title, no_wrap=is_whole, overflow="fold", justify="right" if title in ("age", "size") else "left"
+        )
     now = time.time()
     for each in found:
         manifest = each.manifest

@@ -20,9 +20,10 @@ from shoal.cli import watch
 from shoal.cli.literal import literal_console
 from shoal.errors import ConfigError
 from shoal.runs import Run, Status, list_runs, load, write_report
-from shoal.runs.display import age, duration, moment, number
+from shoal.runs.display import age, brief, duration, moment, number
 
-NUM_EVENTS, FEW_VALUES = 8, 4
+NUM_EVENTS = 8
+LONGEST_WHOLE_ID = 32  # ids of one's own may be longer: these are folded, that the rest has room
 _COLOURS = {
     Status.RUNNING: "blue",
     Status.FINISHED: "green",
@@ -112,8 +113,10 @@ def _print_json(value: object) -> None:
 
 def _table(listed: list[Run]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("run", "job", "status"):
-        table.add_column(name, no_wrap=True)
+    is_short = all(len(each.id) <= LONGEST_WHOLE_ID for each in listed)
+    table.add_column("run", no_wrap=is_short, overflow="fold")
+    table.add_column("job", overflow="fold")
+    table.add_column("status", no_wrap=True)
     table.add_column("age", justify="right", no_wrap=True)
     table.add_column("duration", justify="right", no_wrap=True)
     table.add_column("best", overflow="fold")
@@ -196,16 +199,9 @@ def _show_events(console: Console, run: Run) -> None:
         return
     table = _plain_table(3)
     for event in events:
-        details = "  ".join(f"{name}={_short(value)}" for name, value in event["details"].items() if name != "at")
+        details = "  ".join(f"{name}={brief(value)}" for name, value in event["details"].items() if name != "at")
         table.add_row(Text(duration(event["time"]), style="dim", justify="right"), Text(event["kind"]), Text(details))
     _section(console, "Last events", table)
-
-
-def _short(value: object) -> str:
-    """Of a long list the beginning and how many there are, of a float the digits that matter."""
-    if isinstance(value, list) and len(value) > FEW_VALUES:
-        return f"[{', '.join(map(_short, value[:FEW_VALUES]))}, ... ({len(value)})]"
-    return number(value) if isinstance(value, float) else str(value)
 
 
 def command_to_go_on(run: Run) -> str:

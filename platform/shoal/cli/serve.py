@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from shoal.cli import serve_display
+from shoal.cli.group import Verbs
 from shoal.cli.literal import literal_console
 from shoal.cli.serve_jobs import delete, deploy
 from shoal.cli.serve_simulate import simulate_verb
@@ -35,7 +36,7 @@ _endpoint_option = click.option(
 )
 
 
-@click.group()
+@click.group(cls=Verbs)
 def serve() -> None:
     """Serve models: deploy, look at, roll out, roll back, delete.
 

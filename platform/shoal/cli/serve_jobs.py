@@ -59,8 +59,9 @@ def deploy(
     """Serve registered models on a cluster that is up; returns when they answer.
 
     The endpoint stays until `shoal serve delete`, or until the cluster goes down. An alias is followed: promote another
-    version, and the endpoint flips to it. Words A.B=C set fields of the endpoint (docs/serving.md lists them); a YAML
-    file has all of it. On a cluster elsewhere models are those of its own registry, and the current folder is uploaded.
+    version, and the endpoint flips to it. NAME alone is the newest version that there is now, and stays. Words A.B=C
+    set fields of the endpoint (docs/serving.md lists them); a YAML file has all of it. On a cluster elsewhere models
+    are those of its own registry, and the current folder is uploaded.
 
     \b
     Examples:

@@ -80,7 +80,8 @@ def simulate_verb(
         return
     Console(highlight=False).print(_table(loads, count, deadline_s))
     plural = "replicas" if count > 1 else "replica"
-    click.echo(f"{count} {plural} can answer {capacity_per_s:,.0f} requests/s, in batches of up to {most}")
+    told = f"forwards of {count} {plural} take {capacity_per_s:,.0f} requests/s, in batches of up to {most}"
+    click.echo(f"{told}; what parsing and sending take comes on top")
     if (largest := max(rows for rows, _ in points)) < most:
         click.echo(f"forwards were measured up to {largest} rows: what larger batches take is a guess")
 

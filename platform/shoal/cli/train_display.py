@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from shoal.cli.display import MAX_HISTORY, sparkline
+from shoal.cli.display import MAX_HISTORY, Sparkline
 from shoal.runs import Run
 from shoal.runs.display import duration, number
 from shoal.runs.trouble import trouble
@@ -124,7 +125,7 @@ def plain_line(view: TrainView) -> str:
 
 
 def _way(view: TrainView) -> RenderableType:
-    line = Table.grid(padding=(0, 1))
+    line = Table.grid(Column(no_wrap=True), padding=(0, 1))  # what is counted is not cut
     step, epoch = view.value("train/step"), view.value("train/epoch")
     label = Text.assemble(("step      ", "dim"), (f"{_number(step, ',.0f'):>6}", "bold"))
     cells: list[RenderableType] = [label]
@@ -140,14 +141,15 @@ def _way(view: TrainView) -> RenderableType:
 
 def _loss(view: TrainView) -> RenderableType:
     loss = number(view.value("train/loss")) if "train/loss" in view.metrics else "-"
-    shown = sparkline(view.history, 40, min(view.history, default=0.0))
-    return Text.assemble(("loss      ", "dim"), (f"{loss:>6} ", "bold"), (shown, "green"))
+    line = Table.grid(Column(no_wrap=True), padding=(0, 1))  # what is counted is not cut
+    label = Text.assemble(("loss      ", "dim"), (f"{loss:>6}", "bold"))
+    line.add_row(label, Sparkline(view.history, min(view.history, default=0.0)))
+    return line
 
 
 def _rates(view: TrainView) -> RenderableType:
-    table = Table.grid(padding=(0, 3))
-    table.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in _rate_words(view)))
-    return table
+    cells = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in _rate_words(view)]
+    return Columns(cells, padding=(0, 3, 0, 0))  # in several rows where the terminal is narrow
 
 
 def _rate_words(view: TrainView) -> list[tuple[str, str]]:

@@ -86,17 +86,21 @@ def column_of(run: Run, metric: str | None = None) -> Column:
     values["lived_s"] = lived_s
     if len(metrics):
         values["steps"] = float(metrics.index.max())
+    events = run.events()
+    began = events[events["kind"] == "training"]
     if price and workers:
-        values["money"] = workers * price * lived_s / _S_PER_HOUR
+        spent_s = sum((end - begin) * _workers_of(began, begin, workers) for begin, end in lives)
+        values["money"] = price * spent_s / _S_PER_HOUR
     headline = _best(metrics, metric) if metric else run.best()
     curve = _curve(metrics, headline[0], lives) if headline else ([], [])
-    return Column(run, _plans(run), workers, price, headline, values, only_predicted - _LOGGED.keys(), curve)
+    plans = ", ".join(dict.fromkeys(str(each.get("plan", "-")) for each in began["details"])) or "-"
+    return Column(run, plans, workers, price, headline, values, only_predicted - _LOGGED.keys(), curve)
 
 
-def _plans(run: Run) -> str:
-    events = run.events()
-    began = events["details"][events["kind"] == "training"]
-    return ", ".join(dict.fromkeys(str(each.get("plan", "-")) for each in began)) or "-"
+def _workers_of(began: DataFrame, life_began_s: float, otherwise: int) -> int:
+    """How many trained in the life that began at a moment, or in the next one that came to it."""
+    since = began[began["time"] >= life_began_s]
+    return _whole(since["details"].iloc[0].get("workers")) or otherwise if len(since) else otherwise
 
 
 def lives_of(run: Run) -> list[tuple[float, float]]:

@@ -5,18 +5,22 @@ Called by `shoal compare`. Takes columns and gives a matplotlib figure; never re
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.cost.comparison import ROWS, Column
 from shoal.cost.table import shown
 from shoal.runs.display import number
+from shoal.runs.plots import fitting
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+LETTERS_OF_NAME, LETTERS_OF_METRIC, LETTERS_OF_BARS = 44, 60, 26  # for which a panel has room, in a line
 _BARS = ("lived_s", "money", "memory_peak", "sent_bytes", "communication")
 
 
@@ -39,21 +43,30 @@ def _curves(axes: Axes, columns: Sequence[Column], names: Sequence[str]) -> None
     for index, (column, name) in enumerate(zip(columns, names, strict=True)):
         seconds, values = column.curve
         marker = "o" if len(seconds) == 1 else ""
-        axes.plot(seconds, values, color=COLOURS[index % len(COLOURS)], linewidth=1.6, marker=marker, label=name)
+        axes.plot(seconds, values, color=COLOURS[index % len(COLOURS)], linewidth=1.6, marker=marker)
+        axes.lines[-1].set_label(fitting(name, LETTERS_OF_NAME))
     metric = next((column.headline[0] for column in columns if column.headline), "")
     axes.set_xlabel("seconds lived")
-    axes.set_title(metric, loc="left", fontsize=10)
-    axes.legend(frameon=False, fontsize=8)
+    axes.set_title(fitting(metric, LETTERS_OF_METRIC), loc="left", fontsize=10).set_parse_math(False)
+    for text in axes.legend(frameon=False, fontsize=8).get_texts():
+        text.set_parse_math(False)
+    if not any(len(column.curve[0]) for column in columns):
+        axes.set(xticks=[], yticks=[])
+        axes.text(0.02, 0.02, "no run has logged what it could be judged by", fontsize=8, transform=axes.transAxes)
     _plain(axes)
 
 
 def _bars(axes: Axes, columns: Sequence[Column], name: str) -> None:
-    values = [column.values.get(name, 0.0) for column in columns]
+    values = [column.values.get(name, math.nan) for column in columns]
     places = range(len(values))
-    drawn = axes.bar(places, values, color=[COLOURS[index % len(COLOURS)] for index in places])
+    drawn = axes.bar(
+        places,
+        [value if math.isfinite(value) else 0.0 for value in values],
+        color=[COLOURS[index % len(COLOURS)] for index in places],
+    )
     unit, meaning = ROWS[name]
-    axes.bar_label(drawn, [display(value, unit) for value in values], fontsize=7.5)
-    axes.set_title(meaning, loc="left", fontsize=10)
+    axes.bar_label(drawn, [display(value, unit) if math.isfinite(value) else "-" for value in values], fontsize=7.5)
+    axes.set_title(textwrap.fill(meaning, LETTERS_OF_BARS), loc="left", fontsize=10)
     axes.set_xticks([])
     axes.set_yticks([])
     axes.margins(y=0.12)

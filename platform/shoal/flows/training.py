@@ -108,7 +108,8 @@ class _Flow:
 
     def run(self) -> None:
         """Attempt until the run ends, or until workers were lost several times without a step between."""
-        print(f"run {self.recorder.id}: {self.spec.task} on {self.spec.workers} workers", flush=True)
+        num = self.spec.workers
+        print(f"run {self.recorder.id}: {self.spec.task} on {num} worker{'s' * (num > 1)}", flush=True)
         require_room(self.spec, ROOM_S)
         lost_in_a_row = 0
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 
 _UNITS = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
 
@@ -46,3 +47,13 @@ def size(size_bytes: int) -> str:
 def moment(epoch_s: float) -> str:
     """A local time of day with its date."""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(epoch_s))
+
+
+def brief(value: object, most: int = 4) -> str:
+    """What an event tells: of a float the digits that matter, of a list `most` values and how many there are."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {brief(each, most)}" for name, each in value.items())
+    if isinstance(value, list):
+        shown = [brief(each, most) for each in value[:most]]
+        return f"[{', '.join(shown)}{f', ... ({len(value)})' if len(value) > most else ''}]"
+    return number(value) if isinstance(value, float) else str(value)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_POINTS = 1500
+LETTERS_OF_HEADING, LETTERS_OF_TITLE = 44, 60  # for which a panel has room
 LARGEST = 1e300  # that is drawn: axes end beyond what they show, and must be finite themselves
 
 INK, MUTED, RULE, GRID = "#111827", "#6b7280", "#d1d5db", "#eef0f3"
@@ -65,7 +66,8 @@ def learning_curve(
 
     with rc_context(_STYLE):
         figure = Figure(figsize=(5.4 * len(panels), 3.5), facecolor="white")
-        figure.subplots_adjust(left=0.05, right=0.985, bottom=0.15, top=0.86, wspace=0.16)
+        left = 0.1 / len(panels)
+        figure.subplots_adjust(left=left, right=0.985, bottom=0.15, top=0.82, wspace=0.16)
         for number, (label, curve) in enumerate(panels, start=1):
             axes = figure.add_subplot(1, len(panels), number)
             _draw(axes, curve, width=1.7)
@@ -75,8 +77,9 @@ def learning_curve(
             axes.axvline(mark_s, color=MARK, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
             axes.annotate("resumed", (mark_s, 0.02), (3, 0), xycoords=("data", "axes fraction"), color=MARK,
                           textcoords="offset points", fontsize=8)  # fmt: skip
-        figure.text(0.05, 0.93, metric, color=INK, fontsize=11, fontweight="bold", parse_math=False)
-        figure.text(0.985, 0.93, title, color=MUTED, fontsize=9, ha="right", parse_math=False)
+        words = fitting(metric, LETTERS_OF_HEADING)
+        figure.text(left, 0.88, words, color=INK, fontsize=11, fontweight="bold", parse_math=False)
+        _name(figure, title, len(panels))
     return figure
 
 
@@ -96,7 +99,7 @@ def training_curves(title: str, panels: Sequence[Panel]) -> Figure:
 
     with rc_context(_STYLE):
         figure = Figure(figsize=(5.4 * len(panels), 3.5), facecolor="white")
-        figure.subplots_adjust(left=0.1 / len(panels), right=0.985, bottom=0.15, top=0.86, wspace=0.16)
+        figure.subplots_adjust(left=0.1 / len(panels), right=0.985, bottom=0.15, top=0.82, wspace=0.16)
         for number, panel in enumerate(panels, start=1):
             axes = figure.add_subplot(1, len(panels), number)
             for index, (name, curve) in enumerate(panel.curves):
@@ -106,10 +109,22 @@ def training_curves(title: str, panels: Sequence[Panel]) -> Figure:
                 for text in axes.legend(frameon=False, labelcolor=INK).get_texts():
                     text.set_parse_math(False)
             axes.set_xlabel(panel.x, color=MUTED)
-            heading = axes.set_title(panel.heading, loc="left", color=INK, fontsize=11, fontweight="bold", pad=12)
+            words = fitting(panel.heading, LETTERS_OF_HEADING)
+            heading = axes.set_title(words, loc="left", color=INK, fontsize=11, fontweight="bold", pad=12)
             heading.set_parse_math(False)
-        figure.text(0.985, 0.93, title, color=MUTED, fontsize=9, ha="right", parse_math=False)
+        _name(figure, title, len(panels))
     return figure
+
+
+def fitting(words: str, most: int) -> str:
+    """The beginning and the end of words that are longer than there is room for."""
+    return words if len(words) <= most else f"{words[: most // 2]}…{words[len(words) - (most - most // 2 - 1) :]}"
+
+
+def _name(figure: Figure, title: str, num_panels: int) -> None:
+    """Above the headings, in a line of its own."""
+    words = fitting(title, LETTERS_OF_TITLE * num_panels)
+    figure.text(0.985, 0.955, words, color=MUTED, fontsize=9, ha="right", parse_math=False)
 
 
 def small_plot(curve: Curve, begin: float, end: float) -> Figure:

@@ -32,7 +32,7 @@ from shoal.runs.origin import command_line, git_revision
 from shoal.runs.pending import Pending
 from shoal.runs.run import find_row
 from shoal.runs.status import TERMINAL, Status, observed, transition
-from shoal.runs.storable import as_json, metric_name, metrics_of, storable, whole_number
+from shoal.runs.storable import as_json, metric_name, metrics_of, storable, text_of, whole_number
 
 FLUSH_INTERVAL_S = 0.5
 HEARTBEAT_INTERVAL_S = 3.0
@@ -62,7 +62,7 @@ def create(job: str, spec: str, run_id: str | None = None, *, command: str | Non
     if not _ID.fullmatch(run_id) or run_id == "latest":
         raise ConfigError("run_id", run_id, "cannot name a run", "use letters, digits, '.', '_' and '-', not 'latest'")
     revision, is_dirty = git_revision(Path.cwd())
-    job, spec, command = storable(job), storable(spec), storable(command or command_line())
+    job, spec, command = text_of("job", job), text_of("spec", spec), storable(command or command_line())
     values = (run_id, job, Status.CREATED, spec, command, revision, is_dirty)
     connection, folder = connect(home()), home() / "runs" / run_id
     try:
@@ -91,7 +91,7 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
 
     Raises RunError when there is no such run, or when a living process is still writing to it.
     """
-    spec = None if spec is None else storable(spec)
+    spec = None if spec is None else text_of("spec", spec)
     connection = connect(home())
     try:
         with unreadable(home()):
@@ -174,7 +174,7 @@ class RunRecorder:
         """Record metrics of one step; values that are not finite are kept. A step logged again replaces the first.
 
         in_history: False: they are the newest values, and may be the best, but no points of a curve
-        Raises ConfigError for what cannot name a metric, and for a step beyond 64 bits.
+        Raises ConfigError for what cannot name a metric, for what is no number, and for a step beyond 64 bits.
         """
         entry = (whole_number("step", step), time.time(), metrics_of(values))
         self._make_room()
@@ -185,7 +185,7 @@ class RunRecorder:
 
     def log_group(self, step: int, group: str, values: Mapping[str, float]) -> None:
         """Record the newest values of who is there, as `group/name`, and forget who was and is no more; no curves."""
-        group = storable(group)
+        group = text_of("group", group)
         named = metrics_of({f"{group}/{name}": value for name, value in values.items()})
         entry = (whole_number("step", step), time.time(), named)
         self._make_room()
@@ -218,7 +218,7 @@ class RunRecorder:
     def weights_published(self, version: int, step: int, sha256: str, published_at: float) -> None:
         """Record that version `version` of the weights was handed out after step `step`."""
         version, step = whole_number("version", version), whole_number("step", step)
-        row = (self._number, version, step, float(published_at), storable(sha256))
+        row = (self._number, version, step, float(published_at), text_of("sha256", sha256))
         self._make_room()
         with self._buffering:
             self._require_open()
@@ -227,20 +227,24 @@ class RunRecorder:
 
     def event(self, kind: str, /, **details: object) -> None:
         """Record that something happened; details are stored as JSON, and as text where JSON has no word for them."""
-        self._write_through(_INSERT_EVENT, (self._number, time.time(), kind, as_json(details)))
+        row = (self._number, time.time(), text_of("kind", kind), as_json(details))
+        self._write_through(_INSERT_EVENT, row)
 
     def endpoint(self, name: str, kind: str, address: str, state: str) -> None:
         """Record where a gateway or an endpoint of this run listens, and its state; the newest word counts."""
-        self._write_through(_INSERT_ENDPOINT, (self._number, name, kind, address, state, time.time()))
+        said = {"name": name, "kind": kind, "address": address, "state": state}
+        texts = [text_of(field, value) for field, value in said.items()]
+        self._write_through(_INSERT_ENDPOINT, (self._number, *texts, time.time()))
 
     def model_registered(self, name: str, version: int, aliases: Sequence[str]) -> None:
         """Record that this run registered name@version."""
-        row = (self._number, name, whole_number("version", version), time.time(), json.dumps(list(aliases)))
+        words = json.dumps([text_of("aliases", alias) for alias in aliases])
+        row = (self._number, text_of("name", name), whole_number("version", version), time.time(), words)
         self._write_through(_INSERT_MODEL, row)
 
     def change_spec(self, spec: str) -> None:
         """Replace the recorded spec (YAML)."""
-        spec = storable(spec)
+        spec = text_of("spec", spec)
         self._write_through("UPDATE runs SET spec = ? WHERE number = ?", (spec, self._number))
         _make_folder(self.folder, spec)
 
@@ -256,6 +260,8 @@ class RunRecorder:
 
     def finish(self, status: Status | str, error: str | None = None) -> None:
         """Write the rest, record how the run ended, and close. Raises RunError unless `status` is a way to end."""
+        if status not in set(Status):
+            raise RunError(f"{status!r} is no way for a run to end: it is one of {', '.join(sorted(TERMINAL))}")
         to = Status(status)
         error = None if error is None else storable(error)
         with self._writing:
@@ -312,7 +318,6 @@ class RunRecorder:
             self.flush()
 
     def _write_through(self, statement: str, row: tuple[object, ...]) -> None:
-        row = tuple(storable(value) if isinstance(value, str) else value for value in row)
         self._make_room()
         with self._buffering:
             self._require_open()

@@ -11,21 +11,24 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import RunError
 from shoal.runs import plots
-from shoal.runs.display import duration, moment, number
+from shoal.runs.display import brief, duration, moment, number
 from shoal.runs.run import MEAN_RETURN, VALIDATION, Run, is_more_better, load
 from shoal.runs.status import Status
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pandas import DataFrame, Series
 
 _log = logging.getLogger(__name__)
 MAX_SMALL_PLOTS = 12
-MAX_EVENTS = 200
+MAX_EVENTS, MAX_VALUES = 200, 32
+MAX_WHOLE = 32  # letters of a name that is kept in one line of a table
 
 # metric -> what the report calls it, in the order in which it shows them
 _NAMES = {
@@ -137,7 +140,8 @@ def _write(run: Run) -> Path:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"number": number, "duration": duration, "moment": moment}
+    environment.filters |= {"number": number, "duration": duration, "moment": moment, "kept_whole": _kept_whole}
+    environment.filters["brief"] = partial(brief, most=MAX_VALUES)
     page = environment.get_template("report.html").render(_page(run))
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
@@ -181,12 +185,17 @@ def _page(run: Run) -> dict[str, object]:
         "num_versions": read.num_versions,
         "versions": _versions_plot(read.versions),
         "versions_per_s": _rate(read.num_versions, read.versions),
-        "table": _table(read.metrics),
+        "table": _table(read),
         "models": run.models().to_dict("records"),
         "endpoints": run.endpoints(),
         "events": read.events.tail(MAX_EVENTS).to_dict("records"),
         "num_events": len(read.events),
     }
+
+
+def _kept_whole(name: str) -> str:
+    """The class of a cell with a name: one that is too long for its table is folded."""
+    return "whole" if len(name) <= MAX_WHOLE else ""
 
 
 def accounting(metrics: DataFrame) -> Accounting | None:
@@ -220,13 +229,20 @@ def _shown(name: str, value: float) -> str:
     return f"{100 * value:.3g}%" if name.startswith(_SHARES) and math.isfinite(value) else number(value)
 
 
-def _learning_curve(read: _Read) -> str:
-    """The markup of the learning curve, which is also written as a picture; empty when there is nothing to draw."""
+def _learning_curve(read: _Read) -> list[str]:
+    """The markup of each panel of the learning curve, all of which go into one picture; none when nothing is drawn."""
     if read.best is None:
-        return ""
-    if TRAINING_LOSS in read.metrics:
-        return _training_curves(read, read.best[0])
-    run, (name, _) = read.run, read.best
+        return []
+    drawn = _training_curves(read, read.best[0]) if TRAINING_LOSS in read.metrics else _curves(read, read.best[0])
+    if not drawn:
+        return []
+    *each, whole = drawn
+    (read.run.folder / "learning_curve.png").write_bytes(plots.png(whole))
+    return [plots.svg(figure) for figure in each]
+
+
+def _curves(read: _Read, name: str) -> list[Figure]:
+    """What the run is judged by, over each way of counting progress, in a figure each; and then in one together."""
     rows = read.metrics[read.metrics[name].notna()]
     has_steps = "steps/total" in rows and rows["steps/total"].notna().any()
     steps = ("environment steps", rows["steps/total"]) if has_steps else ("step", rows.index)
@@ -234,26 +250,28 @@ def _learning_curve(read: _Read) -> str:
     panels = [(label, plots.Curve.of(x.to_numpy(), rows[name].to_numpy())) for label, x in progress]
     panels = [(label, curve) for label, curve in panels if len(curve.x)]
     if not panels:
-        return ""
+        return []
     resumed = read.events.loc[read.events["kind"] == "resumed", "time"].tolist()
-    title = f"{run.job} · {run.id}"
-    figure = plots.learning_curve(title, _NAMES.get(name, name), panels, resumed, is_more_better(name))
-    (run.folder / "learning_curve.png").write_bytes(plots.png(figure))
-    return plots.svg(figure)
+    draw = partial(plots.learning_curve, metric=_NAMES.get(name, name), more_is_better=is_more_better(name))
+    alone = [draw("", panels=[panel], marks_s=resumed if panel is panels[-1] else []) for panel in panels]
+    return [*alone, draw(_title(read.run), panels=panels, marks_s=resumed)]
 
 
-def _training_curves(read: _Read, judged: str) -> str:
-    """The loss on the training and the validation data, and the metric that the run is judged by."""
+def _training_curves(read: _Read, judged: str) -> list[Figure]:
+    """The loss on the training and the validation data, and the metric that the run is judged by; and then both."""
     losses = [(word, _over_steps(read, name)) for word, name in (("training", TRAINING_LOSS), ("validation", _HELD))]
     panels = [plots.Panel("loss", "step", [(word, curve) for word, curve in losses if len(curve.x)])]
     if judged not in (TRAINING_LOSS, _HELD):
         panels.append(plots.Panel(judged, "step", [(judged, _over_steps(read, judged))]))
     panels = [panel for panel in panels if any(len(curve.x) for _, curve in panel.curves)]
     if not panels:
-        return ""
-    figure = plots.training_curves(f"{read.run.job} · {read.run.id}", panels)
-    (read.run.folder / "learning_curve.png").write_bytes(plots.png(figure))
-    return plots.svg(figure)
+        return []
+    alone = [plots.training_curves("", [panel]) for panel in panels]
+    return [*alone, plots.training_curves(_title(read.run), panels)]
+
+
+def _title(run: Run) -> str:
+    return f"{run.job} · {run.id}"
 
 
 def _over_steps(read: _Read, name: str) -> plots.Curve:
@@ -275,8 +293,9 @@ def _small_plots(read: _Read) -> list[Plot]:
         column = read.metrics[name].dropna()
         curve = plots.Curve.of(places.loc[column.index].to_numpy(), column.to_numpy())
         if len(curve.x) and len(made) < MAX_SMALL_PLOTS:
-            picture = plots.svg(plots.small_plot(curve, begin, max(end, begin + 1e-3)))
-            made.append(Plot(name, _NAMES.get(name, ""), picture, _shown(name, float(column.iloc[-1]))))
+            picture = plots.svg(plots.small_plot(curve, begin, max(end, begin + 1)))
+            newest = read.latest.get(name, float(column.iloc[-1]))  # which need not be finite, nor drawn
+            made.append(Plot(name, _NAMES.get(name, ""), picture, _shown(name, newest)))
     return made
 
 
@@ -307,7 +326,12 @@ def _rate(num_versions: int, versions: DataFrame) -> float | None:
     return (num_versions - 1) / span_s if span_s > 0 else None
 
 
-def _table(metrics: DataFrame) -> Sequence[tuple[str, float, float, float]]:
-    """(name, latest, lowest, highest) of every metric."""
-    columns = [(name, metrics[name].dropna()) for name in metrics.columns if name != "time"]
-    return [(name, float(c.iloc[-1]), float(c.min()), float(c.max())) for name, c in columns if len(c)]
+def _table(read: _Read) -> Sequence[tuple[str, str, str, str]]:
+    """(name, newest, lowest, highest) of every metric; no extremes of one that was never a number."""
+    columns = {name: read.metrics[name].dropna() for name in read.metrics.columns if name != "time"}
+    rows = []
+    for name, column in columns.items():
+        newest = read.latest[name] if name in read.latest else float(column.iloc[-1])
+        extremes = (number(column.min()), number(column.max())) if len(column) else ("-", "-")
+        rows.append((name, number(newest), *extremes))
+    return rows

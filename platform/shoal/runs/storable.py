@@ -23,6 +23,13 @@ def storable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode().replace("\0", "\\x00")
 
 
+def text_of(field: str, value: str) -> str:
+    """A text as it is stored. Raises ConfigError for what is none."""
+    if not isinstance(value, str):
+        raise ConfigError(field, value, "is no text")
+    return storable(value)
+
+
 @lru_cache(maxsize=4096)  # the same ones again and again
 def metric_name(name: str) -> str:
     """The name of a metric as it is stored. Raises ConfigError for what is none."""
@@ -32,17 +39,29 @@ def metric_name(name: str) -> str:
 
 
 def metrics_of(values: Mapping[str, float]) -> dict[str, float]:
-    """Metrics as they are stored, by name. Raises ConfigError for what cannot name one."""
+    """Metrics as they are stored, by name. Raises ConfigError for what cannot name one, and for what is no number."""
     if not _RESERVED.isdisjoint(values):
         raise ConfigError(
             "values", sorted(map(str, values)), "'step' and 'time' cannot name a metric", "call it x/time"
         )
-    return {metric_name(name): float(value) for name, value in values.items()}
+    return {metric_name(name): _number(name, value) for name, value in values.items()}
+
+
+def _number(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: torch's, of several values
+        raise ConfigError(name, value, f"is no number ({error})", "log one number for each metric") from None
 
 
 def whole_number(field: str, value: int) -> int:
-    """A step or a version. Raises ConfigError for more than the record can hold."""
-    found = int(value)
+    """A step or a version. Raises ConfigError for what is none, and for more than the record can hold."""
+    try:
+        found = int(value)
+    except (TypeError, ValueError, OverflowError):
+        found = None
+    if found is None or found != value:
+        raise ConfigError(field, value, "is no whole number")
     if not -_MOST <= found <= _MOST:
         raise ConfigError(field, value, "is beyond the whole numbers of 64 bits that the record holds")
     return found
