@@ -26,7 +26,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         groups.setdefault((row.name, row.unit), []).append(row)
     for (name, unit), same in groups.items():
-        peers = "; ".join(f"{row.peer_name} {number(row.peer)} ({_ratio(row)})" for row in same if row.peer is not None)
+        peers = "; ".join(f"{row.peer_name} {number(row.peer)}{_ratio(row)}" for row in same if row.peer is not None)
         bars = "; ".join(_bar(row, len(same) > 1) for row in same if row.bar is not None)
         verdicts = [row.met for row in same if row.met is not None]
         verdict = "" if not verdicts else "met" if all(verdicts) else "**missed**"
@@ -57,7 +57,8 @@ def _in_order(results: Mapping[str, Sequence[Row]]) -> list[str]:
 
 
 def _ratio(row: Row) -> str:
-    return f"{number(row.ratio)}{TIMES}"
+    """None to a peer that got nowhere."""
+    return "" if row.ratio is None else f" ({number(row.ratio)}{TIMES})"
 
 
 def _bar(row: Row, several: bool) -> str:

@@ -80,7 +80,7 @@ def main() -> None:
     name = "from `shoal run` to the first step, 2 workers"
     rows = [
         compare(name, "s", "lower", mine, theirs, "TorchTrainer in a Ray job", note=note),
-        compare("the same, beyond the TorchTrainer", "s", "lower", extra, bar=BAR_S, bar_kind="value"),
+        compare(f"{name}, beyond the TorchTrainer", "s", "lower", extra, bar=BAR_S, bar_kind="value"),
     ]
     write("training_start", rows, chosen.results)
 
