@@ -11,6 +11,7 @@ import multiprocessing.forkserver
 import multiprocessing.process
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -84,7 +85,7 @@ def _start_server() -> None:
     """
     folder = at_session_end.enter_context(tempfile.TemporaryDirectory(prefix="pymp-"))
     multiprocessing.process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
-    at_session_end.callback(multiprocessing.forkserver._forkserver._stop)  # type: ignore[attr-defined]
+    at_session_end.callback(_end_server)
     multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
@@ -96,6 +97,14 @@ def _start_server() -> None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _end_server() -> None:
+    """At once: it may be importing still, and who waited for that might be killed, and leave the folder behind."""
+    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+    server._stop()
 
 
 def _collect(processes: list[BaseProcess], pipes: list[Connection], timeout_s: float) -> list[Any]:

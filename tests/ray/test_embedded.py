@@ -286,11 +286,14 @@ def test_an_interrupted_start_leaves_nothing(folders: list[Path]) -> None:
     mark, begun = uuid.uuid4().hex, list[psutil.Process]()
     over, turn = threading.Event(), threading.Lock()
 
+    def is_half_up() -> bool:
+        begun[:] = processes_with(MARK, mark)  # looked at once: some of them are there for a moment only
+        return over.is_set() or len(begun) > 3
+
     def interrupt_when_ray_is_half_up() -> None:
-        wait_for(lambda: over.is_set() or len(processes_with(MARK, mark)) > 3, STATE_S, "half-started cluster")
+        wait_for(is_half_up, STATE_S, "half-started cluster")
         with turn:
             if not over.is_set():  # else it would interrupt another test
-                begun.extend(processes_with(MARK, mark))
                 os.kill(os.getpid(), signal.SIGINT)
 
     def start() -> None:
