@@ -60,6 +60,7 @@ def test_a_reconnect_into_a_full_queue_waits_for_room_and_drops_nothing() -> Non
                 busy.send(segment())
             assert busy.drain(60)
             assert not slow.drain(0.3)  # reconnected, and waits for room
+            busy.close()  # with a word: credit of one who is gone without is free when its session times out
         for _ in range(2):
             assert parts.queue.take("learner", BatchRequest(1, 1, 1, 60)) is not None
         assert slow.drain(60)
