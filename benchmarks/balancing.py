@@ -13,11 +13,11 @@ import gymnasium
 import numpy as np
 import torch
 
-from shoal.algorithms.impala_config import ImpalaConfig
 from shoal.models.actor_critic import ActorCritic
+from shoal.rl.algorithms.impala.config import ImpalaConfig
+from shoal.rl.experience.queue import ExperienceQueue
+from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.learner import Learner, model_arrays
-from shoal.rl.ledger import Ledger
-from shoal.rl.queue import ExperienceQueue
 from shoal.rl.spec import RLSpec
 from shoal.weights import WeightStore
 from shoal.wire import ExperienceSpec

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.children import ROOT
 from benchmarks.result import commit, machine
-from shoal.serve.batcher import Batcher, TooLate
+from shoal.serve.batching.batcher import Batcher, TooLate
 from shoal.serve.batching.simulate import ClassicServer, ForwardTime, ScheduleServer, SimulatedLoad, drive, poisson
 
 MEASURED = [(1, 0.0205), (32, 0.036)]

@@ -25,8 +25,8 @@ import shoal.runs
 from benchmarks.children import ROOT
 from benchmarks.result import Row, options, spread, write
 from shoal.cost import MEASURED
-from shoal.cost.probe import MOST_MORE, TIMED, WARM
-from shoal.cost.table import BY_NAME, off, shown
+from shoal.cost.cost_table import BY_NAME, off, shown
+from shoal.cost.step_profiler import MOST_MORE, TIMED, WARM
 
 RECIPES = ("lenet", "transformer", "forecaster", "tabular")
 PLANS = ("single", "ddp", "fsdp", "tensor", "pipeline")
@@ -37,7 +37,7 @@ TIMEOUT_S = 300.0
 SHORT, ALL = WARM + TIMED + 1, WARM + TIMED + 1 + MOST_MORE  # steps that a probe looks at, of long ones and of short
 JUDGED = {"memory_peak": "memory", "flops_step": "FLOPs", "sent_bytes": "bytes sent", "bubble": "pipeline bubble"}
 _PINNED = """
-from shoal.train.recipe import recipe_of
+from shoal.train.launch.overrides import recipe_of
 from shoal.train.task import find_task
 
 class Pinned(find_task({recipe!r})):

@@ -29,7 +29,7 @@ from shoal.data import Data
 from shoal.data.formats import Hdf5
 from shoal.parallel import World
 from shoal.train import Task, TrainSpec
-from shoal.train.trainer import Trainer
+from shoal.train.loop.trainer import Trainer
 
 BATCH, IMAGES, SIDE = 64, 1024, 64
 BAR = 1.8

@@ -7,10 +7,10 @@
 `python jobs/actor_learner.py --help` lists the fields.
 """
 
-from shoal.cluster.driver import job_main
+from shoal.cluster.job_main import job_main
 from shoal.flows.actor_learner import run_actor_learner
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policy import check
+from shoal.flows.rl_policy import check
 
 
 def spec() -> ActorLearnerSpec:

@@ -12,7 +12,7 @@ is trained on, and the YAML file what becomes of its logits. The alias is follow
 
 from pathlib import Path
 
-from shoal.cluster.driver import job_main
+from shoal.cluster.job_main import job_main
 from shoal.flows.serving import serve_models
 from shoal.flows.serving_spec import ServingSpec, check, from_file
 

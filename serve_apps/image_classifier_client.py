@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from shoal.client import Client
-from shoal.client.find import find_endpoint, token_for
+from shoal.client.discovery import find_endpoint, token_for
 from shoal.data.formats import Idx
 
 KINDS = ["T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot"]

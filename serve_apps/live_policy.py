@@ -9,12 +9,12 @@ batches. No request waits for a version, and none is answered by a mixture. At t
 registered as `cartpole@champion`.
 """
 
-from shoal.cluster.driver import job_main
+from shoal.cluster.job_main import job_main
 from shoal.flows.actor_learner import run_actor_learner
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policy import check
-from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.options import ModelOptions
+from shoal.flows.rl_policy import check
+from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.model_options import ModelOptions
 
 
 def spec() -> ActorLearnerSpec:

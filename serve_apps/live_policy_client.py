@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 
 from shoal.client import Client
-from shoal.client.find import find_endpoint, token_for
+from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConnectionLost, InferenceError
 
 

@@ -6,7 +6,7 @@
 It serves until it is stopped (Ctrl-C). `model_version` in the answers is the version in the registry.
 """
 
-from shoal.cluster.driver import job_main
+from shoal.cluster.job_main import job_main
 from shoal.flows.registered_model import RegisteredModelSpec, check_registered_model, serve_registered_model
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.cluster.driver import job_main
+from shoal.cluster.job_main import job_main
 from shoal.flows.serving import serve_models
 from shoal.flows.serving_spec import ServingSpec, check, from_file
 from shoal.models.syntax_tree import NO_NODE, TreeLSTM, flatten

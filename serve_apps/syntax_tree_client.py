@@ -8,7 +8,7 @@ import sys
 from syntax_tree import as_arrays
 
 from shoal.client import Client
-from shoal.client.find import find_endpoint, token_for
+from shoal.client.discovery import find_endpoint, token_for
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from session_end import at_session_end
 from waiting import wait_for as _wait_for
 
 if TYPE_CHECKING:
-    from shoal.cluster.embedded import EmbeddedCluster
+    from shoal.cluster.embedded_cluster import EmbeddedCluster
 
 # Ray reads this when it is imported, which a test module may do before any fixture runs: 127.0.0.1 stays 127.0.0.1.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -187,7 +187,7 @@ def shoal_home(
 def cluster(shared_home: Path) -> Iterator[EmbeddedCluster]:
     """One cluster for the whole session, with this process attached to it; at the end nothing of it is left."""
     from leftovers import assert_nothing_left, listening_ports
-    from shoal.cluster.embedded import start
+    from shoal.cluster.embedded_cluster import start
     from shoal_program import logs
 
     with pytest.MonkeyPatch.context() as patch:

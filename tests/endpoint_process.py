@@ -221,14 +221,14 @@ class Client:
 
 def _drive(spec: dict[str, Any], answer_s: str) -> None:
     """Serve, and obey the commands of standard input until it ends."""
-    from shoal.cluster import embedded
+    from shoal.cluster import embedded_cluster
 
     environment = {"RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": answer_s}
-    with embedded.start(num_cpus=4, object_store_memory_bytes=STORE_BYTES, environment=environment) as cluster:
+    with embedded_cluster.start(num_cpus=4, object_store_memory_bytes=STORE_BYTES, environment=environment) as cluster:
         os.environ.update(cluster.environment)  # before anything imports Ray
         import ray
 
-        from shoal.cluster.driver import connect, disconnect
+        from shoal.cluster.job_main import connect, disconnect
         from shoal.errors import ShoalError
 
         connect()
@@ -249,10 +249,10 @@ class _Served:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-        from shoal.serve.endpoint import EndpointSpec
-        from shoal.serve.ray_serve import deploy
-        from shoal.serve.sources import LiveModel, ServedModel, registered
-        from shoal.weights.ray_weights import RayWeightPublisher, RayWeightSource, start_weight_store
+        from shoal.serve.on_ray.deployment import deploy
+        from shoal.serve.spec.endpoint import EndpointSpec
+        from shoal.serve.spec.model_source import LiveModel, ServedModel, registered
+        from shoal.weights.ray_weight_store import RayWeightPublisher, RayWeightSource, start_weight_store
 
         self._store = start_weight_store("test")
         self._source, self._publisher = RayWeightSource(self._store), RayWeightPublisher(self._store)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from shoal.cluster.embedded import EmbeddedCluster
+from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.cluster.processes import is_alive
 
 Sockets = set[tuple[int, int]]  # (port, inode): another program may have the port by the time it is looked at again

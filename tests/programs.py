@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from session_end import at_session_end
 
 if TYPE_CHECKING:
-    from shoal.parallel.world import World
+    from shoal.parallel.comm.world import World
 
 # What the server imports, once; none of these starts a thread or opens a socket.
 PRELOADED = [
@@ -35,7 +35,7 @@ PRELOADED = [
     "torch.distributed.tensor.parallel",
     "torch._dynamo.convert_frame",  # optimisers import it at their first step
     "torch.onnx.ops",
-    "shoal.parallel.world",
+    "shoal.parallel.comm.world",
     "programs",
 ]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -147,7 +147,7 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    from shoal.parallel.world import World
+    from shoal.parallel.comm.world import World
 
     os.environ.update(environment | ENVIRONMENT)
     torch.set_num_threads(1)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.rl.gateway import Gateway
-from shoal.rl.ledger import Ledger
-from shoal.rl.queue import ExperienceQueue
+from shoal.rl.experience.queue import ExperienceQueue
+from shoal.rl.experience.segment_ledger import Ledger
+from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.spec import GatewaySpec
 from shoal.weights import WeightSnapshot, WeightStore
 from shoal.wire import ExperienceSpec, PolicySpec, Segment, TensorSpec

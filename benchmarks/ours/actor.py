@@ -23,7 +23,7 @@ import gymnasium
 
 from benchmarks.talk import commands, say
 from shoal.actor import ActorClient
-from shoal.actor.loop import play
+from shoal.actor.environment_loop import play
 from shoal.actor.policy import MlpPolicy
 from shoal.weights import decode_tensors
 from shoal.wire import PolicySpec

@@ -24,15 +24,15 @@ from torch import nn
 
 from benchmarks.talk import say
 from shoal.data.formats import Idx
-from shoal.loading import loading
+from shoal.gc_freeze import loading
 from shoal.models.lenet import LeNet
 from shoal.parallel import World
 from shoal.train import TrainSpec
-from shoal.train.expense import TRAINING_S
-from shoal.train.recipe import recipe_of
-from shoal.train.schedules import learning_rate_at, momentum_at, total_steps_of
+from shoal.train.launch.overrides import recipe_of
+from shoal.train.loop.trainer import Trainer
+from shoal.train.optim.lr_schedule import learning_rate_at, momentum_at, total_steps_of
+from shoal.train.reporting.time_to_accuracy import TRAINING_S
 from shoal.train.task import make_task
-from shoal.train.trainer import Trainer
 
 TASK = "jobs/lenet.py"
 FOLDER = Path("/usr/share/datasets/fashion-mnist")

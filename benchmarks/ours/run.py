@@ -40,7 +40,7 @@ class LocalEngine:
     """Threads of this process."""
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: dict[str, Any], closing: ExitStack) -> None:
-        from shoal.rl.local import LocalLoop
+        from shoal.rl.local_loop import LocalLoop
 
         folder, token = Path(setting["folder"]), os.environ["SHOAL_TOKEN"]
         self._loop = closing.enter_context(LocalLoop(spec, experience, folder, token, setting["target_return"]))
@@ -57,14 +57,14 @@ class RayEngine:
     """Workers on an embedded cluster of its own, as `shoal run` starts them."""
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: dict[str, Any], closing: ExitStack) -> None:
-        from shoal.cluster.embedded import start
+        from shoal.cluster.embedded_cluster import start
 
         cluster = closing.enter_context(start())
         os.environ.update(cluster.environment)  # before anything imports Ray
         import ray
 
-        from shoal.cluster.driver import connect
-        from shoal.rl.ray_rl import ActorLearnerWorkers, RunSetting
+        from shoal.cluster.job_main import connect
+        from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 
         connect()
         closing.callback(ray.shutdown)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from benchmarks.talk import say
 from shoal.models.decoder import Decoder
 from shoal.parallel import ParallelSpec, World
-from shoal.parallel.pipeline import Pipelined, build_pipeline
-from shoal.parallel.pipeline_bubble import predict
-from shoal.parallel.pipeline_stages import Clock
+from shoal.parallel.pipeline.model import Pipelined, build_pipeline
+from shoal.parallel.pipeline.simulate import predict
+from shoal.parallel.pipeline.stages import Clock
 
 BATCH, MICRO_BATCHES, LENGTH, VOCABULARY = 128, 16, 64, 256
 WIDTH, DEPTH, HEADS = 192, 8, 4

@@ -27,7 +27,7 @@ from shoal.data import Data
 from shoal.models.lenet import LeNet
 from shoal.parallel import World
 from shoal.train import Task, TrainSpec
-from shoal.train.trainer import Trainer
+from shoal.train.loop.trainer import Trainer
 
 BLOCK, WARM_BLOCKS = 40, 2
 BATCH, SAMPLES = 64, 6400  # of all ranks

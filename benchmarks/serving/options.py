@@ -26,7 +26,7 @@ from benchmarks.result import Row, compare, number, options, write
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.registry.manifest import Format
 from shoal.serve.model.predictor import LoadedModel, Predictor
-from shoal.serve.options import ModelOptions
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 PAGE = ROOT / "docs" / "serving-models.md"

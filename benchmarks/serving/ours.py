@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.talk import commands, say
-from shoal.cluster.embedded import start
+from shoal.cluster.embedded_cluster import start
 
 NAME = "model"
 
@@ -33,14 +33,14 @@ def serve_until_told(workload: str, settings: dict[str, Any], closing: ExitStack
     import ray
 
     from benchmarks.serving.workloads import WORKLOADS
-    from shoal.cluster.driver import connect
+    from shoal.cluster.job_main import connect
     from shoal.registry import ModelFactory, Signature, TensorSignature
     from shoal.rl.learner import model_arrays
-    from shoal.serve.endpoint import EndpointSpec
-    from shoal.serve.ray_serve import deploy
-    from shoal.serve.sources import LiveModel, ServedModel
+    from shoal.serve.on_ray.deployment import deploy
+    from shoal.serve.spec.endpoint import EndpointSpec
+    from shoal.serve.spec.model_source import LiveModel, ServedModel
     from shoal.weights import WeightSnapshot
-    from shoal.weights.ray_weights import RayWeightPublisher, RayWeightSource, start_weight_store
+    from shoal.weights.ray_weight_store import RayWeightPublisher, RayWeightSource, start_weight_store
 
     connect()
     closing.callback(ray.shutdown)

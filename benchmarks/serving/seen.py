@@ -17,11 +17,11 @@ from typing import Any
 from benchmarks.children import scratch
 from benchmarks.result import Row, compare, options, write
 from shoal.registry.manifest import Signature, TensorSignature
-from shoal.serve.call import InferCall, Prediction
-from shoal.serve.options import ApiKey, ModelOptions
+from shoal.serve.http.app import RestApp
+from shoal.serve.messages.inference import InferCall, Prediction
 from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.rest import RestApp
-from shoal.serve.tracing import TracedArrays, Tracer
+from shoal.serve.protocol.tracing import TracedArrays, Tracer
+from shoal.serve.spec.model_options import ApiKey, ModelOptions
 
 ROW = b'{"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}'
 KEY = "0123456789abcdef" * 2

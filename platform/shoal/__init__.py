@@ -13,9 +13,9 @@ __version__ = "0.1.0"
 
 _ROOMS = frozenset(
     {
-        *("errors", "home", "config", "wire", "weights", "runs", "registry", "models", "algorithms", "checkpoint"),
+        *("errors", "home", "config", "wire", "weights", "runs", "registry", "models", "checkpoint", "open_inference"),
         *("actor", "client", "cluster", "rl", "serve", "flows", "cli", "train", "parallel", "data", "cost"),
-        *("open_inference", "loading", "batches", "durable", "addresses", "cores"),
+        *("gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count"),
     }
 )
 __all__ = ["__version__"]

@@ -19,10 +19,10 @@ from bare_client import BareClient, Refused, pack_tensor
 
 from rl_setting import EXPERIENCE, TOKEN, Parts, serving, weights
 from shoal.actor import MlpPolicy
-from shoal.rl.gateway import Gateway
-from shoal.rl.ledger import Ledger
-from shoal.rl.local import LocalLoop
-from shoal.rl.queue import BatchRequest, ExperienceQueue
+from shoal.rl.experience.queue import BatchRequest, ExperienceQueue
+from shoal.rl.experience.segment_ledger import Ledger
+from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import GatewaySpec, RLSpec
 from shoal.weights import WeightStore
 from waiting import wait_for

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from shoal.cluster.host_environment import PORTS, host_environment
-from shoal.cluster.serve_environment import serve_environment
+from shoal.cluster.ingress.serve_environment import serve_environment
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,14 +21,14 @@ LEVELS = [
     {"cluster"},
     {"actor", "client"},
     {"cost"},
-    {"checkpoint", "parallel", "data", "algorithms", "models"},
+    {"checkpoint", "parallel", "data", "models"},
     {"runs", "registry"},
     {"weights"},
     {"open_inference"},
     {"wire"},
     {"config"},
     {"home"},
-    {"errors", "loading", "batches", "durable", "addresses", "cores"},
+    {"errors", "gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
@@ -67,32 +67,47 @@ def test_imports_point_down(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_shells_and_the_cluster_import_ray(path: Path) -> None:
-    if path.name.startswith("ray_") or room_of(path) == "cluster":
+    if path.name.startswith("ray_") or path.parent.name == "on_ray" or room_of(path) == "cluster":
         return
     assert not {name for name in imports_of(path) if name.partition(".")[0] == "ray"}
 
 
-# Of a part of serve/, the other parts that it may import, and whether the files beside them.
-PARTS: dict[str, tuple[set[str], bool]] = {
-    "batching": (set(), False),
-    "model": ({"batching"}, True),
-    "protocol": (set(), True),
-    "controller": (set(), True),
-    "tables": ({"model"}, True),
-    "replica": ({"model", "protocol"}, True),
+# Within a room, the folders from the top down; "." is the files beside them. One line does not import each other.
+# A folder that is named by a path (`replica/live`) may import its parent, and its parent it.
+FOLDERS: dict[str, list[set[str]]] = {
+    "cli": [{"."}, {"commands"}, {"display"}, {"support"}],
+    "train": [{"tune"}, {"launch"}, {"export", "loop"}, {"optim", "reporting"}, {"."}],
+    "rl": [{"."}, {"gateway"}, {"experience"}, {"algorithms"}],
+    "serve": [
+        {"."},
+        {"on_ray"},
+        {"replica"},
+        {"grpc"},
+        {"http", "tables"},
+        {"controller", "model", "protocol"},
+        {"messages"},
+        {"batching", "spec"},
+    ],
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_the_parts_of_serving_know_no_more_of_each_other_than_they_must(part: str) -> None:
-    parts, beside = PARTS[part]
-    for path in (PACKAGE / "serve" / part).rglob("*.py"):
+@pytest.mark.parametrize("room", FOLDERS)
+def test_folders_of_a_room_import_down(room: str) -> None:
+    level = {folder: number for number, folders in enumerate(FOLDERS[room]) for folder in folders}
+
+    def folder_of(parts: tuple[str, ...]) -> str:
+        return parts[0] if parts and parts[0] in level else "."
+
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        if path.name.startswith("__"):
+            continue
+        here = folder_of(path.relative_to(PACKAGE / room).parts[:-1])
         for name in imports_of(path):
-            if not name.startswith("shoal.serve."):
+            parts = name.split(".")
+            if parts[:2] != ["shoal", room] or len(parts) < 3:
                 continue
-            other = name.split(".")[2]
-            is_allowed = other == part or other in parts or (beside and other not in PARTS)
-            assert is_allowed, f"{path.relative_to(PACKAGE)} may not import {name}"
+            there = folder_of(tuple(parts[2:]))
+            assert there == here or level[there] > level[here], f"{path.relative_to(PACKAGE)} may not import {name}"
 
 
 def test_jobs_and_serve_apps_are_imported_by_nobody() -> None:
@@ -126,7 +141,12 @@ def test_the_loop_loads_nothing_of_training(module: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["shoal.rl.ray_rl", "shoal.weights.ray_weights", "shoal.runs.ray_mailbox", "shoal.serve.ray_serve"],
+    [
+        "shoal.rl.ray_workers",
+        "shoal.weights.ray_weight_store",
+        "shoal.runs.ray_event_channel",
+        "shoal.serve.on_ray.deployment",
+    ],
 )
 def test_workers_that_compute_nothing_and_the_drivers_load_no_torch(module: str) -> None:
     """Gateway, weight store, mailbox, endpoint controller: two seconds of a core and 200 MB each, for nothing."""

@@ -16,10 +16,10 @@ import pytest
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, served
 from shoal.open_inference.datatypes import DATATYPES
-from shoal.serve.call import Arrays
-from shoal.serve.controller.changes import Change
-from shoal.serve.protocol.openapi import REFUSALS, document
-from shoal.serve.protocol.paths import ADMINISTRATORS, find
+from shoal.serve.controller.change_request import Change
+from shoal.serve.http.openapi import REFUSALS, document
+from shoal.serve.http.routes import ADMINISTRATORS, find
+from shoal.serve.messages.inference import Arrays
 
 PAGE = (Path(__file__).parents[2] / "docs" / "inference-protocol.md").read_text()
 EXAMPLES = re.findall(r"^```sh\n(.*?)^```$(?:\n\n^```json\n(.*?)^```$)?", PAGE, re.DOTALL | re.MULTILINE)

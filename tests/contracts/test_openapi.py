@@ -14,8 +14,8 @@ from schemathesis.checks import CHECKS, CheckFunction, load_all_checks
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, served
-from shoal.serve.protocol.openapi import TEMPLATES, document
-from shoal.serve.protocol.paths import FIXED, OF_MODEL, OF_REPOSITORY, OPEN, Action, find
+from shoal.serve.http.openapi import TEMPLATES, document
+from shoal.serve.http.routes import FIXED, OF_MODEL, OF_REPOSITORY, OPEN, Action, find
 
 KEY = {"Authorization": f"Bearer {TOKEN}"}
 OPERATIONS = {

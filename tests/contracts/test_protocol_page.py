@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 import pytest
 
-import shoal.rl.gateway
+import shoal.rl.gateway.gateway
 import shoal.wire.messages
 import shoal.wire.segment
 from shoal.actor import MlpPolicy
 from shoal.errors import ConfigError
-from shoal.rl.gateway import _FATAL
+from shoal.rl.gateway.gateway import _FATAL
 from shoal.rl.spec import GatewaySpec, RLSpec, experience_spec
 from shoal.weights import decode_tensors
 from shoal.wire import (
@@ -40,8 +40,8 @@ from shoal.wire import (
     pack_segment,
     unpack_segment,
 )
+from shoal.wire.experience_spec import DTYPES
 from shoal.wire.messages import Message
-from shoal.wire.spec import DTYPES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 KINDS = {kind.__struct_config__.tag: kind for kind in Message.__args__}
@@ -139,7 +139,7 @@ def test_drop_reasons() -> None:
 
 
 def test_acknowledgement_statuses() -> None:
-    tree = ast.parse(Path(shoal.rl.gateway.__file__).read_text())
+    tree = ast.parse(Path(shoal.rl.gateway.gateway.__file__).read_text())
     method = next(node for node in ast.walk(tree) if getattr(node, "name", "") == "_on_segment")
     words = {node.value for node in ast.walk(method) if isinstance(node, ast.Constant) and node.value}
     assert set(column("Acknowledgements")) == {word for word in words if re.fullmatch("[a-z]+", str(word))}
@@ -155,7 +155,7 @@ def codes_in(module: object, function: str, position: int) -> set[str]:
 
 
 def test_error_codes_and_which_of_them_are_fatal() -> None:
-    codes = codes_in(shoal.wire.messages, "ProtocolViolation", 0) | codes_in(shoal.rl.gateway, "_refuse", 1)
+    codes = codes_in(shoal.wire.messages, "ProtocolViolation", 0) | codes_in(shoal.rl.gateway.gateway, "_refuse", 1)
     assert len(codes) > 5
     assert set(column("Errors")) == codes
     assert {row[0] for row in table("Errors") if row[1] == "yes"} == set(_FATAL)

@@ -21,14 +21,14 @@ from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster.ports import free_port
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import DATATYPES
-from shoal.serve.call import Arrays
-from shoal.serve.options import ApiKey, ModelOptions
-from shoal.serve.protocol import direct_http
+from shoal.serve.grpc.over_http1 import GrpcOverHttp1
+from shoal.serve.grpc.service import InferenceServicer
+from shoal.serve.http import fast_path
+from shoal.serve.http.app import RestApp
+from shoal.serve.messages.inference import Arrays
 from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.grpc_http1 import GrpcOverHttp1
-from shoal.serve.protocol.grpc_service import InferenceServicer
 from shoal.serve.protocol.limits import Limits
-from shoal.serve.protocol.rest import RestApp
+from shoal.serve.spec.model_options import ApiKey, ModelOptions
 
 HOST = "127.0.0.1"
 TOKEN = "the-token"
@@ -75,7 +75,7 @@ async def main() -> None:
     servicer = InferenceServicer(models, access)
     limits = Limits(max_body_bytes=MAX_BODY_BYTES)
     app = GrpcOverHttp1(servicer, RestApp(models, access, limits=limits), limits)
-    direct_http.install(app)
+    fast_path.install(app)
     with socket.create_server((HOST, 0)) as listener, tempfile.TemporaryDirectory(prefix="x.") as folder:
         http_server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
         serving = asyncio.create_task(http_server.serve(sockets=[listener]))

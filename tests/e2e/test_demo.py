@@ -16,7 +16,7 @@ import torch
 
 import shoal.runs
 from shoal.cluster.processes import members
-from shoal.flows.evaluation import InferenceConnection, wait_for_version
+from shoal.flows.policy_evaluation import InferenceConnection, wait_for_version
 from shoal.models.actor_critic import ActorCritic
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.rl.learner import model_arrays
@@ -25,7 +25,7 @@ from shoal_program import END_S, ROOT, commands_with, shoal_command, shoal_progr
 from waiting import wait_for, wait_until_none
 
 if TYPE_CHECKING:
-    from shoal.cluster.embedded import EmbeddedCluster
+    from shoal.cluster.embedded_cluster import EmbeddedCluster
 
 ANSWER_S = 400.0
 DEMO = ["run", "actor_learner", "--actors", "4"]

@@ -16,7 +16,7 @@ from shoal.home import access_token
 from shoal_program import ROOT, STATE_S, Program, ended
 
 if TYPE_CHECKING:
-    from shoal.cluster.embedded import EmbeddedCluster
+    from shoal.cluster.embedded_cluster import EmbeddedCluster
 
 SUBMISSION = f"submitted-loop-{os.getpid()}"
 pytestmark = pytest.mark.timeout(1800)

@@ -22,7 +22,7 @@ import shoal.runs
 from leftovers import listening
 from shoal.cli import cli
 from shoal.client import Client
-from shoal.client.find import find_endpoint, token_for
+from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConnectionLost, InferenceError, RunError
 from shoal.flows.batch_predict import BatchPredictSpec, batch_predict
 from shoal.home import home
@@ -33,7 +33,7 @@ from shoal_program import shoal_program
 from waiting import wait_for
 
 if TYPE_CHECKING:
-    from shoal.cluster.embedded import EmbeddedCluster
+    from shoal.cluster.embedded_cluster import EmbeddedCluster
 
 MODEL = "constant-served"  # answers with its own version, whatever it is asked
 ROWS = np.zeros((2, 4), np.float32)

@@ -23,14 +23,14 @@ from shoal.errors import RunError
 from shoal.home import access_token
 from shoal.parallel import World
 from shoal.runs import Run, Status
-from shoal.train.recipe import spec_from_words
+from shoal.train.launch.overrides import spec_from_words
 from shoal.train.spec import TrainSpec
 from shoal_program import END_S, ROOT, Program, commands_with, ended, shoal_command, shoal_program
 from train_task import Toy
 from waiting import wait_for, wait_until_none
 
 if TYPE_CHECKING:
-    from shoal.cluster.embedded import EmbeddedCluster
+    from shoal.cluster.embedded_cluster import EmbeddedCluster
 
 STEPS = 16
 # A run that starts its own cluster takes its first step after 30 s, or after 140 where three start at a time.
@@ -76,8 +76,8 @@ def losses_of(run: Run) -> dict[int, float]:
 
 def losses_of_a_rank(world: World, folder: Path, spec: TrainSpec) -> dict[int, float]:
     """The program of a rank that nothing disturbs."""
-    from shoal.train.journal import Silent
-    from shoal.train.trainer import Trainer
+    from shoal.train.loop.trainer import Trainer
+    from shoal.train.reporting.event_log import Silent
 
     losses: dict[int, float] = {}
 

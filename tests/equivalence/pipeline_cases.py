@@ -11,10 +11,10 @@ from cases import Mixture, SmallTransformer, full
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shoal.parallel.pipeline import Pipelined, build_pipeline
-from shoal.parallel.plan import ParallelSpec, ScheduleName
-from shoal.parallel.whole import Single
-from shoal.parallel.world import World
+from shoal.parallel.comm.world import World
+from shoal.parallel.pipeline.model import Pipelined, build_pipeline
+from shoal.parallel.spec import ParallelSpec, ScheduleName
+from shoal.parallel.spmd.base import Single
 
 EPS = 1e-3  # of Adam: rounding errors where a gradient is zero (a bias before batch norm) are not to become steps
 NUM_SAMPLES, MICRO_BATCHES, STEPS, SEED = 16, 4, 3, 11

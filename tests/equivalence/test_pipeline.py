@@ -16,7 +16,7 @@ from pipeline_cases import MODELS, VOCABULARY, WIDTH, Learnable, Named, Transfor
 
 from programs import RanksFailed, run_ranks
 from shoal.errors import PlanError, SpecMismatch
-from shoal.parallel.pipeline_schedules import CLASSES
+from shoal.parallel.pipeline.schedules import CLASSES
 
 TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 1e-4
 CASES: dict[str, dict[str, Any]] = {

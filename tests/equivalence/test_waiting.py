@@ -17,8 +17,9 @@ from cases import build, global_batch, share
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from programs import run_ranks
-from shoal.parallel import ParallelSpec, World, waiting
-from shoal.parallel.waiting import Waiting
+from shoal.parallel import ParallelSpec, World
+from shoal.parallel.comm import collective_timer
+from shoal.parallel.comm.collective_timer import Waiting
 from waiting import wait_for
 
 GLOO = {"backend": "gloo"}  # sums through memory, which keep their own time, are left out
@@ -50,12 +51,12 @@ def waited(world: World) -> dict[str, tuple[float, float, int]]:
         batch = share(global_batch(0), parallel.data_rank, parallel.num_data_ranks)
         parallel.train_step(batch, 0)
         waited_s = parallel.communication_s
-        clock, waiting.time = waiting.time, SimpleNamespace(perf_counter=count().__next__)
+        clock, collective_timer.time = collective_timer.time, SimpleNamespace(perf_counter=count().__next__)
         try:
             with Collectives() as collectives:
                 parallel.train_step(batch, 1)
         finally:
-            waiting.time = clock
+            collective_timer.time = clock
         dist.barrier()  # outside a step
         found[name] = waited_s, parallel.communication_s - waited_s, collectives.number
     return found

@@ -17,8 +17,8 @@ from shoal_program import Program
 from waiting import wait_for
 
 if TYPE_CHECKING:
-    from shoal.cluster.embedded import EmbeddedCluster
-    from shoal.rl.ray_rl import ActorLearnerWorkers
+    from shoal.cluster.embedded_cluster import EmbeddedCluster
+    from shoal.rl.ray_workers import ActorLearnerWorkers
 
 TOKEN = "a token of the tests"
 STATE_S = 400.0
@@ -29,7 +29,7 @@ class Loop:
     """The workers of one run, and the external actors that were started for it."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
-        from shoal.rl.ray_rl import ActorLearnerWorkers, RunSetting
+        from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
         from shoal.rl.spec import RLSpec, experience_spec
 
         folder.mkdir(parents=True)

@@ -12,7 +12,7 @@ import pytest
 
 from endpoint_process import Client, EndpointProcess, Load
 from serving.faulty_models import FINE, HANG, SIGNATURE, factory, weights
-from shoal.cluster.serve_environment import BUFFER_BYTES
+from shoal.cluster.ingress.serve_environment import BUFFER_BYTES
 from shoal.registry import Registry
 from waiting import wait_for
 

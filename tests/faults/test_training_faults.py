@@ -23,7 +23,7 @@ from train_task import Toy
 from waiting import wait_for
 
 if TYPE_CHECKING:
-    from shoal.cluster.embedded import EmbeddedCluster
+    from shoal.cluster.embedded_cluster import EmbeddedCluster
 
 TASK = f"{Path(__file__).parents[1] / 'train_task.py'}:Toy"
 SAMPLES, STEPS, SAVED_EVERY = 256, 16, 3  # two epochs of eight steps
@@ -51,7 +51,7 @@ def spec_of(notes: Path, **args: Any) -> TrainSpec:
 
 def losses_without_ray(world: World, folder: Path, spec: TrainSpec) -> dict[int, float]:
     """The program of a rank that nothing disturbs."""
-    from shoal.train.trainer import Trainer
+    from shoal.train.loop.trainer import Trainer
 
     losses: dict[int, float] = {}
 
@@ -155,7 +155,7 @@ def test_a_killed_worker_is_replaced_and_the_run_goes_on_to_the_bit(
 def test_the_death_of_ray_trains_controller_is_a_loss_of_workers(
     cluster: EmbeddedCluster, tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
-    from shoal.cluster.room import wait_for_free
+    from shoal.cluster.capacity import wait_for_free
     from shoal.flows.training import run_training
 
     def kill() -> None:

@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from rl_setting import TOKEN, Parts, segment, serving
 from shoal.actor import ActorClient
-from shoal.rl.queue import BatchRequest
+from shoal.rl.experience.queue import BatchRequest
 from shoal.wire import Bye, Credit, Hello, Ping, Pull, encode
 from waiting import wait_for
 from wire_cases import damaged_messages, frames_of

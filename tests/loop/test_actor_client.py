@@ -26,7 +26,7 @@ from shoal.errors import (
     ShoalError,
     WeightsError,
 )
-from shoal.rl.queue import BatchRequest
+from shoal.rl.experience.queue import BatchRequest
 from shoal.wire import PackedSegment
 from shoal.wire.messages import Bye, Hello, Ping
 from waiting import wait_for

@@ -15,7 +15,7 @@ import zmq
 from rl_setting import TOKEN, Parts, segment, serving
 from shoal.actor import ActorClient
 from shoal.errors import Closed
-from shoal.rl.queue import BatchRequest
+from shoal.rl.experience.queue import BatchRequest
 
 LONG_S = 60.0
 

@@ -13,7 +13,7 @@ import pytest
 from rl_setting import EXPERIENCE
 from shoal.actor.environment import first_observation, make_environment, require_fit
 from shoal.errors import ConfigError
-from shoal.flows.policy import look_at_environment
+from shoal.flows.rl_policy import look_at_environment
 from shoal.rl.spec import RLSpec
 
 GAMES = """

@@ -10,8 +10,8 @@ from loop.gateway_asking import Raw, client
 from rl_setting import EXPERIENCE, TOKEN, Parts, segment, serving
 from shoal.actor import ActorClient
 from shoal.errors import ConfigError, ConnectionLost, Refused
-from shoal.rl.gateway import Gateway
-from shoal.rl.listener import UNREAD_MESSAGES, listen
+from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.zmq_listener import UNREAD_MESSAGES, listen
 from shoal.rl.spec import GatewaySpec
 from shoal.wire import pack_segment
 from shoal.wire.messages import Error, Hello

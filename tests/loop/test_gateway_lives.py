@@ -15,8 +15,8 @@ import zmq
 from loop.gateway_asking import Raw, client
 from rl_setting import TOKEN, Parts, segment, serving, weights
 from shoal.errors import ConfigError, LedgerUnwritable
-from shoal.rl.ledger import Ledger
-from shoal.rl.listener import listen
+from shoal.rl.experience.segment_ledger import Ledger
+from shoal.rl.gateway.zmq_listener import listen
 from shoal.rl.spec import GatewaySpec
 from shoal.wire import pack_segment
 from shoal.wire.messages import Bye, Hello

@@ -7,9 +7,9 @@ import pytest
 from loop.gateway_asking import Raw, client, connected
 from rl_setting import TOKEN, Parts, segment, serving, weights
 from shoal.errors import ConnectionLost
-from shoal.rl import sessions
-from shoal.rl.credit import share_credit
-from shoal.rl.queue import BatchRequest
+from shoal.rl.experience.queue import BatchRequest
+from shoal.rl.gateway import sessions
+from shoal.rl.gateway.flow_control import share_credit
 from shoal.wire import Limits, decode, encode
 from shoal.wire.messages import Hello, Welcome
 from waiting import wait_for

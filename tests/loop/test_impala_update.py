@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.algorithms.impala import NonFiniteLoss, batch_of, update
-from shoal.algorithms.impala_config import ImpalaConfig
 from shoal.models.actor_critic import ActorCritic
+from shoal.rl.algorithms.impala.algorithm import NonFiniteLoss, batch_of, update
+from shoal.rl.algorithms.impala.config import ImpalaConfig
 
 
 def test_an_update_that_is_not_finite_leaves_the_weights_as_they_were() -> None:

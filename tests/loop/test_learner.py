@@ -12,12 +12,12 @@ import torch
 
 from rl_setting import EXPERIENCE, segment
 from shoal import checkpoint
-from shoal.algorithms.impala import NonFiniteLoss
 from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch
 from shoal.rl import learner as learner_module
+from shoal.rl.algorithms.impala.algorithm import NonFiniteLoss
+from shoal.rl.experience.queue import ExperienceQueue
+from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.learner import VERSIONS_RESERVED, Learner
-from shoal.rl.ledger import Ledger
-from shoal.rl.queue import ExperienceQueue
 from shoal.rl.spec import RLSpec
 from shoal.weights import WeightStore
 from shoal.wire import DropReason, Segment
@@ -285,7 +285,7 @@ def test_a_version_that_cannot_be_reserved_is_published_later(tmp_path: Path, mo
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shoal.durable.replace_synced", full)
+        patch.setattr("shoal.atomic_file.replace_synced", full)
         for version in range(2, 80):
             bench.put(segment(16, version=min(version, bench.store.version)))
             assert bench.learner.step()

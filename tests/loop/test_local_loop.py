@@ -16,7 +16,7 @@ from rl_setting import EXPERIENCE as OTHER_MODEL
 from rl_setting import TOKEN
 from shoal.actor import ActorClient, play
 from shoal.errors import Closed, ConfigError, RunError
-from shoal.rl.local import LocalLoop
+from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, policy_spec
 from waiting import wait_for
 

@@ -18,7 +18,7 @@ from shoal.errors import (
     ShoalError,
     SpecMismatch,
 )
-from shoal.flows.evaluation import Answer, Evaluation
+from shoal.flows.policy_evaluation import Answer, Evaluation
 from shoal.weights import WeightSnapshot
 
 SNAPSHOT = WeightSnapshot.of(7, {"w": np.zeros(1, np.float32)})
@@ -120,7 +120,7 @@ def test_a_run_that_is_stopped_while_it_starts_settles_before_ray_kills_its_job(
 def sent_nothing_valid(monkeypatch: pytest.MonkeyPatch, record: Callable[..., None]) -> Any:
     """The flow of a run whose actors send what is dropped; `record` stands for each word to the record."""
     from shoal.flows import actor_learner
-    from shoal.flows.loop_metrics import LoopMetrics, Thinning
+    from shoal.flows.rl_metrics import LoopMetrics, Thinning
 
     monkeypatch.setattr(actor_learner, "record_changes", lambda *_: None)
     stats: dict[str, Any] = {
@@ -186,7 +186,7 @@ def fake_get(result: object, timeout: float) -> object:
 def workers(monkeypatch: pytest.MonkeyPatch, learner: object, gateway: object) -> Any:
     import ray
 
-    from shoal.rl.ray_rl import ActorLearnerWorkers
+    from shoal.rl.ray_workers import ActorLearnerWorkers
 
     monkeypatch.setattr(ray, "get", fake_get)
     made: Any = object.__new__(ActorLearnerWorkers)
@@ -211,21 +211,21 @@ def test_a_store_that_is_on_its_way_back_is_asked_again_for_its_version(monkeypa
     import ray
     from ray.exceptions import ActorUnavailableError
 
-    from shoal.weights import ray_weights
+    from shoal.weights import ray_weight_store
 
     monkeypatch.setattr(ray, "get", fake_get)
-    monkeypatch.setattr(ray_weights, "RETRY_S", 0.0)
+    monkeypatch.setattr(ray_weight_store, "RETRY_S", 0.0)
     away = ActorUnavailableError("restarting", b"x" * 16)
-    assert ray_weights.used_version(FakeWorker([away, away, 5])) == 5  # type: ignore[arg-type]
-    assert ray_weights.used_version(FakeWorker(away), timeout_s=0.0) == 0  # type: ignore[arg-type]
+    assert ray_weight_store.used_version(FakeWorker([away, away, 5])) == 5  # type: ignore[arg-type]
+    assert ray_weight_store.used_version(FakeWorker(away), timeout_s=0.0) == 0  # type: ignore[arg-type]
 
 
 def test_whatever_keeps_the_store_from_answering_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
     from ray.exceptions import ObjectStoreFullError
 
-    from shoal.weights import ray_weights
+    from shoal.weights import ray_weight_store
 
     monkeypatch.setattr(ray, "get", fake_get)
     with pytest.raises(ConnectionLost, match="did not answer"):
-        ray_weights._call(FakeWorker(ObjectStoreFullError("full")).version)
+        ray_weight_store._call(FakeWorker(ObjectStoreFullError("full")).version)

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.errors import ConfigError, RegistryError
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.serve.ray_app import build
+from shoal.serve.on_ray.serve_app import build
 from shoal.weights import WeightSnapshot
 
 TENSOR = TensorSignature(name="x", datatype="FP32", shape=[-1, 1])

@@ -20,7 +20,7 @@ from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 
 if TYPE_CHECKING:
-    from shoal.cluster.embedded import EmbeddedCluster
+    from shoal.cluster.embedded_cluster import EmbeddedCluster
 
 Write = Callable[[Path], None]
 
@@ -34,7 +34,7 @@ def predicted(
     """Predict a file of three rows with a Ray Data that calls `write` with the folder; what the workers were to be."""
     import ray
 
-    from shoal.serve import ray_batch_predict
+    from shoal.serve.on_ray import batch_predict as ray_batch_predict
 
     said: dict[str, object] = {}
 
@@ -59,7 +59,7 @@ def folders(tmp_path: Path) -> list[str]:
 
 
 def test_paths_and_columns_are_taken_as_they_were_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.cli import batch_predict as verb
+    from shoal.cli.commands import batch_predict as verb
 
     handed: list[str] = []
     monkeypatch.setattr(verb, "check", lambda spec: None)
@@ -79,7 +79,7 @@ def test_a_column_is_the_one_of_its_name_in_every_file_of_a_folder(
     end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shoal.flows.batch_predict import BatchPredictSpec, batch_predict
-    from shoal.serve import ray_batch_predict
+    from shoal.serve.on_ray import batch_predict as ray_batch_predict
     from shoal.serve.tables.table_predictor import TablePredictor
 
     weight = np.array([[1, 10]], np.float32)
@@ -144,7 +144,7 @@ def test_a_worker_is_started_again_but_not_for_ever(tmp_path: Path, monkeypatch:
 def test_a_model_that_ends_its_process_ends_the_prediction(
     cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, said: str
 ) -> None:
-    from shoal.serve import ray_batch_predict
+    from shoal.serve.on_ray import batch_predict as ray_batch_predict
 
     class Deadly:
         def __init__(self, job: object) -> None:
@@ -164,8 +164,8 @@ def test_a_model_that_ends_its_process_ends_the_prediction(
 def test_a_prediction_that_fails_leaves_its_places_while_its_error_is_kept(
     cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoal.cluster.room import wait_for_free
-    from shoal.serve import ray_batch_predict
+    from shoal.cluster.capacity import wait_for_free
+    from shoal.serve.on_ray import batch_predict as ray_batch_predict
 
     class Wrong:
         def __init__(self, job: object) -> None: ...
@@ -190,7 +190,7 @@ def test_places_of_what_has_just_ended_are_waited_for(tmp_path: Path, monkeypatc
 
 
 def test_where_no_place_becomes_free_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.serve import ray_batch_predict
+    from shoal.serve.on_ray import batch_predict as ray_batch_predict
 
     monkeypatch.setattr(ray_batch_predict, "ROOM_S", 0.1)
     with pytest.raises(ClusterError, match=r"1 workers need 0\.75 CPUs free: wait for what runs"):
@@ -203,7 +203,7 @@ def test_it_ends_where_an_endpoint_leaves_one_cpu_and_words_stay_words(
 ) -> None:
     import ray
 
-    from shoal.serve import ray_batch_predict
+    from shoal.serve.on_ray import batch_predict as ray_batch_predict
 
     class Echo:
         def __init__(self, job: object) -> None:

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.errors import ConnectionLost, InferenceError
-from shoal.serve.controller.setting import ControllerSetting
-from shoal.serve.report import ReplicaReport
+from shoal.serve.controller.config import ControllerSetting
+from shoal.serve.messages.replica_report import ReplicaReport
 
 
 class FailingMethod:
@@ -26,7 +26,7 @@ class FailingMethod:
 
 
 def test_what_fails_in_the_controller_stops_no_replica_and_is_told_to_people(tmp_path: Path) -> None:
-    from shoal.serve.ray_controller import RayController
+    from shoal.serve.on_ray.controller_actor import RayController
 
     full, no = FailingMethod(OSError("the disk is full")), FailingMethod(InferenceError(409, "no"))
     controller = RayController(ControllerSetting("e", "1", (), tmp_path, str(tmp_path), {}))

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import ray
 
-from shoal.cluster.embedded import EmbeddedCluster
+from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.errors import ConnectionLost, InferenceError
-from shoal.serve.controller.setting import ControllerSetting
+from shoal.serve.controller.config import ControllerSetting
 from shoal.serve.controller.state import Deployment
-from shoal.serve.options import ModelOptions
-from shoal.serve.ray_controller import NAMESPACE, RayController
+from shoal.serve.on_ray.controller_actor import NAMESPACE, RayController
+from shoal.serve.spec.model_options import ModelOptions
 from waiting import wait_for
 
 STATE_TIMEOUT_S = 400.0

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from shoal.client import Client
-from shoal.cluster.embedded import EmbeddedCluster
+from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.serve.controller.setting import ControllerSetting, kept_endpoint
-from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.sources import LiveModel, ServedModel, registered
+from shoal.serve.controller.config import ControllerSetting, kept_endpoint
+from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.model_source import LiveModel, ServedModel, registered
 from shoal.weights import WeightSnapshot, WeightStore
 from shoal_program import Program
 from waiting import wait_for
@@ -28,9 +28,9 @@ STATE_TIMEOUT_S = 400.0
 DRIVER = """
 import sys, ray
 ray.init(namespace="shoal", log_to_driver=False)
-from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.ray_serve import deploy
-from shoal.serve.sources import registered
+from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.on_ray.deployment import deploy
+from shoal.serve.spec.model_source import registered
 print(deploy(EndpointSpec(name="left", num_cpus=0.1), [registered("left@1")]).url, flush=True)
 sys.stdin.read()
 """
@@ -84,8 +84,8 @@ class FakeServe:
 
 @contextmanager
 def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
-    """`shoal.serve.ray_serve` on a cluster with these named actors, on which one driver lives."""
-    from shoal.serve import ray_kept, ray_owner, ray_serve
+    """`shoal.serve.on_ray.deployment` on a cluster with these named actors, on which one driver lives."""
+    from shoal.serve.on_ray import deployment, owner, ownership
 
     class Controller:
         def __init__(self, setting: ControllerSetting) -> None:
@@ -98,23 +98,23 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
             serve.done.append("end")
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (ray_serve, ray_owner):
+        for module in (deployment, owner):
             patch.setattr(module, "serve", serve)
-        patch.setattr(ray_serve, "RayController", Controller)
-        patch.setattr(ray_serve, "application", lambda *arguments: None)
-        patch.setattr(ray_serve, "this_driver", lambda: LIVING)
-        patch.setattr(ray_kept, "living_drivers", lambda: {LIVING})
-        patch.setattr(ray_kept, "_controllers", lambda: list(actors))
-        patch.setattr(ray_owner, "has_serve", serve.has_serve)
-        patch.setattr(ray_owner, "end_controller", lambda actor: serve.done.append(f"end {actor}"))
+        patch.setattr(deployment, "RayController", Controller)
+        patch.setattr(deployment, "application", lambda *arguments: None)
+        patch.setattr(deployment, "this_driver", lambda: LIVING)
+        patch.setattr(ownership, "living_drivers", lambda: {LIVING})
+        patch.setattr(ownership, "_controllers", lambda: list(actors))
+        patch.setattr(owner, "has_serve", serve.has_serve)
+        patch.setattr(owner, "end_controller", lambda actor: serve.done.append(f"end {actor}"))
         yield
 
 
 def deploy(serve: FakeServe, *actors: str) -> Any:
-    from shoal.serve import ray_serve
+    from shoal.serve.on_ray import deployment
 
     with faked(serve, actors):
-        return ray_serve.deploy(EndpointSpec(name="shop", num_cpus=0.1), [MODEL])
+        return deployment.deploy(EndpointSpec(name="shop", num_cpus=0.1), [MODEL])
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def test_of_an_error_of_ours_there_is_no_traceback() -> None:
 
 
 def test_closing_goes_on_whatever_fails_and_does_nothing_twice() -> None:
-    from shoal.serve import ray_serve
+    from shoal.serve.on_ray import deployment
 
     serve = FakeServe(delete=KeyboardInterrupt())
     with faked(serve):
-        endpoint = ray_serve.deploy(EndpointSpec(name="shop", num_cpus=0.1), [MODEL])
+        endpoint = deployment.deploy(EndpointSpec(name="shop", num_cpus=0.1), [MODEL])
         with pytest.raises(KeyboardInterrupt):
             endpoint.close()
         endpoint.close()
@@ -185,7 +185,7 @@ def test_an_endpoint_whose_driver_lives_is_named_also_while_it_starts(applicatio
 
 
 def test_a_serve_that_is_ending_is_waited_for_and_one_that_stays_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.serve import ray_owner
+    from shoal.serve.on_ray import owner
 
     for ending in (FakeServe(), FakeServe("old")):
         ending.is_there, ending.looks_until_gone = True, 4
@@ -195,7 +195,7 @@ def test_a_serve_that_is_ending_is_waited_for_and_one_that_stays_is_named(monkey
         assert ending.done == ["make", "start", "run"]
     stays = FakeServe()
     stays.is_there = True
-    monkeypatch.setattr(ray_owner, "END_S", 0.0)
+    monkeypatch.setattr(owner, "END_S", 0.0)
     with pytest.raises(ClusterError, match=r"Serve runs on this cluster \(without an application\)"):
         deploy(stays)
     assert stays.done == []
@@ -203,7 +203,7 @@ def test_a_serve_that_is_ending_is_waited_for_and_one_that_stays_is_named(monkey
 
 def test_an_endpoint_that_another_driver_makes_meanwhile_stays() -> None:
     """Its controller comes between two looks, and is there before its Serve is."""
-    from shoal.serve import ray_kept, ray_owner
+    from shoal.serve.on_ray import owner, ownership
 
     serve, actors = FakeServe(), [f"endpoint-old-0a1b2c3d@{GONE}"]
 
@@ -212,15 +212,15 @@ def test_an_endpoint_that_another_driver_makes_meanwhile_stays() -> None:
         return True
 
     with faked(serve), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray_kept, "_controllers", lambda: list(actors))
-        patch.setattr(ray_owner, "has_serve", has_serve)
+        patch.setattr(ownership, "_controllers", lambda: list(actors))
+        patch.setattr(owner, "has_serve", has_serve)
         with pytest.raises(ClusterError, match=r"Serve runs on this cluster \(new\)"):
-            ray_owner.remove_abandoned()
+            owner.remove_abandoned()
     assert serve.done == []
 
 
 def test_who_would_need_an_endpoint_is_refused_before_anything_starts() -> None:
-    from shoal.serve.ray_kept import require_no_endpoint
+    from shoal.serve.on_ray.ownership import require_no_endpoint
 
     refusal = pytest.raises(ClusterError, match=r"Serve runs on this cluster \(old\): close that endpoint first")
     with faked(FakeServe(), (f"endpoint-old-0a1b2c3d@{LIVING}",)), refusal:
@@ -237,22 +237,22 @@ def test_a_controller_whose_endpoint_never_came_to_be_is_ended() -> None:
 
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Serve's own specs
 def test_an_endpoint_whose_driver_was_killed_makes_room_on_a_cluster(cluster: EmbeddedCluster) -> None:
-    from shoal.serve import ray_kept, ray_serve
+    from shoal.serve.on_ray import deployment, ownership
 
     weights = WeightSnapshot.of(1, {"weight": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)})
     linear = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1})
     Registry().register("left", weights, model=linear, signature=SIGNATURE)
-    before = ray_kept.living_drivers()
+    before = ownership.living_drivers()
     with Program([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE) as driver:
         left = driver.wait_for_line("^http://.*")[0]
         with pytest.raises(ClusterError, match="close that endpoint first"):
-            ray_serve.deploy(EndpointSpec(name="next", num_cpus=0.1), [registered("left@1")])
-        drivers = ray_kept.living_drivers() - before
+            deployment.deploy(EndpointSpec(name="next", num_cpus=0.1), [registered("left@1")])
+        drivers = ownership.living_drivers() - before
         driver.process.kill()
         driver.wait()
     assert drivers
-    wait_for(lambda: not drivers & ray_kept.living_drivers(), STATE_TIMEOUT_S, "Ray to notice the driver's end")
-    endpoint = ray_serve.deploy(EndpointSpec(name="next", num_cpus=0.1), [registered("left@1")])
+    wait_for(lambda: not drivers & ownership.living_drivers(), STATE_TIMEOUT_S, "Ray to notice the driver's end")
+    endpoint = deployment.deploy(EndpointSpec(name="next", num_cpus=0.1), [registered("left@1")])
     with closing(endpoint):
         assert [each.name.partition("-")[0] for each in (home() / "endpoints").glob("*.json")] == ["next"]
         with Client(endpoint.url) as client:
@@ -300,7 +300,7 @@ def test_an_endpoint_is_closed_also_when_its_record_cannot_be_written(monkeypatc
     for name in ("check", "require_code", "require_cpus"):
         monkeypatch.setattr(serving, name, lambda *asked: None)
     monkeypatch.setattr(serving, "registered", lambda ref: MODEL)
-    monkeypatch.setattr("shoal.serve.ray_serve.deploy", lambda spec, models: endpoint)
+    monkeypatch.setattr("shoal.serve.on_ray.deployment.deploy", lambda spec, models: endpoint)
     monkeypatch.setattr("shoal.runs.create", create)
     with pytest.raises(RunError, match="the record is locked"):
         serving.serve_models(ServingSpec(models=["m@1"]), "serve")

@@ -22,10 +22,10 @@ import pytest
 
 import shoal
 from leftovers import assert_nothing_left, listening_ports, pids_of, still_alive
-from shoal.cluster import embedded, jobs
+from shoal.cluster import embedded_cluster, jobs
 from shoal.cluster.attach import find_cluster
-from shoal.cluster.embedded import EmbeddedCluster
-from shoal.cluster.handle import ClusterHandle
+from shoal.cluster.cluster_handle import ClusterHandle
+from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.cluster.ports import held_ports
 from shoal.cluster.processes import MARKER, remove_folder
 from shoal.errors import ClusterError, RunError
@@ -41,13 +41,13 @@ pytestmark = pytest.mark.timeout(1500)
 def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The temporary folders of the clusters that the test starts."""
     made: list[Path] = []
-    folder_of = embedded.folder_of
+    folder_of = embedded_cluster.folder_of
 
     def record(cluster_id: str) -> Path:
         made.append(folder_of(cluster_id))
         return made[-1]
 
-    monkeypatch.setattr(embedded, "folder_of", record)
+    monkeypatch.setattr(embedded_cluster, "folder_of", record)
     return made
 
 
@@ -58,7 +58,7 @@ def interrupted(at_line: int) -> bool:
 
     def trace(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
         nonlocal countdown
-        if frame.f_code is not embedded.start.__code__:
+        if frame.f_code is not embedded_cluster.start.__code__:
             return None
         if event == "line" and (countdown := countdown - 1) == -1:
             sys.settrace(None)  # what follows the interruption is not interrupted again
@@ -68,7 +68,7 @@ def interrupted(at_line: int) -> bool:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        embedded.start()
+        embedded_cluster.start()
     except (KeyboardInterrupt, LookupError) as ended:
         return isinstance(ended, KeyboardInterrupt)
     finally:
@@ -83,7 +83,7 @@ def test_an_interruption_before_ray_starts_leaves_no_folder(
         sys.settrace(None)
         raise LookupError
 
-    monkeypatch.setattr(embedded, "_launch", no_further)
+    monkeypatch.setattr(embedded_cluster, "_launch", no_further)
     at_line = 0
     while interrupted(at_line):
         at_line += 1
@@ -242,7 +242,7 @@ def test_two_clusters_at_once_stop_leaves_nothing_and_spares_the_other(cluster: 
 
     ray_files = Path("/tmp/ray")
     before = sorted(ray_files.rglob("*")) if ray_files.exists() else None
-    with embedded.start(num_cpus=1) as second:
+    with embedded_cluster.start(num_cpus=1) as second:
         assert second.dashboard_url != cluster.dashboard_url
         assert second.temp_dir is not None
         # With several Rays on the machine a job finds its own in this file; without it Ray takes any of them.
@@ -272,7 +272,7 @@ def test_stop_ends_processes_that_ignore_sigterm_or_fork_twice(tmp_path: Path) -
         "print('pid', os.getpid(), flush=True)\n"
         "time.sleep(600)\n"
     )
-    with embedded.start(num_cpus=1) as stubborn:
+    with embedded_cluster.start(num_cpus=1) as stubborn:
         job = jobs.submit(stubborn, ["python", "stubborn.py"], working_dir=tmp_path)
         wait_for(lambda: job.logs().count("pid ") == 2, STATE_S, "two processes")
         ports = listening_ports(stubborn.pids())
@@ -298,7 +298,7 @@ def test_an_interrupted_start_leaves_nothing(folders: list[Path]) -> None:
 
     def start() -> None:
         try:
-            embedded.start(environment={MARK: mark}).stop()
+            embedded_cluster.start(environment={MARK: mark}).stop()
         finally:
             with turn:
                 over.set()
@@ -314,9 +314,9 @@ def test_an_interrupted_start_leaves_nothing(folders: list[Path]) -> None:
 def test_a_start_that_fails_says_why_and_leaves_nothing(folders: list[Path]) -> None:
     mark = uuid.uuid4().hex
     with pytest.raises(ClusterError, match=r"^Ray could not start: .*object.store"):
-        embedded.start(object_store_memory_bytes=1, environment={MARK: mark}).stop()
+        embedded_cluster.start(object_store_memory_bytes=1, environment={MARK: mark}).stop()
     with pytest.raises(ClusterError, match=r"not ready within 0\.01 s"):
-        embedded.start(timeout_s=0.01, environment={MARK: mark}).stop()
+        embedded_cluster.start(timeout_s=0.01, environment={MARK: mark}).stop()
     assert processes_with(MARK, mark) == []
     assert [folder.exists() for folder in folders] == [False, False]
 
@@ -353,17 +353,17 @@ def test_a_port_that_somebody_has_taken_is_said(monkeypatch: pytest.MonkeyPatch)
         @contextmanager
         def one_of_them_is_taken(count: int) -> Iterator[list[int]]:
             with held_ports(count) as ports:
-                names = ["metrics", *embedded._PORTS]
+                names = ["metrics", *embedded_cluster._PORTS]
                 yield [taken if name == "metrics_agent_port" else port for name, port in zip(names, ports, strict=True)]
 
-        monkeypatch.setattr(embedded, "held_ports", one_of_them_is_taken)
+        monkeypatch.setattr(embedded_cluster, "held_ports", one_of_them_is_taken)
         with pytest.raises(ClusterError, match=f"raylet ended: .*dashboard_agent: .*{taken}"):
-            embedded.start()
+            embedded_cluster.start()
 
 
 OWNER = """
 import json, os, sys, time
-from shoal.cluster.embedded import start
+from shoal.cluster.embedded_cluster import start
 cluster = start(num_cpus=1)
 if sys.argv[1] == "fork" and os.fork() == 0:
     time.sleep(600)  # holds every pipe of the owner open
@@ -385,7 +385,7 @@ def test_agents_that_are_slow_to_start_are_waited_for(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_AGENTS.format(seconds=20))
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     begun_s = time.monotonic()
-    with embedded.start(environment={"PYTHONPATH": path}) as cluster:
+    with embedded_cluster.start(environment={"PYTHONPATH": path}) as cluster:
         assert time.monotonic() - begun_s > 20, "it was ready before its agents were"
         jobs.submit(cluster, [sys.executable, "-c", "print('done')"]).wait(timeout_s=400)
 
@@ -402,7 +402,7 @@ def test_the_cluster_ends_when_its_owner_is_killed(mode: str) -> None:
 
 
 def test_the_head_killed_is_noticed_and_stop_finds_the_rest() -> None:
-    with embedded.start(num_cpus=1) as wounded:
+    with embedded_cluster.start(num_cpus=1) as wounded:
         ports = listening_ports(wounded.pids())
         assert wounded.head_pid is not None
         os.kill(wounded.head_pid, signal.SIGKILL)
@@ -411,7 +411,7 @@ def test_the_head_killed_is_noticed_and_stop_finds_the_rest() -> None:
 
 
 def test_the_head_that_is_asked_to_end_ends_the_cluster() -> None:
-    with embedded.start(num_cpus=1) as asked:
+    with embedded_cluster.start(num_cpus=1) as asked:
         ports = listening_ports(asked.pids())
         assert asked.head_pid is not None
         os.kill(asked.head_pid, signal.SIGTERM)
@@ -420,7 +420,7 @@ def test_the_head_that_is_asked_to_end_ends_the_cluster() -> None:
 
 
 def test_the_head_ends_the_rest_when_a_part_of_ray_dies() -> None:
-    with embedded.start(num_cpus=1) as wounded:
+    with embedded_cluster.start(num_cpus=1) as wounded:
         (raylet,) = pids_of(wounded, "raylet/raylet")
         os.kill(raylet, signal.SIGKILL)
         wait_for(lambda: not wounded.is_alive(), STATE_S, "end of the head")

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.cluster import worker_launch
-from shoal.cluster.fork_server import fits
-from shoal.cluster.worker_launch import ADDRESS_VARIABLE, Request, ask, worker_of
+from shoal.cluster.forking import fork_client
+from shoal.cluster.forking.fork_client import ADDRESS_VARIABLE, Request, ask, worker_of
+from shoal.cluster.forking.fork_server import fits
 from waiting import wait_for
 
 # A worker's script, as Ray's is: it says what it finds, then imports torch when Ray would have told it its processors.
@@ -52,7 +52,7 @@ def fork_server() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A fork server, and its address."""
     with tempfile.TemporaryDirectory() as folder:  # pytest's own are too long for a socket
         address = f"{folder}/fork.sock"
-        command = [sys.executable, "-P", "-m", "shoal.cluster.fork_server", address]
+        command = [sys.executable, "-P", "-m", "shoal.cluster.forking.fork_server", address]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
             try:
                 wait_for(lambda: Path(address).exists(), timeout_s=180, what="fork server")
@@ -80,7 +80,7 @@ def start(script: Path, address: str, **environment: str) -> tuple[dict[str, Any
     said = script.with_suffix(".out")
     command = [sys.executable, str(script), "--node-id=1", "a b"]
     if address:
-        command = [sys.executable, worker_launch.__file__, *command[1:], "--language=PYTHON"]
+        command = [sys.executable, fork_client.__file__, *command[1:], "--language=PYTHON"]
     with said.open("w") as out:
         variables = os.environ | {ADDRESS_VARIABLE: address} | environment
         subprocess.run(
@@ -219,7 +219,7 @@ def test_the_server_ends_with_the_head_and_the_worker_stays(tmp_path: Path) -> N
     script, said = tmp_path / "worker.py", tmp_path / "out"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)")
     with fork_server() as (server, address), said.open("w") as out:
-        words = [worker_launch.__file__, str(script), "--language=PYTHON"]
+        words = [fork_client.__file__, str(script), "--language=PYTHON"]
         subprocess.run([sys.executable, *words], stdout=out, env=os.environ | {ADDRESS_VARIABLE: address}, check=True)
         worker = psutil.Process(int(wait_for(said.read_text, what="word of the worker")))
         try:

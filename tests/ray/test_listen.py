@@ -16,11 +16,11 @@ def test_on_loopback_when_ray_does(monkeypatch: pytest.MonkeyPatch, node: str, e
     from ray.serve._private import default_impl, replica
 
     from shoal.cluster.ports import free_port
-    from shoal.serve import ray_listen
-    from shoal.serve.ray_listen import listen_where_asked
+    from shoal.serve.on_ray import bind_address
+    from shoal.serve.on_ray.bind_address import listen_where_asked
 
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: node)
-    monkeypatch.setattr(ray_listen, "_is_head", lambda host: True)
+    monkeypatch.setattr(bind_address, "_is_head", lambda host: True)
     for module, name in ((default_impl, "add_grpc_address"), (replica, "add_port_to_grpc_server")):
         monkeypatch.setattr(module, name, getattr(module, name))  # so that it is put back
 
@@ -57,17 +57,17 @@ def test_http_where_haproxy_asks_it(
     from ray.serve._private import default_impl, replica
     from ray.serve.config import HTTPOptions
 
-    from shoal.serve import ray_listen
+    from shoal.serve.on_ray import bind_address
 
     started: list[tuple[str, int]] = []
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: node)
-    monkeypatch.setattr(ray_listen, "_is_head", lambda host: is_head)
+    monkeypatch.setattr(bind_address, "_is_head", lambda host: is_head)
     for module, name in ((default_impl, "add_grpc_address"), (replica, "add_port_to_grpc_server")):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(
         replica, "start_asgi_http_server", lambda app, options, **others: started.append((options.host, options.port))
     )
-    ray_listen.listen_where_asked()
-    ray_listen.listen_where_asked()
+    bind_address.listen_where_asked()
+    bind_address.listen_where_asked()
     replica.start_asgi_http_server(None, HTTPOptions(host=chosen, port=30001), event_loop=None)
     assert started == [(expected, 30001)]

@@ -35,7 +35,7 @@ class FakeMetric:
 
 
 def test_counters_grow_by_what_is_new_and_gauges_are_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.serve import ray_metrics
+    from shoal.serve.on_ray import metrics as ray_metrics
 
     FakeMetric.values = values = {}
     monkeypatch.setattr(ray_metrics, "Counter", FakeMetric)
@@ -57,6 +57,6 @@ def test_counters_grow_by_what_is_new_and_gauges_are_as_they_are(monkeypatch: py
 
 
 def test_rays_own_classes_take_every_metric() -> None:
-    from shoal.serve.ray_metrics import RayMetrics
+    from shoal.serve.on_ray.metrics import RayMetrics
 
     RayMetrics()

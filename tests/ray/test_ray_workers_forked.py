@@ -13,7 +13,7 @@ import psutil
 import pytest
 import ray
 
-from shoal.cluster.embedded import FORK_VARIABLE, EmbeddedCluster, _may_fork
+from shoal.cluster.embedded_cluster import FORK_VARIABLE, EmbeddedCluster, _may_fork
 from waiting import wait_for
 
 pytestmark = pytest.mark.skipif(not _may_fork(), reason="workers are not forked on this machine")
@@ -50,7 +50,7 @@ def server_of(cluster: EmbeddedCluster) -> psutil.Process:
     socket = cluster.temp_dir / "fork.sock"
     wait_for(socket.exists, timeout_s=180, what="fork server")
     children = psutil.Process(cluster.head_pid).children()
-    return next(process for process in children if "shoal.cluster.fork_server" in process.cmdline())
+    return next(process for process in children if "shoal.cluster.forking.fork_server" in process.cmdline())
 
 
 def test_an_actor_is_forked_and_has_its_processors(fork_server: psutil.Process) -> None:

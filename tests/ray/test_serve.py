@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from endpoint_process import BODY, INFER, NUM_FEATURES, NUM_OUTPUTS, NUM_REGISTERED, Client, EndpointProcess, Load
-from shoal.cluster.embedded import EmbeddedCluster
+from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.errors import ClusterError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
-from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.protocol.grpc_methods import METHODS, SERVICE
+from shoal.serve.grpc.methods import METHODS, SERVICE
+from shoal.serve.spec.endpoint import EndpointSpec
 from waiting import wait_for
 
 STATE_TIMEOUT_S = 400.0
@@ -316,9 +316,9 @@ def test_closed_it_is_gone_and_closing_twice_is_harmless(endpoint: EndpointProce
 def test_an_endpoint_that_cannot_start_says_why_and_leaves_nothing(cluster: EmbeddedCluster) -> None:
     from ray import serve
 
-    from shoal.serve.ray_serve import deploy
-    from shoal.serve.sources import LiveModel, ServedModel
-    from shoal.weights.ray_weights import RayWeightSource, start_weight_store
+    from shoal.serve.on_ray.deployment import deploy
+    from shoal.serve.spec.model_source import LiveModel, ServedModel
+    from shoal.weights.ray_weight_store import RayWeightSource, start_weight_store
 
     tensor = TensorSignature(name="x", datatype="FP32", shape=[-1, 1])
     factory = ModelFactory(factory="torch.nn:NoSuchModule")

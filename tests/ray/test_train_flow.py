@@ -16,8 +16,9 @@ import shoal.runs
 from shoal.errors import ClusterError, DataError, NotFinite, PlanError, RankLost, RecordUnwritable, RunError, TrainError
 from shoal.home import home
 from shoal.registry import Registry
-from shoal.runs import Run, Status, recorder
-from shoal.train.outcome import Outcome
+from shoal.runs import Run, Status
+from shoal.runs.record import recorder
+from shoal.train.reporting.result import Outcome
 from shoal.train.spec import TrainSpec
 from shoal.weights import WeightSnapshot
 
@@ -82,7 +83,7 @@ def fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeFit]:
     import ray
 
     made = type("Fit", (FakeFit,), {"script": [], "made": [], "on_poll": staticmethod(lambda: None)})
-    monkeypatch.setattr("shoal.train.ray_train.Fit", made)
+    monkeypatch.setattr("shoal.train.launch.ray_train.Fit", made)
     monkeypatch.setattr("shoal.flows.training.Group", FakeGroup)
     monkeypatch.setattr(FakeGroup, "states", ())
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
@@ -218,7 +219,7 @@ def test_workers_that_die_while_they_save_are_not_replaced(fit: type[FakeFit]) -
 
 
 def test_a_resumed_run_is_the_same_run(fit: type[FakeFit], tmp_path: Path) -> None:
-    from shoal.train.recipe import spec_from_words
+    from shoal.train.launch.overrides import spec_from_words
 
     fit.script = [([logged(1)], NotFinite("the loss", 7, None, None)), ([logged(8)], ended(tmp_path))]
     with pytest.raises(NotFinite):
@@ -294,7 +295,7 @@ def test_a_job_looks_at_its_task_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_place_that_becomes_free_is_waited_for(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from shoal.train.ray_room import require_room
+    from shoal.train.launch.ray_capacity import require_room
 
     free = iter([{"CPU": 1.0}, {}, {"CPU": 2.0}])
     monkeypatch.setattr(ray, "available_resources", lambda: next(free))
@@ -383,7 +384,7 @@ def test_a_group_whose_room_something_else_has_taken_is_given_up(
 def test_workers_get_gpus_where_there_are_enough(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from shoal.train.ray_room import placed
+    from shoal.train.launch.ray_capacity import placed
 
     assert placed(spec_of()).device == "cpu"
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": 2.0})

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import NotFinite, RankLost, RunError
-from shoal.train.outcome import Outcome
+from shoal.train.reporting.result import Outcome
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
 
@@ -27,7 +27,7 @@ class Handle:
     """
 
     def __init__(self) -> None:
-        from shoal.runs.ray_mailbox import Mailbox
+        from shoal.runs.ray_event_channel import Mailbox
 
         self.mailbox = Mailbox()
         self.troubles: list[str] = []
@@ -67,10 +67,10 @@ class FakeTrainer:
 def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
     import ray
 
-    from shoal.runs import ray_mailbox
+    from shoal.runs import ray_event_channel
 
     monkeypatch.setattr(ray, "get", lambda call, timeout: call())
-    monkeypatch.setattr(ray_mailbox, "DELIVERY_S", 0.001)
+    monkeypatch.setattr(ray_event_channel, "DELIVERY_S", 0.001)
     return Handle()
 
 
@@ -81,7 +81,7 @@ def trainer() -> FakeTrainer:
 
 @pytest.fixture
 def fit(handle: Handle, trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from shoal.train import ray_train
+    from shoal.train.launch import ray_train
 
     monkeypatch.setattr(ray_train, "start_mailbox", lambda: handle)
     monkeypatch.setattr(ray_train, "TorchTrainer", lambda *args, **kwargs: trainer)
@@ -103,7 +103,7 @@ def test_ranks_with_a_device_speak_on_their_host_too(
 ) -> None:
     from ray.train.torch.config import _is_backend_nccl
 
-    from shoal.train import ray_train
+    from shoal.train.launch import ray_train
 
     told: dict[str, Any] = {}
     monkeypatch.setattr(ray_train, "start_mailbox", lambda: handle)
@@ -118,7 +118,7 @@ def test_ranks_with_a_device_speak_on_their_host_too(
 def test_a_task_that_ends_the_program_has_failed_and_no_worker_was_lost(
     handle: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoal.train import ray_train
+    from shoal.train.launch import ray_train
 
     monkeypatch.setattr(ray_train, "get_context", lambda: SimpleNamespace(get_world_rank=int, get_local_rank=int))
     monkeypatch.setattr(ray_train.World, "joined", lambda *_: sys.exit("no data"))  # whatever is first of a Trainer's
@@ -144,7 +144,7 @@ def heard(fit: Any) -> list[Any]:
 
 
 def test_a_mailbox_that_does_not_answer_stops_nobody_and_loses_nothing(handle: Handle) -> None:
-    from shoal.runs.ray_mailbox import Posted
+    from shoal.runs.ray_event_channel import Posted
 
     handle.troubles = ["late", "unheard", "late"]
     posted = Posted(handle)
@@ -159,7 +159,7 @@ def test_a_mailbox_that_does_not_answer_stops_nobody_and_loses_nothing(handle: H
 
 
 def test_who_is_refused_hears_it_before_a_checkpoint_and_is_to_end(handle: Handle) -> None:
-    from shoal.runs.ray_mailbox import Posted
+    from shoal.runs.ray_event_channel import Posted
 
     posted = Posted(handle)
     posted.flush()
@@ -171,10 +171,10 @@ def test_who_is_refused_hears_it_before_a_checkpoint_and_is_to_end(handle: Handl
 
 
 def test_what_is_flushed_is_in_the_mailbox(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.runs import ray_mailbox
+    from shoal.runs import ray_event_channel
 
-    monkeypatch.setattr(ray_mailbox, "DELIVERY_S", 3600.0)
-    posted = ray_mailbox.Posted(handle)
+    monkeypatch.setattr(ray_event_channel, "DELIVERY_S", 3600.0)
+    posted = ray_event_channel.Posted(handle)
     posted.flush()  # of nothing
     for step in range(3):
         posted.log(step, {"loss": 1.0})
@@ -186,14 +186,14 @@ def test_what_is_flushed_is_in_the_mailbox(handle: Handle, monkeypatch: pytest.M
 
 
 def test_a_flush_asks_again_and_not_for_ever(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.runs import ray_mailbox
+    from shoal.runs import ray_event_channel
 
     handle.troubles = ["unheard", "late", "unheard"]
-    posted = ray_mailbox.Posted(handle)
+    posted = ray_event_channel.Posted(handle)
     posted.log(0, {"loss": 1.0})
     posted.flush()
     assert len(handle.mailbox.take(0)[0]) == 1
-    monkeypatch.setattr(ray_mailbox, "FLUSH_S", 0.01)
+    monkeypatch.setattr(ray_event_channel, "FLUSH_S", 0.01)
     handle.troubles = ["unheard"] * 100_000  # more than there is time for
     posted.log(1, {"loss": 1.0})
     posted.flush()
@@ -203,7 +203,7 @@ def test_a_flush_asks_again_and_not_for_ever(handle: Handle, monkeypatch: pytest
 
 
 def test_rank_0_hears_that_it_is_asked_to_stop(handle: Handle) -> None:
-    from shoal.runs.ray_mailbox import Posted
+    from shoal.runs.ray_event_channel import Posted
 
     posted = Posted(handle)
     handle.mailbox.stop()
@@ -212,7 +212,7 @@ def test_rank_0_hears_that_it_is_asked_to_stop(handle: Handle) -> None:
 
 
 def test_the_death_of_the_mailbox_lets_rank_0_save_and_end(handle: Handle) -> None:
-    from shoal.runs.ray_mailbox import Posted
+    from shoal.runs.ray_event_channel import Posted
 
     handle.troubles = ["late", "dead"]
     posted = Posted(handle)
@@ -272,7 +272,7 @@ def test_the_mailbox_is_on_the_drivers_node(monkeypatch: pytest.MonkeyPatch) -> 
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from shoal.runs.ray_mailbox import start_mailbox
+    from shoal.runs.ray_event_channel import start_mailbox
 
     asked: dict[str, Any] = {}
     here = "0a" * 28  # as many digits as Ray's have

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.cluster.embedded import EmbeddedCluster
-from shoal.train.ray_room import Group, free_places, workers_that_fit
+from shoal.cluster.embedded_cluster import EmbeddedCluster
+from shoal.train.launch.ray_capacity import Group, free_places, workers_that_fit
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
 

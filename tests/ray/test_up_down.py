@@ -16,7 +16,7 @@ import pytest
 from leftovers import listening_ports
 from shoal.cluster import jobs
 from shoal.cluster.attach import find_cluster, started_by_up
-from shoal.cluster.handle import load
+from shoal.cluster.cluster_handle import load
 from shoal.cluster.processes import members
 from shoal_program import STATE_S, Program, end_marked
 from waiting import wait_for

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serving.fake_host import FakeHost
-from shoal.serve.options import ApiKey
+from shoal.serve.http.app import RestApp
 from shoal.serve.protocol.access import Access
 from shoal.serve.protocol.limits import Limits
-from shoal.serve.protocol.rest import RestApp
+from shoal.serve.spec.model_options import ApiKey
 
 
 @dataclass

@@ -21,8 +21,8 @@ from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY
 from shoal.open_inference.messages import BatchStatistics, InferenceStatistics, VersionStatistics
 from shoal.registry.manifest import Signature, TensorSignature
-from shoal.serve.call import Arrays, InferCall, Prediction, RepositoryEntry
-from shoal.serve.options import ModelOptions
+from shoal.serve.messages.inference import Arrays, InferCall, Prediction, RepositoryEntry
+from shoal.serve.spec.model_options import ModelOptions
 
 Compute = Callable[[Arrays], dict[str, np.ndarray]]
 

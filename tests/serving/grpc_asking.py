@@ -22,8 +22,8 @@ from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from session_end import at_session_end
 from shoal.cluster.ports import free_port
 from shoal.open_inference import inference_pb2 as pb
+from shoal.serve.grpc.methods import METHODS, SERVICE
 from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.grpc_methods import METHODS, SERVICE
 
 Ask = Callable[..., Any]
 

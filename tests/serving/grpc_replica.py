@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import uvicorn
 
 from serving.fake_host import FakeHost
-from shoal.serve.protocol import direct_http
+from shoal.serve.grpc.over_http1 import GrpcOverHttp1
+from shoal.serve.grpc.service import InferenceServicer
+from shoal.serve.http import fast_path
+from shoal.serve.http.app import RestApp
 from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.grpc_http1 import GrpcOverHttp1
-from shoal.serve.protocol.grpc_service import InferenceServicer
 from shoal.serve.protocol.limits import Limits
-from shoal.serve.protocol.rest import RestApp
 
 TIMEOUT_S = 60.0
 LIMITS = Limits(max_body_bytes=1 << 20)
@@ -29,7 +29,7 @@ async def served(
     access = access or Access(None, [])
     app = GrpcOverHttp1(InferenceServicer(host, access), RestApp(host, access, limits=limits), limits)
     before = uvicorn.config.HTTP_PROTOCOLS["auto"]
-    direct_http.install(app if directly else None)
+    fast_path.install(app if directly else None)
     with socket.create_server(("127.0.0.1", http_port)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
         serving = asyncio.create_task(server.serve(sockets=[listener]))

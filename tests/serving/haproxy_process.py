@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Self
 
 from serve_template import serves_config
+from shoal.cluster.ingress.serve_environment import serve_environment
 from shoal.cluster.ports import free_port
-from shoal.cluster.serve_environment import serve_environment
 from shoal_program import logs
 from waiting import wait_for
 

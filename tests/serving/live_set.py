@@ -10,7 +10,7 @@ from serving.faulty_models import ASKED, RAISE, SIGNATURE, moody
 from serving.replica_set import Asked, ReplicaSet, ask, tally, until
 from shoal.registry import ModelFactory
 from shoal.serve.replica.replica import EndpointReplica
-from shoal.serve.sources import LiveModel, ServedModel
+from shoal.serve.spec.model_source import LiveModel, ServedModel
 from shoal.weights import WeightSnapshot, WeightStore
 
 MOODY = ModelFactory(factory="serving.faulty_models:Moody")

@@ -24,15 +24,15 @@ import numpy as np
 from shoal.errors import ConnectionLost
 from shoal.home import home
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
-from shoal.serve.controller.administration import Administration
+from shoal.serve.controller.admin_api import Administration
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment, StateFile
 from shoal.serve.controller.status import StatusBook
-from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.plan import EndpointPlan
+from shoal.serve.messages.desired_state import EndpointPlan
+from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.replica.replica import EndpointReplica
-from shoal.serve.report import ReplicaReport
-from shoal.serve.sources import LiveModel, RegisteredModel, ServedModel
+from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.model_source import LiveModel, RegisteredModel, ServedModel
 from shoal.weights import WeightSnapshot
 
 DEADLINE_S = 60.0

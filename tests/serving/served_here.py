@@ -11,8 +11,8 @@ from typing import Any
 import uvicorn
 
 from serving.fake_host import FakeHost
+from shoal.serve.http.app import RestApp
 from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.rest import RestApp
 from waiting import wait_for
 
 TOKEN = "a-token"

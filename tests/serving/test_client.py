@@ -16,11 +16,11 @@ import torch
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, Counting, served
 from shoal.client import AsyncClient, Client
-from shoal.client.exchange import Conversation, Patience, Reply, Request
+from shoal.client.retry import Conversation, Patience, Reply, Request
 from shoal.errors import Closed, ConfigError, ConnectionLost, InferenceError
 from shoal.open_inference.datatypes import NUMPY, bf16_bits
-from shoal.serve.controller.administration import LOAD_TIMEOUT_S
-from shoal.serve.controller.changes import Change
+from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
+from shoal.serve.controller.change_request import Change
 
 ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from shoal.client.exchange import (
+from shoal.client.retry import (
     Broken,
     Conversation,
     NotSent,

@@ -11,9 +11,9 @@ import pytest
 from serving.replica_set import ReplicaSet, infer, register, until
 from serving.test_replica_rollout import everywhere, rollout
 from shoal.errors import InferenceError
-from shoal.serve.options import GuardOptions
-from shoal.serve.replica.hosted import Hosted
-from shoal.serve.sources import RegisteredModel
+from shoal.serve.replica.served_model import Hosted
+from shoal.serve.spec.model_options import GuardOptions
+from shoal.serve.spec.model_source import RegisteredModel
 
 
 @rollout(1)

@@ -19,10 +19,10 @@ from serving.faulty_models import FINE, HANG, LEAK, LEAK_BYTES, NAN, RAISE, SHAP
 from serving.replica_set import Asked, ReplicaSet, ask, until
 from shoal.errors import ShoalError
 from shoal.registry import Registry
-from shoal.serve.call import InferCall
-from shoal.serve.replica.hosted import TIMERS_S
+from shoal.serve.messages.inference import InferCall
 from shoal.serve.replica.replica import EndpointReplica
-from shoal.serve.sources import registered
+from shoal.serve.replica.served_model import TIMERS_S
+from shoal.serve.spec.model_source import registered
 
 
 @asynccontextmanager

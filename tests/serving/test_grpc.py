@@ -16,11 +16,11 @@ from serving.grpc_asking import raw, refused, run, served
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.open_inference.datatypes import DATATYPES, NUMPY
-from shoal.serve.call import Arrays
-from shoal.serve.options import ApiKey, ModelOptions
+from shoal.serve.grpc.codec import FIELDS
+from shoal.serve.grpc.methods import METHODS, NOT_SERVED, OPEN
+from shoal.serve.messages.inference import Arrays
 from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.grpc_methods import METHODS, NOT_SERVED, OPEN
-from shoal.serve.protocol.grpc_tensors import FIELDS
+from shoal.serve.spec.model_options import ApiKey, ModelOptions
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
 

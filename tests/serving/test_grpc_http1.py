@@ -20,8 +20,8 @@ from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster.ports import free_port
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
+from shoal.serve.grpc.methods import METHODS, SERVICE
 from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.grpc_methods import METHODS, SERVICE
 from shoal.serve.protocol.limits import Limits
 
 PATH = f"/{SERVICE}/ModelInfer"

@@ -24,10 +24,10 @@ from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster.ports import free_port
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.call import Arrays, InferCall, Prediction
+from shoal.serve.grpc.methods import METHODS, SERVICE
+from shoal.serve.grpc.service import STREAM_WINDOW
+from shoal.serve.messages.inference import Arrays, InferCall, Prediction
 from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.grpc_methods import METHODS, SERVICE
-from shoal.serve.protocol.grpc_service import STREAM_WINDOW
 from shoal.serve.protocol.limits import Limits
 
 PATH = f"/{SERVICE}/ModelStreamInfer"

@@ -12,8 +12,8 @@ from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.grpc_replica import LIMITS, TIMEOUT_S, exchange, served
 from shoal.cluster.ports import free_port
 from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.protocol.grpc_methods import SERVICE
-from shoal.serve.protocol.grpc_service import STREAM_WINDOW
+from shoal.serve.grpc.methods import SERVICE
+from shoal.serve.grpc.service import STREAM_WINDOW
 
 POST = f"POST /{SERVICE}/ModelStreamInfer HTTP/1.1"
 

@@ -19,9 +19,9 @@ import pytest
 
 from serving.fake_replica import FakeReplica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
-from shoal.cluster import haproxy
+from shoal.cluster.ingress import haproxy_config
+from shoal.cluster.ingress.serve_environment import BUFFER_BYTES
 from shoal.cluster.ports import free_port
-from shoal.cluster.serve_environment import BUFFER_BYTES
 from waiting import wait_for
 
 # Shorter than an endpoint's, so that the tests need not wait long for what must happen after them.
@@ -138,11 +138,11 @@ def test_what_is_not_a_request(proxy: Proxy, request_bytes: bytes) -> None:
 
 def test_no_word_of_haproxys_own_in_its_program(proxy: Proxy) -> None:
     program = (proxy.folder / "ha" / "bin" / "haproxy").read_bytes()
-    for code in haproxy.ERRORS:
-        assert f"HTTP/1.1 {haproxy.ERRORS[code][0]}".encode() in program
+    for code in haproxy_config.ERRORS:
+        assert f"HTTP/1.1 {haproxy_config.ERRORS[code][0]}".encode() in program
         assert b"<h1>%d" % code not in program
     assert b"<h1>200 OK" in program  # what is not an error is left alone
-    assert haproxy.with_our_messages(b"another program") == b"another program"
+    assert haproxy_config.with_our_messages(b"another program") == b"another program"
 
 
 def test_an_unknown_transfer_encoding(proxy: Proxy) -> None:
@@ -337,7 +337,7 @@ def test_over_grpc_too(request: pytest.FixtureRequest, which: str, method: str, 
         with pytest.raises(grpc.RpcError) as caught:
             call(b"", timeout=ANSWER_S)
     assert caught.value.code() == code
-    assert caught.value.details() in {message for _, _, message in haproxy.ERRORS.values()}
+    assert caught.value.details() in {message for _, _, message in haproxy_config.ERRORS.values()}
 
 
 def test_a_replica_that_is_busy_is_not_taken_for_dead() -> None:

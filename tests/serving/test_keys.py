@@ -6,7 +6,7 @@ import asyncio
 
 from serving.replica_set import Asked, ReplicaSet, ask, infer, register, until
 from shoal.serve.replica.replica import EndpointReplica
-from shoal.serve.sources import registered
+from shoal.serve.spec.model_source import registered
 
 TOKEN, ADA = "t0ken", "key-of-ada"
 BURST, NUM_REPLICAS = 8, 2

@@ -11,11 +11,11 @@ import pytest
 from serving.faulty_models import RAISE, moody
 from serving.live_set import LiveSet, everywhere, infer, live
 from serving.replica_set import ask, tally, until
-from shoal.cli.serve_display import plain_lines, shares
-from shoal.client.status import EndpointStatus, ModelStatus
+from shoal.cli.display.serve_display import plain_lines, shares
+from shoal.client.endpoint_status import EndpointStatus, ModelStatus
 from shoal.errors import InferenceError
-from shoal.serve.guard import MAX_LOST_REPLICAS
-from shoal.serve.options import GuardOptions
+from shoal.serve.controller.canary_guard import MAX_LOST_REPLICAS
+from shoal.serve.spec.model_options import GuardOptions
 
 
 def seen(endpoint: LiveSet) -> ModelStatus:

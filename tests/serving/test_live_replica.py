@@ -11,14 +11,14 @@ import pytest
 from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, register, until
 from shoal.errors import ShoalError
 from shoal.serve.model.predictor import Predictor
-from shoal.serve.replica.staging import Stager
-from shoal.serve.sources import LiveModel, ServedModel, registered
+from shoal.serve.replica.loader import Stager
+from shoal.serve.spec.model_source import LiveModel, ServedModel, registered
 from shoal.weights import WeightSnapshot, WeightStore
 
 
 def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     release, load = threading.Event(), Predictor.load
-    monkeypatch.setattr("shoal.serve.replica.host.HANGING_S", 0.05)
+    monkeypatch.setattr("shoal.serve.replica.model_manager.HANGING_S", 0.05)
 
     def hangs(predictor: Predictor, snapshot: WeightSnapshot) -> Any:
         if snapshot.version == 2:

@@ -12,14 +12,14 @@ import pytest
 from serving.faulty_models import NAN, RAISE, SHAPE, SLOW, moody
 from serving.live_set import LiveSet, everywhere, infer, live
 from serving.replica_set import ask, until
-from shoal.cli.serve_display import plain_lines, shares
-from shoal.client.status import EndpointStatus
+from shoal.cli.display.serve_display import plain_lines, shares
+from shoal.client.endpoint_status import EndpointStatus
 from shoal.errors import InferenceError
-from shoal.serve.batcher import BatchReport
+from shoal.serve.batching.batcher import BatchReport
 from shoal.serve.controller import live_control
-from shoal.serve.options import GuardOptions
+from shoal.serve.messages.replica_report import MAX_LEFT
 from shoal.serve.replica.replica import START_POLL_S
-from shoal.serve.report import MAX_LEFT
+from shoal.serve.spec.model_options import GuardOptions
 from shoal.weights import WeightSnapshot
 
 

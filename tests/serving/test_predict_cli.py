@@ -21,11 +21,11 @@ import shoal.runs
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, served
 from shoal.cli import cli
-from shoal.cli.predict_inputs import from_table
+from shoal.cli.support.input_readers import from_table
 from shoal.errors import InferenceError, ShoalError
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry import ModelFactory, Registry, Signature
-from shoal.serve.options import ModelOptions
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 GREY = np.arange(16, dtype=np.uint8).reshape(4, 4) * 16
@@ -440,7 +440,7 @@ def test_an_endpoint_that_is_full_is_tried_again_and_then_says_so(host: FakeHost
 
 
 def test_whole_numbers_are_shown_whole() -> None:
-    from shoal.cli.predict import _told
+    from shoal.cli.commands.predict import _told
 
     assert _told(np.int64(1234567890123)) == "1234567890123"
     assert _told(np.array([123456, 7])) == "123456 7"

@@ -13,9 +13,9 @@ from torch import nn
 
 from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
-from shoal.serve.call import Arrays
+from shoal.serve.messages.inference import Arrays
 from shoal.serve.model.predictor import LoadedModel, Predictor
-from shoal.serve.options import ModelOptions
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 

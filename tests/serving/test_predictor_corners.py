@@ -20,7 +20,7 @@ from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.model.formats.module import ModuleTemplate
 from shoal.serve.model.formats.template import Setting
 from shoal.serve.model.predictor import Predictor
-from shoal.serve.options import ModelOptions
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 SIGNATURE = Signature(

@@ -13,14 +13,14 @@ from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from shoal.cli.models import models
+from shoal.cli.commands.models import models
 from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.registry.manifest import Format
 from shoal.serve.model.formats import exported
 from shoal.serve.model.formats import onnx as onnx_format
 from shoal.serve.model.predictor import Predictor
-from shoal.serve.options import ModelOptions
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 BATCH = torch.export.Dim("batch", min=1, max=1024)

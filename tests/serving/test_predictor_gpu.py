@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.serve.model.predictor import Predictor
-from shoal.serve.options import ModelOptions
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 pytestmark = [

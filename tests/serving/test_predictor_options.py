@@ -17,7 +17,7 @@ from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.serve.model import device, kernels, precision
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.model.warm_up import measure
-from shoal.serve.options import ModelOptions
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 GENERATOR = np.random.default_rng(0)

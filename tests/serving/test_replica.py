@@ -9,7 +9,7 @@ from pydantic import SecretStr
 
 from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, infer, register, until
 from shoal.errors import ConfigError, ShoalError
-from shoal.serve.sources import LiveModel, ServedModel, registered
+from shoal.serve.spec.model_source import LiveModel, ServedModel, registered
 from shoal.weights import WeightStore
 
 

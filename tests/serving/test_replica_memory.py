@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from serving.replica_set import ReplicaSet, infer, register, until
-from shoal.serve.replica.staging import Built, Staged, Stager
-from shoal.serve.sources import registered
+from shoal.serve.replica.loader import Built, Staged, Stager
+from shoal.serve.spec.model_source import registered
 
 
 def weights_of(endpoint: ReplicaSet, version: int) -> weakref.ref[Any]:
@@ -68,7 +68,7 @@ def test_a_replica_that_starts_during_a_canary_measures_the_candidate_by_the_sta
         async with ReplicaSet(registered("linear@1")) as endpoint:
             await endpoint.start()
             await endpoint.administer(action="canary", model="linear", version=2, percent=10)
-            monkeypatch.setattr("shoal.serve.replica.host.Stager", Watched)
+            monkeypatch.setattr("shoal.serve.replica.model_manager.Stager", Watched)
             [late] = await endpoint.start()
             await until(lambda: late.host.model("linear").versions == [1, 2])
             assert staged == [(1, False, False), (2, True, True)]

@@ -15,8 +15,8 @@ import pytest
 from serving.replica_set import LINEAR, SIGNATURE, Asked, ReplicaSet, ask, constant, infer, register, tally, until
 from shoal.errors import InferenceError, ShoalError
 from shoal.registry import Registry, Signature, TensorSignature
-from shoal.serve.options import GuardOptions, ModelOptions
-from shoal.serve.sources import LiveModel, RegisteredModel, ServedModel, registered
+from shoal.serve.spec.model_options import GuardOptions, ModelOptions
+from shoal.serve.spec.model_source import LiveModel, RegisteredModel, ServedModel, registered
 from shoal.weights import WeightStore
 
 TWICE = Signature(inputs=SIGNATURE.inputs, outputs=[TensorSignature(name="z", datatype="FP32", shape=[-1, 2])])
@@ -388,7 +388,7 @@ def test_a_replica_that_hangs_while_it_stages_is_not_healthy(monkeypatch: pytest
     async def body() -> None:
         async with ReplicaSet(registered("linear@1"), stage_timeout_s=2.0) as endpoint:
             [replica] = await endpoint.start()
-            monkeypatch.setattr("shoal.serve.replica.host.HANGING_S", 0.05)
+            monkeypatch.setattr("shoal.serve.replica.model_manager.HANGING_S", 0.05)
             replica.check_health()
             monkeypatch.setattr(RegisteredModel, "package", lambda source, version: release.wait(60))
             with pytest.raises(InferenceError, match="had not staged version 2 after"):

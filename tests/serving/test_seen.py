@@ -13,11 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, ask, constant, infer, register, until
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.protocol.grpc_service import Invocation
+from shoal.serve.grpc.service import Invocation
+from shoal.serve.messages.auth_failures import Refused
 from shoal.serve.protocol.prometheus import CONTENT_TYPE
-from shoal.serve.refusals import Refused
 from shoal.serve.replica.replica import EndpointReplica
-from shoal.serve.sources import LiveModel, ServedModel, registered
+from shoal.serve.spec.model_source import LiveModel, ServedModel, registered
 from shoal.weights import WeightStore
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -19,7 +19,7 @@ from shoal.flows.serving_spec import check, from_file
 from shoal.models.lenet import MEAN, SPREAD, normalise, probabilities
 from shoal.registry import Registry
 from shoal.serve.model.predictor import ModelPackage, Predictor
-from shoal.serve.sources import RegisteredModel
+from shoal.serve.spec.model_source import RegisteredModel
 
 APPS = Path(__file__).parents[2] / "serve_apps"
 
@@ -29,12 +29,12 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(APPS))
     sys.modules["shoal.flows.serving"] = ModuleType("shoal.flows.serving")  # which needs Ray, and is not run here
     sys.modules["shoal.flows.serving"].serve_models = None  # type: ignore[attr-defined]
-    sys.modules["shoal.cluster.driver"] = ModuleType("shoal.cluster.driver")
-    sys.modules["shoal.cluster.driver"].job_main = None  # type: ignore[attr-defined]
+    sys.modules["shoal.cluster.job_main"] = ModuleType("shoal.cluster.job_main")
+    sys.modules["shoal.cluster.job_main"].job_main = None  # type: ignore[attr-defined]
     threads = torch.get_num_threads()
     yield importlib.import_module("syntax_tree")
     torch.set_num_threads(threads)
-    for name in ("syntax_tree", "shoal.flows.serving", "shoal.cluster.driver"):
+    for name in ("syntax_tree", "shoal.flows.serving", "shoal.cluster.job_main"):
         del sys.modules[name]
 
 

@@ -17,10 +17,11 @@ from rich.console import Console
 import shoal.runs
 from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
-from shoal.cli import cli, serve_display
-from shoal.cli.serve import serve
+from shoal.cli import cli
+from shoal.cli.commands.serve import serve
+from shoal.cli.display import serve_display
 from shoal.client import Client, ConfigError, transport
-from shoal.client.status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
+from shoal.client.endpoint_status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
 from shoal.errors import InferenceError, ShoalError
 
 NOW_S = 1_700_000_000.0
@@ -148,7 +149,7 @@ def test_looking_goes_on_until_ctrl_c(recorded: str, monkeypatch: pytest.MonkeyP
             raise KeyboardInterrupt
 
     clock = SimpleNamespace(sleep=sleep, strftime=time.strftime, localtime=time.localtime)
-    monkeypatch.setattr("shoal.cli.serve.time", clock)  # others sleep too, and go on
+    monkeypatch.setattr("shoal.cli.commands.serve.time", clock)  # others sleep too, and go on
     found = lines("serve", "status")
     assert sum("fashion@3" in line for line in found) == 3
 
@@ -323,7 +324,7 @@ def test_of_several_endpoints_one_must_be_named(recorded: str) -> None:
 
 
 def test_the_token_goes_to_no_other_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.client.find import token_for
+    from shoal.client.discovery import token_for
 
     monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
     assert token_for("http://127.0.0.1:8000") == token_for("http://[::1]:1") == token_for("http://localhost:2") == TOKEN
@@ -339,7 +340,7 @@ def test_the_token_goes_to_no_other_machine(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_what_is_no_address_is_refused_wherever_it_is_asked_for(word: str) -> None:
-    from shoal.client.find import find_endpoint, token_for
+    from shoal.client.discovery import find_endpoint, token_for
 
     for ask in (find_endpoint, token_for, Client):
         with pytest.raises(ConfigError, match="is not the address of an endpoint"):
@@ -356,7 +357,7 @@ def test_what_is_no_address_is_refused_wherever_it_is_asked_for(word: str) -> No
     ],
 )
 def test_an_address_may_be_short_or_have_a_path(word: str, url: str) -> None:
-    from shoal.client.find import find_endpoint
+    from shoal.client.discovery import find_endpoint
 
     assert find_endpoint(word).url == url
 

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from shoal.cli import cli, job_words, serve_elsewhere, serve_jobs
-from shoal.cluster.handle import ClusterHandle
+from shoal.cli import cli
+from shoal.cli.commands import serve_deploy, serve_elsewhere
+from shoal.cli.support import job_output
+from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.errors import ClusterError, ConfigError, RunError
 
-batch_predict = import_module("shoal.cli.batch_predict")  # the verb of this name is in its package
+batch_predict = import_module("shoal.cli.commands.batch_predict")  # the verb of this name is in its package
 URL = "http://head.example:8265"
 SERVING = "Runtime env is set up\nserving tumours (now tumours@2) at http://127.0.0.1:8000/v2/models/tumours\n"
 
@@ -84,11 +86,11 @@ class FakeCluster:
 def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCluster:
     fake = FakeCluster()
     fake.begin = fake.ready
-    monkeypatch.setattr(serve_jobs, "find_cluster", lambda address: ClusterHandle(URL, URL, "token", {}))
+    monkeypatch.setattr(serve_deploy, "find_cluster", lambda address: ClusterHandle(URL, URL, "token", {}))
     for name, stand_in in {"submit": fake.submit, "Job": fake.job, "list_jobs": fake.infos}.items():
         monkeypatch.setattr(serve_elsewhere, name, stand_in)
     monkeypatch.setattr(serve_elsewhere, "end_as_by_ctrl_c", lambda: None)
-    monkeypatch.setattr(job_words, "ignore_further_interrupts", lambda: None)
+    monkeypatch.setattr(job_output, "ignore_further_interrupts", lambda: None)
     monkeypatch.chdir(tmp_path)
     return fake
 

@@ -15,13 +15,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 import shoal.runs
-from shoal.cli import cli, job_words, serve_jobs
-from shoal.cluster.handle import ClusterHandle
+from shoal.cli import cli
+from shoal.cli.commands import serve_deploy
+from shoal.cli.support import job_output
+from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.flows.serving_spec import ServingSpec, require_code, spec_from_words
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.runs.origin import apart, joined
+from shoal.runs.record.provenance import apart, joined
 from shoal.weights import WeightSnapshot
 
 CLUSTER = ClusterHandle("127.0.0.1:6379", "http://127.0.0.1:8265", "token", {}, temp_dir=Path("/tmp/none"))
@@ -94,12 +96,12 @@ class FakeCluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     fake = FakeCluster()
-    monkeypatch.setattr(serve_jobs, "find_cluster", lambda address: CLUSTER)
-    monkeypatch.setattr(serve_jobs, "submit", fake.submit)
-    monkeypatch.setattr(serve_jobs, "Job", fake.job)
-    monkeypatch.setattr(serve_jobs, "list_jobs", fake.infos)
-    monkeypatch.setattr(serve_jobs, "end_as_by_ctrl_c", lambda: None)
-    monkeypatch.setattr(job_words, "ignore_further_interrupts", lambda: None)
+    monkeypatch.setattr(serve_deploy, "find_cluster", lambda address: CLUSTER)
+    monkeypatch.setattr(serve_deploy, "submit", fake.submit)
+    monkeypatch.setattr(serve_deploy, "Job", fake.job)
+    monkeypatch.setattr(serve_deploy, "list_jobs", fake.infos)
+    monkeypatch.setattr(serve_deploy, "end_as_by_ctrl_c", lambda: None)
+    monkeypatch.setattr(job_output, "ignore_further_interrupts", lambda: None)
     tensors = {"weight": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)}
     tensor = [TensorSignature(name="x", datatype="FP32", shape=[-1, 1])]
     for name in ("fashion", "tabular"):
@@ -176,7 +178,7 @@ def test_a_deployment_that_is_given_up_leaves_no_job_behind(cluster: FakeCluster
 def test_the_job_reads_the_words_that_its_command_line_does_not_show(cluster: FakeCluster) -> None:
     shown, variables = apart(["models=fashion", "endpoint.keys=[{name: ada, key: a blank is refused}]"])
     checked = subprocess.run(
-        [sys.executable, "-m", serve_jobs.MODULE, *shown, "--check"],
+        [sys.executable, "-m", serve_deploy.MODULE, *shown, "--check"],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,

@@ -14,11 +14,11 @@ import pytest
 import shoal.runs
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, served
-from shoal.client.status import EndpointStatus, ModelStatus, RolloutEvent, VersionStatus
+from shoal.client.endpoint_status import EndpointStatus, ModelStatus, RolloutEvent, VersionStatus
 from shoal.flows.serving_spec import check, from_file
 from shoal.registry import Registry
-from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.options import ModelOptions
+from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.model_options import ModelOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 APPS = PAGE.parents[1] / "serve_apps"

@@ -18,15 +18,15 @@ from serving.replica_set import until as until_there
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY, bf16_bits
 from shoal.registry import Registry
-from shoal.serve.batcher import Batcher
-from shoal.serve.call import Arrays, InferCall
-from shoal.serve.options import GuardOptions, ModelOptions
-from shoal.serve.replica.metrics import ModelStatistics
+from shoal.serve.batching.batcher import Batcher
+from shoal.serve.messages.inference import Arrays, InferCall
+from shoal.serve.messages.metrics_snapshot import VersionSnapshot
+from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.replica.shadow import Answer, Shadow
-from shoal.serve.replica.versions import Track
-from shoal.serve.snapshots import VersionSnapshot
-from shoal.serve.sources import registered
+from shoal.serve.replica.version_router import Track
+from shoal.serve.spec.model_options import GuardOptions, ModelOptions
+from shoal.serve.spec.model_source import registered
 
 TOLERANCE = 0.01
 Forward = Callable[[Hashable, Sequence[Arrays]], list[Answer]]

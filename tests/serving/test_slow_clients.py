@@ -13,9 +13,9 @@ import pytest
 import uvicorn
 
 from serving.fake_host import FakeHost
+from shoal.serve.http.app import RestApp
 from shoal.serve.protocol.access import Access
 from shoal.serve.protocol.limits import Limits
-from shoal.serve.protocol.rest import RestApp
 from waiting import wait_for
 
 ANSWER_S = 60.0

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from serving.fake_host import tensors
 from shoal.registry import ModelFactory, Signature
 from shoal.serve.model.predictor import ModelPackage
-from shoal.serve.options import ModelOptions
-from shoal.serve.replica.staging import Staged, Stager, StagingFailed
+from shoal.serve.replica.loader import Staged, Stager, StagingFailed
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 SIGNATURE = Signature(inputs=tensors(x=("FP32", [-1, -1])), outputs=tensors(y=("FP32", [-1, 1])))  # open: improbable
@@ -68,7 +68,7 @@ def test_a_version_built_in_another_way_must_answer_what_the_one_before_it_did(f
 
 def test_what_a_model_says_that_no_file_could_hold_is_told_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     """The controller writes it down: a file name in no encoding, say, or all that a model was given."""
-    caplog.set_level(logging.CRITICAL + 1, "shoal.serve.replica.staging")  # xdist could not send what is logged
+    caplog.set_level(logging.CRITICAL + 1, "shoal.serve.replica.loader")  # xdist could not send what is logged
     with pytest.raises(StagingFailed, match="cannot read") as caught:
         staged(["", "cannot read caf\udce9.txt" + 100_000 * "!"])
     assert len(str(caught.value).encode()) < 3000

@@ -12,7 +12,7 @@ from shoal.errors import InferenceError
 from shoal.models.syntax_tree import TreeLSTM, flatten
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.serve.model.predictor import LoadedModel, Predictor
-from shoal.serve.options import ModelOptions
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 SIZES = {"num_tokens": 7, "num_classes": 3, "width": 5, "hidden": 4}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint import Checkpointer, Found, folder
-from shoal.checkpoint.staging import Staging
+from shoal.checkpoint import Checkpointer, Found, directory
+from shoal.checkpoint.staging_buffer import Staging
 
 
 def state_of(number: float, width: int = 5) -> dict[str, Any]:
@@ -66,8 +66,8 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
-        real = folder.write_file
-        monkeypatch.setattr(folder, "write_file", lambda *words: self.open.wait(10.0) and real(*words))
+        real = directory.write_file
+        monkeypatch.setattr(directory, "write_file", lambda *words: self.open.wait(10.0) and real(*words))
 
 
 class Copying:

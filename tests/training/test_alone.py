@@ -22,9 +22,9 @@ from programs import RanksFailed, run_ranks
 from shoal.errors import RunError
 from shoal.parallel import World
 from shoal.runs import Run, Status
-from shoal.train import alone
 from shoal.train.__main__ import main
-from shoal.train.alone import train_here
+from shoal.train.launch import local as alone
+from shoal.train.launch.local import train_here
 from shoal.train.spec import TrainSpec
 from train_task import Toy
 from waiting import wait_for
@@ -173,8 +173,8 @@ def test_ranks_that_are_started_again_go_on_with_no_run_of_another_torchrun(
 
 def losses_of_a_rank(world: World, folder: Path, spec: TrainSpec) -> dict[int, float]:
     """The program of a rank that nothing disturbs."""
-    from shoal.train.journal import Silent
-    from shoal.train.trainer import Trainer
+    from shoal.train.loop.trainer import Trainer
+    from shoal.train.reporting.event_log import Silent
 
     losses: dict[int, float] = {}
 
@@ -222,7 +222,7 @@ class Wide(Toy):
 
 def starve(world: World, folder: Path) -> None:
     """The program of a process that may use little more memory than it has."""
-    from shoal.train.trainer import Trainer
+    from shoal.train.loop.trainer import Trainer
 
     spec = TrainSpec.parse({"task": "Wide", "batch_size": 128, "stop": {"steps": 2}, "optimizer": {"name": "sgd"}})
     trainer = Trainer(spec, Wide(), world, folder)
@@ -260,7 +260,7 @@ class Events:
 
 def fill_the_disk(world: World, folder: Path, asynchronous: bool) -> tuple[int, list[str], list[dict[str, Any]]]:
     """The program of a process that may write no file as large as a checkpoint, for some steps."""
-    from shoal.train.trainer import Trainer
+    from shoal.train.loop.trainer import Trainer
 
     class Limited(Toy):
         steps = 0

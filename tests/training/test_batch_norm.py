@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.batch_norm import globalise_batch_norm
+from shoal.parallel.layers.batch_norm import globalise_batch_norm
 
 
 class OneRank:

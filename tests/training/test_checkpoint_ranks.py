@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shoal.checkpoint import Checkpointer
-from shoal.checkpoint.folder import newest_first
-from shoal.checkpoint.values import flatten
+from shoal.checkpoint.directory import newest_first
+from shoal.checkpoint.json_state import flatten
 from shoal.errors import CheckpointError, ConfigError, RankLost, SpecMismatch
 
 SIZE = 4
@@ -176,7 +176,7 @@ def a_full_disk_on_one_rank(rank: int, folder: Path) -> None:
         checkpointer.save(1, state_in("rows"))
         checkpointer.wait()
         if rank == 2:
-            patch.setattr("shoal.checkpoint.shards.shard_name", lambda rank, size: "/dev/full")
+            patch.setattr("shoal.checkpoint.shard_reader.shard_name", lambda rank, size: "/dev/full")
         checkpointer.save(2, state_in("columns"))
         with pytest.raises(CheckpointError, match=r"step 2 could not be saved.*No space left on device"):
             checkpointer.wait()
@@ -216,7 +216,7 @@ def a_rank_that_dies(rank: int, folder: Path) -> None:
     checkpointer.wait()
     if rank == 3:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("shoal.checkpoint.record.write_shard", lambda *words: os._exit(0))
+            patch.setattr("shoal.checkpoint.manifest.write_shard", lambda *words: os._exit(0))
             checkpointer.save(2, state_in("plain"))
             checkpointer.wait()
     checkpointer.save(2, state_in("plain"))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint import Checkpointer, folder
+from shoal.checkpoint import Checkpointer, directory
 from shoal.errors import CheckpointError, Closed, ConfigError
 from training.checkpoint_states import Gate, assert_equal, best_step, names, newest, state_of
 from waiting import wait_for
@@ -145,10 +145,10 @@ def test_a_full_disk_is_said_by_the_next_save_and_the_older_checkpoint_stays(
     checkpointer.wait()
     with monkeypatch.context() as patch:  # a file of which the kernel says that there is no space left
         if full == "shard":
-            patch.setattr("shoal.checkpoint.shards.shard_name", lambda rank, size: "/dev/full")
+            patch.setattr("shoal.checkpoint.shard_reader.shard_name", lambda rank, size: "/dev/full")
         else:
             name = "INDEX" if full == "index.json" else "MANIFEST"
-            patch.setattr(f"shoal.checkpoint.record.{name}", "/dev/full")
+            patch.setattr(f"shoal.checkpoint.manifest.{name}", "/dev/full")
         checkpointer.save(2, state_of(2, width=6))  # another shape: planned anew
         with pytest.raises(CheckpointError, match=r"step 2 could not be saved.*No space left on device"):
             checkpointer.save(3, state_of(3))
@@ -208,7 +208,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_shared_is_said(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "write_file", lambda path, pieces: folder.FileSum(0, ""))  # on another disk
+    monkeypatch.setattr(directory, "write_file", lambda path, pieces: directory.FileSum(0, ""))  # on another disk
     checkpointer.save(1, state_of(1))
     with pytest.raises(CheckpointError, match="rank 0 does not see the shard of rank 0"):
         checkpointer.wait()
@@ -237,7 +237,7 @@ def test_a_crash_at_any_moment_leaves_the_checkpoint_before_or_the_new_one_whole
 
         with monkeypatch.context() as patch:
             for name in ("write_file", "sync_folder", "tidy"):
-                patch.setattr(folder, name, crash_here(getattr(folder, name)))
+                patch.setattr(directory, name, crash_here(getattr(directory, name)))
             checkpointer.save(2, state_of(2))
             with pytest.raises(Crash):
                 checkpointer.wait()
@@ -296,7 +296,7 @@ def test_close_waits_says_what_failed_and_may_be_repeated(tmp_path: Path, monkey
         checkpointer.save(2, state_of(2))
     with Checkpointer(tmp_path) as again:
         assert newest(again).step == 1
-    monkeypatch.setattr("shoal.checkpoint.record.INDEX", "/dev/full")
+    monkeypatch.setattr("shoal.checkpoint.manifest.INDEX", "/dev/full")
     with pytest.raises(CheckpointError, match="No space left"), Checkpointer(tmp_path) as failing:
         failing.save(2, state_of(2))
     failing = Checkpointer(tmp_path)

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from shoal.data import Data
 from shoal.data.formats import Idx
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError
-from shoal.train.checks import Checked, check
+from shoal.train.launch.validate import Checked, check
 from shoal.train.spec import TrainSpec
 from train_task import Toy
 

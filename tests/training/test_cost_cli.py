@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from shoal import runs
-from shoal.cli.compare import compare
-from shoal.cli.inspect import inspect
+from shoal.cli.commands.compare import compare
+from shoal.cli.commands.inspect import inspect
 from shoal.cost import MEASURED, PREDICTED
-from shoal.cost.comparison import column_of, lived_at, lives_of
+from shoal.cost.compare.comparison import column_of, lived_at, lives_of
 from shoal.errors import ConfigError, RunError
-from shoal.runs.database import connect
+from shoal.runs.record.database import connect
 
 TASK = """
 import torch

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.cost.alone import look, silent_modules
-from shoal.cost.meter import Reading, metered
+from shoal.cost.measure.op_counter import Reading, metered
+from shoal.cost.predict.single_device import look, silent_modules
 from shoal.data import Data
 from shoal.train import Task
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.cost.memory import bytes_of, growth
-from shoal.cost.meter import metered
-from shoal.cost.pretence import NotSaidYet, Play, pretended
+from shoal.cost.measure.memory import bytes_of, growth
+from shoal.cost.measure.op_counter import metered
+from shoal.cost.predict.fake_process_group import NotSaidYet, Play, pretended
 
 CPU = torch.device("cpu")
 KIB = 1024

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from programs import run_ranks
-from shoal.cost.alone import first_batch
-from shoal.cost.memory import growth
-from shoal.cost.meter import metered
-from shoal.cost.prediction import predict
-from shoal.cost.probe import CostProbe
+from shoal.cost.measure.memory import growth
+from shoal.cost.measure.op_counter import metered
+from shoal.cost.predict.predict import predict
+from shoal.cost.predict.single_device import first_batch
+from shoal.cost.step_profiler import CostProbe
 from shoal.data import Data
 from shoal.parallel import World
 from shoal.parallel.model import parallelize
 from shoal.train import Task, TrainSpec
-from shoal.train.optimizers import make_optimizer
+from shoal.train.optim.optimizers import make_optimizer
 
 PLANS = {
     "ddp": ["parallel=ddp"],

@@ -17,23 +17,23 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from shoal.cost import CostTable
-from shoal.cost.alone import first_batch
-from shoal.cost.dry_run import DryRun
-from shoal.cost.message import way_s
-from shoal.cost.prediction import _messages, predict
-from shoal.cost.pretence import Handled
-from shoal.cost.probe import LONG_S, MOST_MORE, TIMED, WARM, CostProbe, Timed, bubble
-from shoal.cost.reading import metering
-from shoal.cost.table import most, off, shown
+from shoal.cost.cost_table import most, off, shown
+from shoal.cost.predict.dry_run import DryRun
+from shoal.cost.predict.fake_process_group import Handled
+from shoal.cost.predict.message_latency import way_s
+from shoal.cost.predict.predict import _messages, predict
+from shoal.cost.predict.single_device import first_batch
+from shoal.cost.step_profile import metering
+from shoal.cost.step_profiler import LONG_S, MOST_MORE, TIMED, WARM, CostProbe, Timed, bubble
 from shoal.data import Data
 from shoal.errors import DataError, PlanError
 from shoal.parallel import World
-from shoal.parallel.host_messages import HostMessages
+from shoal.parallel.comm.shm_p2p import HostMessages
 from shoal.parallel.model import ParallelModel, parallelize
-from shoal.parallel.pipeline_bubble import predict as play
+from shoal.parallel.pipeline.simulate import predict as play
 from shoal.train import Task, TrainSpec
-from shoal.train.average import Average
-from shoal.train.optimizers import make_optimizer
+from shoal.train.optim.ema import Average
+from shoal.train.optim.optimizers import make_optimizer
 
 WIDTH, BATCH = 32, 16
 
@@ -64,7 +64,7 @@ PARAMETERS = 3 * (WIDTH * WIDTH + WIDTH) + 4 * WIDTH + 4
 @pytest.fixture(autouse=True)
 def _whatever_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long a step takes here decides nothing in these tests."""
-    monkeypatch.setattr("shoal.cost.prediction.BUDGET_S", 1e6)
+    monkeypatch.setattr("shoal.cost.predict.predict.BUDGET_S", 1e6)
 
 
 def table(*words: str, **args: Any) -> CostTable:
@@ -115,7 +115,7 @@ def test_stages_that_wait_for_each_other_both_ways_are_played(schedule: str, mon
 
 def test_large_batches_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = table("batch_size=256", samples=256)
-    monkeypatch.setattr("shoal.cost.prediction._sizes", lambda *_: (64, 128))
+    monkeypatch.setattr("shoal.cost.predict.predict._sizes", lambda *_: (64, 128))
     scaled = table("batch_size=256", samples=256)
     assert scaled.notes
     for name in ("flops_step", "memory_peak", "memory_activations", "memory_optimizer"):
@@ -246,7 +246,7 @@ def test_a_message_takes_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_messages_that_take_long_lengthen_the_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cost.prediction.way_s", lambda: 60.0)
+    monkeypatch.setattr("shoal.cost.predict.predict.way_s", lambda: 60.0)
     found = table("parallel=pipeline", "workers=2")
     assert found["bubble"] > 0.9
     assert found["step_s"] == pytest.approx(4 * 60.0, rel=0.01)  # there and back, twice: two are under way at a time
@@ -285,7 +285,7 @@ def test_a_stage_is_as_slow_as_its_own_work(monkeypatch: pytest.MonkeyPatch) -> 
         return loss(self, outputs, batch)
 
     monkeypatch.setattr(Blocks, "loss", elsewhere)
-    monkeypatch.setattr("shoal.cost.prediction.way_s", lambda: 0.0)  # which others lengthen
+    monkeypatch.setattr("shoal.cost.predict.predict.way_s", lambda: 0.0)  # which others lengthen
     assert table("parallel=pipeline", "workers=2")["step_s"] < 0.1  # of four micro-batches, each of which slept as long
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.batches import map_tensors
-from shoal.data.device import can_be_pinned
-from shoal.data.handover import pack, receive, send, unpack
+from shoal.batch_tree import map_tensors
+from shoal.data.device_prefetch import can_be_pinned
+from shoal.data.workers.shm_transfer import pack, receive, send, unpack
 
 
 class Pair(NamedTuple):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset
 
 from shoal.data import Loader, LoaderSpec
-from shoal.data.order import permutation
+from shoal.data.sampling.sampler import permutation
 from shoal.errors import ConfigError, DataError, SpecMismatch
 
 

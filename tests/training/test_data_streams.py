@@ -17,8 +17,8 @@ from torchdata.nodes import Loader as NodesLoader
 from data_sources import Shards, Stream
 from shoal.data import Loader, LoaderSpec, fingerprint
 from shoal.data.example import example_batch
-from shoal.data.order import Request
-from shoal.data.reader import Ended, Made, Reader, random_state_kept
+from shoal.data.readers.map_reader import Ended, Made, Reader, random_state_kept
+from shoal.data.sampling.sampler import Request
 from shoal.errors import ConfigError, DataError, SpecMismatch
 
 

@@ -18,7 +18,7 @@ import torch
 
 from data_sources import Counting, Deadly, Held, Leaving, Numbers, Refusing, Stream
 from shoal.data import Loader, LoaderSpec
-from shoal.data.handover import receive
+from shoal.data.workers.shm_transfer import receive
 from shoal.errors import Closed, ConfigError, DataError
 from waiting import wait_for
 
@@ -125,7 +125,7 @@ SCRIPT = """
 import os, sys, time
 import torch
 from shoal.data import Loader, LoaderSpec
-from shoal.data.handover import receive
+from shoal.data.workers.shm_transfer import receive
 
 class Mine:
     def __len__(self): return 4
@@ -169,7 +169,9 @@ def test_an_interruption_between_two_batches_mixes_none_up(monkeypatch: pytest.M
     with Loader(Numbers(16), batch_size=2, shuffle=False, spec=LoaderSpec(workers=1, prefetch=3)) as loader:
         batches = iter(loader)
         assert next(batches)["inputs"].tolist() == [0, 1]
-        monkeypatch.setattr(f"shoal.data.pool.{'send' if where == 'after a request' else 'receive'}", interrupted)
+        monkeypatch.setattr(
+            f"shoal.data.workers.pool.{'send' if where == 'after a request' else 'receive'}", interrupted
+        )
         with pytest.raises(KeyboardInterrupt):  # as in a notebook, which goes on with the same loader
             next(batches)
         assert [batch["inputs"].tolist() for batch in loader] == [[n, n + 1] for n in range(2, 16, 2)]

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from shoal.data import Loader
 from shoal.parallel import ParallelSpec, World
-from shoal.parallel.whole import Whole
-from shoal.train.evaluation import evaluate
+from shoal.parallel.spmd.base import Whole
+from shoal.train.loop.evaluation import evaluate
 from train_task import CLASSES, FEATURES, Points, Toy
 
 META = World(0, 1, torch.device("meta"))

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cli import cli
-from shoal.cli.find import parse_bytes
+from shoal.cli.commands.find import parse_bytes
 from shoal.errors import ConfigError, OutOfMemory
-from shoal.train.finders import find_batch, find_rate, footprint, judge_rates, search
 from shoal.train.spec import TrainSpec
+from shoal.train.tune.finders import find_batch, find_rate, footprint, judge_rates, search
 
 TASK = '''
 import torch

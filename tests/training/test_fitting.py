@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.errors import OutOfMemory
 from shoal.parallel import World
-from shoal.train.trainer import Trainer
+from shoal.train.loop.trainer import Trainer
 from train_task import CLASSES, FEATURES, Toy
 from training.test_trainer import spec_of
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from programs import run_ranks
 from shoal.parallel import World
-from shoal.parallel.flat_gradients import FlatGradients
-from shoal.parallel.host_sum import HostSum
-from shoal.parallel.replicated import _take_those_of_first
+from shoal.parallel.comm.shm_all_reduce import HostSum
+from shoal.parallel.spmd.ddp import _take_those_of_first
+from shoal.parallel.spmd.gradient_buffer import FlatGradients
 
 NUM_STEPS = 2
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from programs import RanksFailed, run_ranks
-from shoal.parallel import World, host
-from shoal.parallel.host_messages import HostMessages
+from shoal.parallel import World
+from shoal.parallel.comm import shm_rendezvous
+from shoal.parallel.comm.shm_p2p import HostMessages
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
@@ -126,7 +127,7 @@ def test_a_message_of_another_size_is_no_message() -> None:
 
 
 def waits_too_long(world: World) -> None:
-    host.TIMEOUT_S = 1.0
+    shm_rendezvous.TIMEOUT_S = 1.0
     mine = formed()
     if world.rank == 0:
         with pytest.raises(RuntimeError, match="Timed out"):

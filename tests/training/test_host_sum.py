@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from programs import RanksFailed, run_ranks
-from shoal.parallel import World, host, host_sum
-from shoal.parallel.host_sum import HostSum
+from shoal.parallel import World
+from shoal.parallel.comm import shm_all_reduce, shm_rendezvous
+from shoal.parallel.comm.shm_all_reduce import HostSum
 
 
 def values_of(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -32,7 +33,7 @@ def formed() -> HostSum:
 
 def sums(world: World, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
     """The program of a rank: a sum for each size, twice, so that the turns come round."""
-    host_sum.CHUNK_BYTES = 4096
+    shm_all_reduce.CHUNK_BYTES = 4096
     mine = formed()
     found = [mine.sum(values_of(world.rank, size, dtype).view(-1, 1), 0.5) for size in sizes * 2]
     mine.close()
@@ -104,7 +105,7 @@ def test_ranks_that_sum_different_things_are_told() -> None:
 
 
 def waits_too_long(world: World) -> None:
-    host.TIMEOUT_S = 1.0
+    shm_rendezvous.TIMEOUT_S = 1.0
     mine = formed()
     if world.rank == 0:
         with pytest.raises(RuntimeError, match="Timed out"):
@@ -119,13 +120,13 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
 def on_two_hosts(world: World, what: str) -> list[bool]:
     """Ranks that cannot share memory, for a reason that all of them know, or that only one meets."""
     if what == "host" and world.rank == 1:
-        host._host = lambda: "elsewhere"
+        shm_rendezvous._host = lambda: "elsewhere"
     if what == "refused" and world.rank == 1:
 
         def refused(*args: Any) -> Any:
             raise PermissionError
 
-        host_sum._shared = refused
+        shm_all_reduce._shared = refused
     group = dist.group.WORLD
     assert group is not None
     return [HostSum.form(group) is None, world.gather(world.rank) == [0, 1]]
@@ -138,7 +139,7 @@ def test_ranks_that_cannot_share_memory_all_know_it(what: str) -> None:
 
 def stranger(world: World) -> list[float]:
     """Somebody else connects to the first rank before the others do."""
-    gathered_by_all = host._gathered
+    gathered_by_all = shm_rendezvous._gathered
 
     def gathered_and_told(value: Any, group: Any) -> list[Any]:
         found = gathered_by_all(value, group)
@@ -148,7 +149,7 @@ def stranger(world: World) -> list[float]:
             line.sendall(bytes(16) + (1).to_bytes(4, "little"))
         return found
 
-    host._gathered = gathered_and_told
+    shm_rendezvous._gathered = gathered_and_told
     with socket.socket(socket.AF_UNIX) as line:
         total: list[float] = formed().sum(torch.tensor([float(world.rank)])).tolist()
     return total

@@ -10,9 +10,9 @@ import shoal.runs
 from shoal.errors import RecordUnwritable, RunError
 from shoal.parallel import World
 from shoal.runs import RunRecorder
-from shoal.runs import recorder as recording
-from shoal.train.journal import Recorded
-from shoal.train.trainer import Trainer
+from shoal.runs.record import recorder as recording
+from shoal.train.loop.trainer import Trainer
+from shoal.train.reporting.event_log import Recorded
 from train_task import Toy
 from training.test_trainer import spec_of
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shoal.errors import ConfigError
-from shoal.train.optimizers import can_fuse, make_optimizer, set_rate
+from shoal.train.optim.optimizers import can_fuse, make_optimizer, set_rate
 from shoal.train.spec import OptimizerSpec
 from shoal.train.task import Task
 

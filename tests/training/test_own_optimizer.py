@@ -14,8 +14,8 @@ from torch.optim import ASGD, SGD, Adam, NAdam, Optimizer, Rprop
 from torch.optim.lr_scheduler import ExponentialLR
 
 from shoal.parallel import World
+from shoal.train.loop.trainer import Trainer
 from shoal.train.spec import TrainSpec
-from shoal.train.trainer import Trainer
 from train_task import Toy
 from training.test_trainer import Notes, spec_of
 

@@ -12,7 +12,7 @@ from learnable import Learnable, mlp
 from programs import run_ranks
 from shoal.errors import PlanError
 from shoal.parallel import ParallelSpec, World, check_plan, parallelize
-from shoal.parallel.batches import micro_batches
+from shoal.parallel.micro_batches import micro_batches
 
 
 class NormAndActivation(nn.BatchNorm1d):

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import PlanError, SpecMismatch
-from shoal.parallel import ParallelSpec, World, gradients, state
-from shoal.parallel.blocks import find_blocks
-from shoal.parallel.dropout import Draws, Part, SeededDropout, mixed, seed_dropout
-from shoal.parallel.precision import LossScale
-from shoal.parallel.whole import Single, compile_forward
+from shoal.parallel import ParallelSpec, World
+from shoal.parallel.layers.dropout import Draws, Part, SeededDropout, mixed, seed_dropout
+from shoal.parallel.layers.precision import LossScale
+from shoal.parallel.spmd.base import Single, compile_forward
+from shoal.parallel.spmd.fsdp_blocks import find_blocks
+from shoal.parallel.state import gradients
+from shoal.parallel.state import state_dict as state
 
 CPU = torch.device("cpu")
 

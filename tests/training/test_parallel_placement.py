@@ -6,7 +6,7 @@ from torch import nn
 
 from shoal.parallel import Degrees
 from shoal.parallel.placement import placement, ranges
-from shoal.parallel.tensor_plan import TensorPlan
+from shoal.parallel.tensor.plan import TensorPlan
 
 
 def _model() -> nn.Module:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import PlanError
-from shoal.parallel.pipeline_bubble import Message, predict
-from shoal.parallel.pipeline_schedules import CLASSES, SINGLE, order, stage_ranks
+from shoal.parallel.pipeline.schedules import CLASSES, SINGLE, order, stage_ranks
+from shoal.parallel.pipeline.simulate import Message, predict
 
 
 @pytest.mark.parametrize("schedule", SINGLE)

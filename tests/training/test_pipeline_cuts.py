@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import PlanError
-from shoal.parallel.cuts import balance, choose, survey
-from shoal.parallel.pipeline_layout import Layout, lay_out
-from shoal.parallel.pipeline_views import GatedModel, hollow, views_of, without
-from shoal.parallel.precision import autocast
-from shoal.parallel.world import World
+from shoal.parallel.comm.world import World
+from shoal.parallel.layers.precision import autocast
+from shoal.parallel.pipeline.partition import Layout, lay_out
+from shoal.parallel.pipeline.split_points import balance, choose, survey
+from shoal.parallel.pipeline.stage_forward import GatedModel, hollow, views_of, without
 
 CPU = torch.device("cpu")
 

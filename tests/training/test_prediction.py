@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
-from shoal.train.prediction import predicted_cost, predicted_table
+from shoal.train.launch.predicted_cost import predicted_cost, predicted_table
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
 from train_task import FEATURES, Toy

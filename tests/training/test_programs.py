@@ -12,7 +12,7 @@ import torch.distributed as dist
 from programs import RanksFailed, run_ranks
 
 if TYPE_CHECKING:
-    from shoal.parallel.world import World
+    from shoal.parallel.comm.world import World
 
 
 def _sum_of_ranks(world: World, factor: int) -> tuple[int, torch.Tensor]:

@@ -94,8 +94,8 @@ def test_two_workers_make_the_network_of_one(plan: str, recipe: str) -> None:
 def test_a_recipe_trains_from_its_file_and_is_registered(recipe: str) -> None:
     import shoal.runs
     from shoal.registry import Registry
-    from shoal.train.alone import train_here
-    from shoal.train.recipe import recipe_of
+    from shoal.train.launch.local import train_here
+    from shoal.train.launch.overrides import recipe_of
 
     path = str(JOBS / f"{recipe}.py")
     spec = recipe_of(path).model_copy(update={"args": SMALL[recipe]})

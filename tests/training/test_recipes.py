@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from shoal.data import Data, fingerprint
-from shoal.train.recipe import recipe_of
+from shoal.train.launch.overrides import recipe_of
 from shoal.train.task import Task, load_file, make_task
 
 ROOT = Path(__file__).parents[2]

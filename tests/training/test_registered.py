@@ -16,14 +16,14 @@ from shoal.errors import ConfigError
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs import Run, Status
 from shoal.serve.model.predictor import Predictor
-from shoal.serve.options import ModelOptions
-from shoal.serve.sources import RegisteredModel
-from shoal.train.alone import train_here
-from shoal.train.outcome import Outcome
-from shoal.train.registered import build, factory_of, model_name
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.model_source import RegisteredModel
+from shoal.train.export.model_entry import build, factory_of, model_name
+from shoal.train.launch.local import train_here
+from shoal.train.loop.trainer import Trainer
+from shoal.train.reporting.result import Outcome
 from shoal.train.spec import TrainSpec
 from shoal.train.task import find_task
-from shoal.train.trainer import Trainer
 from shoal.weights import WeightSnapshot
 from train_task import Toy
 

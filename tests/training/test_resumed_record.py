@@ -14,8 +14,8 @@ import shoal.runs
 from shoal.errors import ConfigError, ShoalError
 from shoal.runs import Status
 from shoal.train.__main__ import main
-from shoal.train.alone import train_here
-from shoal.train.recipe import spec_from_words
+from shoal.train.launch.local import train_here
+from shoal.train.launch.overrides import spec_from_words
 
 TASK = Path(__file__).parents[1] / "train_task.py"
 WORDS = [f"task={TASK}:Toy", "batch_size=32", "threads=1", "log_every_steps=1", "stop.steps=4"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from shoal.errors import ConfigError
-from shoal.train.schedules import learning_rate_at, momentum_at, steps_of_epochs, total_steps_of
+from shoal.train.optim.lr_schedule import learning_rate_at, momentum_at, steps_of_epochs, total_steps_of
 from shoal.train.spec import ScheduleSpec, TrainSpec
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.values import decode, encode
+from shoal.checkpoint.json_state import decode, encode
 from shoal.errors import ConfigError
-from shoal.train.selective_backprop import SelectiveBackprop, _sample_losses
+from shoal.train.optim.selective_backprop import SelectiveBackprop, _sample_losses
 from shoal.train.spec import SelectiveSpec, TrainSpec
 from shoal.train.task import Task
 

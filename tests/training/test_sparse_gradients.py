@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from learnable import Learnable
-from shoal.cost.reading import metering
-from shoal.parallel import ParallelSpec, World, gradients
-from shoal.parallel.pipeline_exchange import sum_gradients
-from shoal.parallel.whole import Single
+from shoal.cost.step_profile import metering
+from shoal.parallel import ParallelSpec, World
+from shoal.parallel.pipeline.groups import sum_gradients
+from shoal.parallel.spmd.base import Single
+from shoal.parallel.state import gradients
 
 CPU = torch.device("cpu")
 

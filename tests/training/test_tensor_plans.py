@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from learnable import Learnable, mlp
-from shoal.batches import tensors_of
+from shoal.batch_tree import tensors_of
 from shoal.errors import PlanError
-from shoal.parallel.tensor_plan import TensorPlan, tensor_plan
+from shoal.parallel.tensor.plan import TensorPlan, tensor_plan
 
 
 class Mixing(nn.Module):

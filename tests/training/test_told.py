@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.runs.trouble import trouble
-from shoal.train import told
-from shoal.train.journal import Silent
-from shoal.train.told import Told
+from shoal.runs.report.event_messages import trouble
+from shoal.train.reporting import console
+from shoal.train.reporting.console import Told
+from shoal.train.reporting.event_log import Silent
 
 
 def test_progress_now_and_then_and_every_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr(told.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(console.time, "monotonic", lambda: now_s)
     said: list[str] = []
     journal = Told(Silent(), said.append)
     for step in range(1, 6):

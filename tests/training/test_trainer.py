@@ -14,16 +14,16 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from shoal.atomic_file import move_synced
 from shoal.checkpoint import Checkpointer
-from shoal.checkpoint.staging import Staging
+from shoal.checkpoint.staging_buffer import Staging
 from shoal.data import Data
-from shoal.durable import move_synced
 from shoal.errors import ConfigError, NotFinite, SpecMismatch
 from shoal.parallel import World
-from shoal.train.keeping import first_not_finite
-from shoal.train.outcome import Outcome
+from shoal.train.loop.checkpointing import first_not_finite
+from shoal.train.loop.trainer import Trainer
+from shoal.train.reporting.result import Outcome
 from shoal.train.spec import TrainSpec
-from shoal.train.trainer import Trainer
 from train_task import Points, Toy, seen
 
 STEPS_PER_EPOCH = 8
@@ -300,7 +300,7 @@ def test_the_best_network_is_known_as_that_though_it_was_killed_while_it_was_sav
         checkpoint={"asynchronous": False},
     )
     with monkeypatch.context() as patched:
-        patched.setattr("shoal.durable.move_synced", killed_at_the_second)
+        patched.setattr("shoal.atomic_file.move_synced", killed_at_the_second)
         with pytest.raises(Killed):
             train(tmp_path, spec)
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
@@ -399,7 +399,7 @@ def test_selective_backprop_learns_too(tmp_path: Path) -> None:
 
 
 def test_reports_are_made_however_often_it_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.train.trainer.INTERVAL_S", 0.0)
+    monkeypatch.setattr("shoal.train.loop.trainer.INTERVAL_S", 0.0)
     notes = Notes()
     train(tmp_path, spec_of(log_every_steps=None, evaluate={"every_steps": 2}, stop={"steps": 40}), notes)
     # The ranks come together at each evaluation, so that no step between two of them is one at which they have to.

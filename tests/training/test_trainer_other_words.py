@@ -13,8 +13,8 @@ from torch import nn
 
 from shoal.checkpoint import Checkpointer
 from shoal.parallel import World
+from shoal.train.loop.trainer import Trainer
 from shoal.train.spec import TrainSpec
-from shoal.train.trainer import Trainer
 from train_task import Toy
 from training.test_trainer import Notes, spec_of, train
 

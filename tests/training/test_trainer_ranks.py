@@ -64,7 +64,7 @@ def train(
     world: World, folder: Path, spec: TrainSpec, args: dict[str, Any], stop_at: int | None = None, stopper: int = 0
 ) -> tuple[dict[int, float], Any]:
     """The program of a rank: (losses by step, on rank 0; the outcome)."""
-    from shoal.train.trainer import Trainer
+    from shoal.train.loop.trainer import Trainer
 
     losses, calls = Losses(), iter(range(1, 1000))
 
@@ -116,7 +116,7 @@ class Sometimes(Toy):
 
 def evaluated_unalike(world: World, folder: Path, spec: TrainSpec) -> str:
     """The program of a rank that must fail: what it raised."""
-    from shoal.train.trainer import Trainer
+    from shoal.train.loop.trainer import Trainer
 
     with pytest.raises(ConfigError) as raised:
         Trainer(spec, Sometimes(), world, folder).run()
@@ -150,7 +150,7 @@ class Waits(Losses):
 
 def waits(world: World, folder: Path, spec: TrainSpec) -> list[float]:
     """The program of a rank: what is reported of waiting."""
-    from shoal.train.trainer import Trainer
+    from shoal.train.loop.trainer import Trainer
 
     journal = Waits()
     Trainer(spec, Unevenly(count=64), world, folder, journal=journal).run()
@@ -208,8 +208,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_with_its_samples(tmp_pat
 
 def spoil(world: World, folder: Path, spec: TrainSpec) -> NotFinite:
     """The program of a rank: the last one's share of the weights is spoilt after the fifth step; what was raised."""
-    from shoal.parallel import gradients
-    from shoal.train.trainer import Trainer
+    from shoal.parallel.state import gradients
+    from shoal.train.loop.trainer import Trainer
 
     calls = iter(range(1, 1000))
 
@@ -249,8 +249,8 @@ def test_a_killed_rank_is_a_rank_lost_for_the_others_and_the_run_goes_on_exactly
 
 def die_on_the_way(world: World, folder: Path, plan: str, place: str) -> Any:
     """The program of a rank: the last one dies as soon as it comes to `place`."""
-    from shoal.train import trainer
-    from shoal.train.agreement import Agreement
+    from shoal.train.loop import trainer
+    from shoal.train.loop.rank_signals import Agreement
 
     places = {
         "assembly": (trainer, "assemble"),
@@ -302,7 +302,7 @@ class Normalised(Toy):
 
 def normalise(world: World, folder: Path) -> list[str]:
     """The program of a rank: what is said of a normaliser, under each plan."""
-    from shoal.train.trainer import Trainer
+    from shoal.train.loop.trainer import Trainer
 
     found = []
     for plan in ("ddp", "fsdp"):
@@ -343,7 +343,7 @@ class Cached(Toy):
 
 def cache(world: World, folder: Path, plan: str) -> dict[int, float]:
     """The program of a rank: the losses of a model that makes buffers as it is called."""
-    from shoal.train.trainer import Trainer
+    from shoal.train.loop.trainer import Trainer
 
     losses = Losses()
     Trainer(spec_of(plan, stop={"steps": 3}), Cached(), world, folder, journal=losses).run()

@@ -14,10 +14,10 @@ import pytest
 from shoal.data import Data
 from shoal.errors import ConfigError
 from shoal.parallel import World
-from shoal.train.checks import check
-from shoal.train.outcome import Outcome
+from shoal.train.launch.validate import check
+from shoal.train.loop.trainer import Trainer
+from shoal.train.reporting.result import Outcome
 from shoal.train.spec import TrainSpec
-from shoal.train.trainer import Trainer
 from train_task import Points, Toy
 from training.test_trainer import Notes, spec_of
 

@@ -13,9 +13,9 @@ import pytest
 import shoal.runs
 from shoal.registry import Registry
 from shoal.train.__main__ import main
-from shoal.train.alone import train_here
-from shoal.train.checks import check
-from shoal.train.recipe import spec_from_words
+from shoal.train.launch.local import train_here
+from shoal.train.launch.overrides import spec_from_words
+from shoal.train.launch.validate import check
 from shoal.train.spec import TrainSpec
 
 DOCS = Path(__file__).parents[2] / "docs"

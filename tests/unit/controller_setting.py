@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from shoal.errors import InferenceError, RegistryError
-from shoal.serve.controller.administration import Administration
+from shoal.serve.controller.admin_api import Administration
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment, StateFile
-from shoal.serve.options import ModelOptions
-from shoal.serve.plan import EndpointPlan, ModelPlan
-from shoal.serve.report import Failure, ModelReport, ReplicaReport
+from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
+from shoal.serve.messages.replica_report import Failure, ModelReport, ReplicaReport
+from shoal.serve.spec.model_options import ModelOptions
 
 LEASE_S = 5.0
 STAGE_TIMEOUT_S = 60.0

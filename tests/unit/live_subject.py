@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import WeightsError
-from shoal.serve.options import GuardOptions
-from shoal.serve.plan import Shares
-from shoal.serve.replica.forwards import ForwardTimes
-from shoal.serve.replica.live_trial import Answering, Trial
-from shoal.serve.replica.live_versions import LiveVersions
+from shoal.serve.messages.desired_state import Shares
+from shoal.serve.replica.forward_times import ForwardTimes
+from shoal.serve.replica.live.trial import Answering, Trial
+from shoal.serve.replica.live.versions import LiveVersions
+from shoal.serve.spec.model_options import GuardOptions
 from shoal.weights import WeightSnapshot
 
 FINE, BROKEN, UNFIT = "fine", "broken", "unfit"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from shoal.serve.batching.schedule import Batch, QueueFull, QueuePolicy, Schedule
-from shoal.serve.batching.waiting import Waiting
+from shoal.serve.batching.fair_queue import Waiting
+from shoal.serve.batching.scheduler import Batch, QueueFull, QueuePolicy, Schedule
 
 MAX_BATCH = 4
 MAX_QUEUE = 12

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from shoal.errors import ConfigError, InferenceError
-from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.options import ApiKey
+from shoal.serve.messages.auth_failures import Refused
 from shoal.serve.protocol.access import ADMINISTRATOR, ANYONE, Access, hashed
-from shoal.serve.refusals import Refused
+from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.model_options import ApiKey
 
 TOKEN, KEY, OTHER = "the-token", "key-of-ada", "key-of-bob"
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from shoal.errors import InferenceError
-from shoal.serve.call import origin
 from shoal.serve.controller.audit import MAX_CHARS, AuditLog
 from shoal.serve.controller.state import Event
-from shoal.serve.refusals import LINE_EVERY_S, Refused
-from shoal.serve.report import ReplicaReport
+from shoal.serve.messages.auth_failures import LINE_EVERY_S, Refused
+from shoal.serve.messages.inference import origin
+from shoal.serve.messages.replica_report import ReplicaReport
 
 CHANGE = {"action": "canary", "model": "lenet", "version": 3, "percent": 5}
 

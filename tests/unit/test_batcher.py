@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gated_forward import GatedForward, Request, answer, opened, run, until
 from shoal.errors import Closed, ConfigError, InferenceError
-from shoal.serve.batcher import Batcher, QueueFull, TooLate
+from shoal.serve.batching.batcher import Batcher, QueueFull, TooLate
 
 
 def test_one_request_is_answered_off_the_event_loop() -> None:

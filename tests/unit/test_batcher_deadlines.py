@@ -10,8 +10,8 @@ import pytest
 
 from gated_forward import GatedForward, Request, answer, opened, run, until
 from shoal.errors import InferenceError
-from shoal.serve.batcher import Batcher, BatchReport, TooLate
-from shoal.serve.batching.expiry import SWEPT_FROM, TICK_S, Expiry
+from shoal.serve.batching.batcher import Batcher, BatchReport, TooLate
+from shoal.serve.batching.deadline_timer import SWEPT_FROM, TICK_S, Expiry
 
 SOON_S = 0.02
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from shoal.serve.call import size_bytes
+from shoal.serve.messages.inference import size_bytes
 
 
 def test_the_size_of_inputs_is_what_they_keep_in_memory() -> None:

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.cli import cli, main
-from shoal.cli.job_words import job_environment
-from shoal.cluster.embedded import _cluster_environment
+from shoal.cli.support.job_output import job_environment
+from shoal.cluster.embedded_cluster import _cluster_environment
 from shoal.errors import ConnectionLost
 
 

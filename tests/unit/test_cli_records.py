@@ -16,13 +16,13 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from shoal import runs
-from shoal.cli.literal import literal_console
-from shoal.cli.models import models
-from shoal.cli.run import Typed
-from shoal.cli.run import _Session as Session
-from shoal.cli.runs import report
-from shoal.cli.runs import runs as runs_command
-from shoal.cluster.handle import ClusterHandle
+from shoal.cli.commands.models import models
+from shoal.cli.commands.run import Typed
+from shoal.cli.commands.run import _Session as Session
+from shoal.cli.commands.runs import report
+from shoal.cli.commands.runs import runs as runs_command
+from shoal.cli.support.console import literal_console
+from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import Job
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RegistryError, RunError, ShoalError
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
@@ -273,7 +273,7 @@ def test_what_a_run_that_never_had_a_gateway_counts_at_its_end_is_not_learning()
 
 
 def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cli.watch.REFRESH_S", 0.0)
+    monkeypatch.setattr("shoal.cli.display.run_view.REFRESH_S", 0.0)
     with runs.create("x", "target_return: 475", "one") as run:
         pass
     session = a_session("resume=one")
@@ -302,7 +302,7 @@ def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(
     with runs.create("x", "target_return: 475", "one") as run:
         run.finish("stopped")
     session = a_session("resume=one")
-    monkeypatch.setattr("shoal.cli.run.ray_jobs.submit", lambda *arguments, **more: None)
+    monkeypatch.setattr("shoal.cli.commands.run.ray_jobs.submit", lambda *arguments, **more: None)
     monkeypatch.setattr("shoal.cluster.jobs.Job.status", gone)
     monkeypatch.setattr("shoal.cluster.jobs.Job.end", lambda job: None)
     with (
@@ -338,8 +338,8 @@ def test_the_job_is_told_what_the_user_typed(
         told.append(env["SHOAL_COMMAND"])
         raise RunError("enough")
 
-    monkeypatch.setattr("shoal.cli.run.check_words", lambda path, words: None)
-    monkeypatch.setattr("shoal.cli.run.ray_jobs.submit", submit)
+    monkeypatch.setattr("shoal.cli.commands.run.check_words", lambda path, words: None)
+    monkeypatch.setattr("shoal.cli.commands.run.ray_jobs.submit", submit)
     monkeypatch.setattr(Job, "end", lambda job: None)
     cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
     monkeypatch.chdir(home)
@@ -361,8 +361,8 @@ def test_an_interruption_while_a_job_is_submitted_ends_the_job(home: Path, monke
         asked.append((method, path))
         raise RunError("Ray knows no such job")  # the request was interrupted before it was there
 
-    monkeypatch.setattr("shoal.cli.run.check_words", lambda path, words: None)
-    monkeypatch.setattr("shoal.cli.run.ray_jobs.submit", submit)
+    monkeypatch.setattr("shoal.cli.commands.run.check_words", lambda path, words: None)
+    monkeypatch.setattr("shoal.cli.commands.run.ray_jobs.submit", submit)
     monkeypatch.setattr("shoal.cluster.jobs.ask", ask)
     cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
     with pytest.raises(KeyboardInterrupt), ExitStack() as stack:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shoal.client.tensors import ArrayLike, as_arrays
+from shoal.client.payload import ArrayLike, as_arrays
 from shoal.errors import ConfigError
 from shoal.open_inference.datatypes import bf16_values
 from shoal.open_inference.messages import ModelMetadata, TensorMetadata

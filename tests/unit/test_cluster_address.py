@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cluster.attach import find_cluster
-from shoal.cluster.dashboard import resources
+from shoal.cluster.dashboard_api import resources
 from shoal.cluster.jobs import list_jobs
 from shoal.errors import ClusterError, ConfigError
 

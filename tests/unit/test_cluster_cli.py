@@ -24,17 +24,17 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from shoal import runs
-from shoal.cli import batch_predict
-from shoal.cli import cluster as verbs
-from shoal.cli.job_words import end_as_by_ctrl_c, ignore_further_interrupts
-from shoal.client.find import find_endpoint
-from shoal.cluster import attach, dashboard, embedded
-from shoal.cluster.dashboard import Resources
-from shoal.cluster.handle import ClusterHandle
+from shoal.cli.commands import batch_predict
+from shoal.cli.commands import cluster as verbs
+from shoal.cli.support.job_output import end_as_by_ctrl_c, ignore_further_interrupts
+from shoal.client.discovery import find_endpoint
+from shoal.cluster import attach, dashboard_api, embedded_cluster
+from shoal.cluster.cluster_handle import ClusterHandle
+from shoal.cluster.dashboard_api import Resources
 from shoal.cluster.jobs import PATIENCE_S, Job, JobInfo, JobStatus
 from shoal.cluster.processes import MARKER
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError, ShoalError
-from shoal.runs.database import connect
+from shoal.runs.record.database import connect
 
 
 @pytest.fixture(autouse=True)
@@ -222,11 +222,11 @@ def test_a_cluster_of_which_no_word_can_be_left_is_ended(home: Path, monkeypatch
         return head
 
     report = {"address": "127.0.0.1:1", "dashboard_url": "http://127.0.0.1:2"}
-    monkeypatch.setattr(embedded, "_launch", launch)
-    monkeypatch.setattr(embedded, "_wait_until_ready", lambda *_: report)
+    monkeypatch.setattr(embedded_cluster, "_launch", launch)
+    monkeypatch.setattr(embedded_cluster, "_wait_until_ready", lambda *_: report)
     (home / "cluster.json").mkdir()  # a file cannot take its place
     with pytest.raises(ClusterError, match=r"cluster.json cannot be written .*: make room, or set \$SHOAL_HOME"):
-        embedded.start(detached=True, save_as=home / "cluster.json")
+        embedded_cluster.start(detached=True, save_as=home / "cluster.json")
     assert not heads[0].is_running()
     assert sorted(path.name for path in home.iterdir()) == ["cluster.json", "ray-token"]
 
@@ -263,10 +263,10 @@ def test_asking_a_dashboard_again_and_again_reads_the_trusted_certificates_once_
     read: list[object] = []
     original = ssl.create_default_context
     monkeypatch.setattr(ssl, "create_default_context", lambda *a, **k: read.append(a) or original(*a, **k))
-    dashboard._certificates.cache_clear()
+    dashboard_api._certificates.cache_clear()
     handle = ClusterHandle("127.0.0.1:6379", f"{scheme}://127.0.0.1:8265", "token", {})
     for _ in range(3):
-        dashboard.connect(handle).close()
+        dashboard_api.connect(handle).close()
     assert len(read) == num_read
 
 
@@ -377,8 +377,8 @@ def test_a_prediction_outlives_a_dashboard_that_is_silent_for_a_while(
 
     lines: list[str] = []
     printed = io.StringIO()
-    monkeypatch.setattr("shoal.cli.batch_predict.said", lambda job: lines)
-    monkeypatch.setattr("shoal.cli.batch_predict.time", SimpleNamespace(sleep=lambda _: clock.told()))
+    monkeypatch.setattr("shoal.cli.commands.batch_predict.said", lambda job: lines)
+    monkeypatch.setattr("shoal.cli.commands.batch_predict.time", SimpleNamespace(sleep=lambda _: clock.told()))
 
     def told() -> None:
         clock.now += 1.0

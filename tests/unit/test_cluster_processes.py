@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.cluster import embedded, worker_launch
+from shoal.cluster import embedded_cluster
+from shoal.cluster.forking import fork_client
 from shoal.cluster.processes import MARKER, end_processes, is_alive, members
 from shoal.errors import ConfigError
 from waiting import wait_for
@@ -49,11 +50,11 @@ def test_a_process_is_over_when_its_last_thread_is(tmp_path: Path) -> None:
 def test_a_path_that_ray_would_lose_is_refused_before_anything_starts(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded, "_launch", None)
-    for place, name in ((sys, "executable"), (worker_launch, "__file__")):
+    monkeypatch.setattr(embedded_cluster, "_launch", None)
+    for place, name in ((sys, "executable"), (fork_client, "__file__")):
         with monkeypatch.context() as moved:
             moved.setattr(place, name, f"{folder}/python")
             with pytest.raises(ConfigError, match=r"^path = .* with which Ray starts no worker. move it"):
-                embedded.start()
+                embedded_cluster.start()
     monkeypatch.setattr(sys, "executable", "/a folder/ü$b/python")
-    embedded._require_plain_paths()
+    embedded_cluster._require_plain_paths()

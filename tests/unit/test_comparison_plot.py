@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shoal import runs
-from shoal.cost.comparison import Column, column_of
-from shoal.cost.comparison_plot import picture
+from shoal.cost.compare.comparison import Column, column_of
+from shoal.cost.compare.comparison_plot import picture
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,9 @@
 import json
 
 from shoal.errors import InferenceError
-from shoal.serve.complaints import own_words
-from shoal.serve.protocol.grpc_methods import Call
-from shoal.serve.protocol.http_messages import refusal
+from shoal.serve.grpc.methods import Call
+from shoal.serve.http.messages import refusal
+from shoal.serve.on_ray.errors import own_words
 
 BURIED = """The deployment failed to start 2 times in a row. See controller logs for details. Error:
 ray::ServeReplica:s:replica.initialize_and_get_metadata() (pid=23567, ip=127.0.0.1)

@@ -15,8 +15,8 @@ from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Goal, Phase
 from shoal.serve.controller.state import Deployment, StateFile
 from shoal.serve.controller.status import StatusBook
-from shoal.serve.options import GuardOptions, ModelOptions
-from shoal.serve.replica.metrics import ModelStatistics
+from shoal.serve.replica.model_statistics import ModelStatistics
+from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 from unit.controller_setting import LEASE_S, OPTIONS, Cluster, FakeReplica
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigError, InferenceError
-from shoal.serve.controller.changes import parse_change
+from shoal.serve.controller.change_request import parse_change
 from shoal.serve.controller.rollout import Phase
 from shoal.serve.controller.state import Deployment
 from unit.controller_setting import OPTIONS, Cluster

@@ -13,16 +13,16 @@ import pytest
 from shoal.errors import ConfigError, InferenceError, RegistryError
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.serve.controller.config import controller_setting
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Phase
 from shoal.serve.controller.service import ControllerService
-from shoal.serve.controller.setting import controller_setting
-from shoal.serve.deployment_options import deployment_options
-from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.options import ModelOptions
-from shoal.serve.refusals import Refused
-from shoal.serve.report import ModelReport, ReplicaReport
-from shoal.serve.sources import LiveModel, ServedModel, registered
+from shoal.serve.messages.auth_failures import Refused
+from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
+from shoal.serve.on_ray.options import deployment_options
+from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.model_source import LiveModel, ServedModel, registered
 from shoal.weights import WeightSnapshot, WeightStore
 
 FACTORY = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1})

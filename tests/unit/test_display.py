@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress_bar import ProgressBar
 
 from shoal import runs
-from shoal.cli import display, watch
-from shoal.cli.display import RunView, plain_line, render, sparkline, view_of
+from shoal.cli.display import rl_display, run_view
+from shoal.cli.display.rl_display import RunView, plain_line, render, sparkline, view_of
 
 METRICS = {
     "return/mean_100": 123.4,
@@ -57,7 +57,7 @@ def bars(view: RunView, monkeypatch: pytest.MonkeyPatch) -> float:
         made.append(completed / total)
         return ProgressBar(total=total, completed=completed, width=width)
 
-    monkeypatch.setattr(display, "ProgressBar", spy)
+    monkeypatch.setattr(rl_display, "ProgressBar", spy)
     drawn(view)
     [full] = made
     return full
@@ -96,7 +96,7 @@ def test_lines_are_wrapped_on_a_console_that_wraps_no_other(width: int) -> None:
     reasons = {f"drops/{word}_{number}": 1.0 for word in ("stale", "corrupt", "invalid") for number in range(8)}
     view = dataclasses.replace(VIEW, metrics=METRICS | reasons, notes=("note " * 30,))
     console = Console(record=True, width=width, file=io.StringIO(), color_system=None, soft_wrap=True)
-    console.print(watch.picture(view, width))
+    console.print(run_view.picture(view, width))
     text = console.export_text()
     assert max(len(line) for line in text.splitlines()) == width - 2
     told = " ".join(text.replace("│", "").split())
@@ -232,13 +232,13 @@ def test_the_history_has_every_new_finite_mean_and_its_lowest() -> None:
 
 
 def test_a_long_history_forgets_but_its_lowest_stays() -> None:
-    before = RunView("one", "learning", 1.0, -100.0, {}, tuple(map(float, range(-500, -500 + display.MAX_HISTORY))))
+    before = RunView("one", "learning", 1.0, -100.0, {}, tuple(map(float, range(-500, -500 + rl_display.MAX_HISTORY))))
     before = dataclasses.replace(before, lowest=-500.0)
     with runs.create("job", "", "one") as run:
         run.log(1, {"return/mean_100": -7.0})
         run.flush()
         view = view_of(runs.load("one"), "learning", -100.0, before, [])
-    assert len(view.history) == display.MAX_HISTORY
+    assert len(view.history) == rl_display.MAX_HISTORY
     assert (view.history[0], view.history[-1], view.lowest) == (-499.0, -7.0, -500.0)
 
 

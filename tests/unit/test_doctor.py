@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from shoal import cores
-from shoal.cli import doctor
-from shoal.cli.doctor import GIB, Finding, Level
-from shoal.cluster.handle import ClusterHandle
+from shoal import cpu_count
+from shoal.cli.commands import doctor
+from shoal.cli.commands.doctor import GIB, Finding, Level
+from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.home import access_token
 
 
@@ -100,15 +100,15 @@ def test_cores_are_those_that_the_control_group_pays_for(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(99)))
-    assert cores.usable_cores(tmp_path) == most
+    assert cpu_count.usable_cores(tmp_path) == most
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})  # `taskset`
-    assert cores.usable_cores(tmp_path) == 1
+    assert cpu_count.usable_cores(tmp_path) == 1
 
 
 def test_the_examination_counts_the_cores_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu.max").write_text("100000 100000\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(99)))
-    monkeypatch.setattr(cores.usable_cores, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(cpu_count.usable_cores, "__defaults__", (tmp_path,))
     monkeypatch.setattr(doctor, "IMPORTS", ("json",))
     assert [found.detail for found in doctor.examine() if found.check == "cores"] == ["1"]
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from shoal.cli import cluster as verbs
-from shoal.cluster.handle import ClusterHandle
+from shoal.cli.commands import cluster as verbs
+from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.errors import ClusterError, RunError
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from shoal import runs
-from shoal.cluster.driver import job_main
+from shoal.cluster.job_main import job_main
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policy import check
+from shoal.flows.rl_policy import check
 from shoal.flows.serving_spec import ServingSpec
 
 KEYS = "endpoint.keys=[{name: lab, key: hush}]"

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.options import GuardOptions, ModelOptions
+from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 
 
 def spec(**values: Any) -> EndpointSpec:

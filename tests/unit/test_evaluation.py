@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shoal.errors import ConfigError, InferenceError, RunError
-from shoal.flows.evaluation import Answer, Evaluation, play_through, wait_for_version
+from shoal.flows.policy_evaluation import Answer, Evaluation, play_through, wait_for_version
 
 
 def _played(returns: list[float]) -> Evaluation:

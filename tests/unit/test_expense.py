@@ -6,7 +6,15 @@ import pandas
 import pytest
 
 import shoal.runs
-from shoal.train.expense import TRAINING_S, Life, Reached, cost, evaluations_of, first_reached, lives_of
+from shoal.train.reporting.time_to_accuracy import (
+    TRAINING_S,
+    Life,
+    Reached,
+    cost,
+    evaluations_of,
+    first_reached,
+    lives_of,
+)
 from shoal.train.spec import TargetSpec
 
 ROWS = [(10, 5.0, 0.5), (20, 10.0, 0.92), (30, 15.0, 0.88), (40, 20.0, 0.95)]

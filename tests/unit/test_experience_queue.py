@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from rl_setting import segment
 from shoal.errors import Closed, LedgerUnwritable
-from shoal.rl.credit import share_credit
-from shoal.rl.ledger import Ledger
-from shoal.rl.progress import ActorProgress
-from shoal.rl.queue import BatchRequest, ExperienceBatch, ExperienceQueue
-from shoal.rl.sessions import Session, Sessions
+from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
+from shoal.rl.experience.segment_ledger import Ledger
+from shoal.rl.gateway.actor_stats import ActorProgress
+from shoal.rl.gateway.flow_control import share_credit
+from shoal.rl.gateway.sessions import Session, Sessions
 from waiting import wait_for
 
 A = ("a", 1)
@@ -209,7 +209,7 @@ def test_a_learner_that_is_slower_than_its_actors_leaves_none_of_them_waiting_fo
 
 def test_a_batch_that_the_ledger_cannot_note_stays_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = filled(4, 2, 3)
-    monkeypatch.setattr("shoal.rl.queue.UNWRITABLE_PAUSE_S", 0.0)
+    monkeypatch.setattr("shoal.rl.experience.queue.UNWRITABLE_PAUSE_S", 0.0)
 
     def refuse() -> None:
         raise LedgerUnwritable("the disk is full")

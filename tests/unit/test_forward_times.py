@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.serve.replica.forwards import ForwardTimes
-from shoal.serve.report import Forwards
+from shoal.serve.messages.replica_report import Forwards
+from shoal.serve.replica.forward_times import ForwardTimes
 
 
 class Busy(ForwardTimes):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.protocol.prometheus import METRICS, render
-from shoal.serve.replica.metrics import ModelStatistics
-from shoal.serve.report import ModelReport, ReplicaReport
+from shoal.serve.replica.model_statistics import ModelStatistics
 from unit.test_prometheus import report, worked
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "docs" / "grafana" / "shoal-serving.json").read_text())

@@ -17,14 +17,14 @@ from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.open_inference.binary_tensors import to_binary
 from shoal.open_inference.datatypes import NUMPY
-from shoal.open_inference.expectation import Expectation
 from shoal.open_inference.messages import TensorMetadata
-from shoal.serve.call import Arrays
-from shoal.serve.protocol import grpc_layouts
+from shoal.open_inference.request_schema import Expectation
+from shoal.serve.grpc import request_cache
+from shoal.serve.grpc.codec import Asked, GrpcCodec, Inputs
+from shoal.serve.grpc.request_cache import MAX_LAYOUTS, MAX_OF_A_LENGTH, MAX_SEEN, Layout, Layouts
+from shoal.serve.grpc.service import InferenceServicer, Invocation
+from shoal.serve.messages.inference import Arrays
 from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.grpc_layouts import MAX_LAYOUTS, MAX_OF_A_LENGTH, MAX_SEEN, Layout, Layouts
-from shoal.serve.protocol.grpc_service import InferenceServicer, Invocation
-from shoal.serve.protocol.grpc_tensors import Asked, GrpcCodec, Inputs
 
 SPECS = [TensorMetadata("x", "FP32", [-1, 3]), TensorMetadata("n", "INT64", [-1]), TensorMetadata("t", "BYTES", [-1])]
 CODEC = GrpcCodec("m", SPECS, SPECS, 8)
@@ -186,7 +186,7 @@ def test_no_more_is_kept_than_the_limits_say(monkeypatch: pytest.MonkeyPatch) ->
         assert layouts.find(content) is not None
         assert sum(map(len, layouts._by_length.values())) == layouts._num <= MAX_LAYOUTS
         assert max(map(len, layouts._by_length.values())) <= MAX_OF_A_LENGTH
-    monkeypatch.setattr(grpc_layouts, "MAX_HEAD_BYTES", 20)
+    monkeypatch.setattr(request_cache, "MAX_HEAD_BYTES", 20)
     assert learnt(contents[0]).find(contents[0]) is None
 
 
@@ -221,7 +221,7 @@ def asked_of(host: FakeHost, *requests: pb.ModelInferRequest) -> tuple[list[pb.M
             return super().decode(request)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.serve.protocol.grpc_service.GrpcCodec", Counted)
+        patch.setattr("shoal.serve.grpc.service.GrpcCodec", Counted)
         return asyncio.run(body()), decoded
 
 
@@ -270,7 +270,7 @@ def test_of_the_outputs_that_are_asked_for_no_more_are_looked_at_than_the_model_
         def wanted(self, names: Iterable[str]) -> frozenset[str] | None:
             return super().wanted(looked_at.append(name) or name for name in names)
 
-    monkeypatch.setattr("shoal.serve.protocol.grpc_tensors.Expectation", Counted)
+    monkeypatch.setattr("shoal.serve.grpc.codec.Expectation", Counted)
     request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(12)])
     request.inputs.add(name="x", datatype="FP32", shape=[1, 3])
     for _ in range(1000):

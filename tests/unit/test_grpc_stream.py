@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from shoal.errors import InferenceError
-from shoal.serve.call import Disconnected
-from shoal.serve.protocol.direct_http import CLOSING
-from shoal.serve.protocol.grpc_stream import StreamProgress
-from shoal.serve.protocol.in_progress import RequestsInProgress
+from shoal.serve.grpc.stream import StreamProgress
+from shoal.serve.http.fast_path import CLOSING
+from shoal.serve.messages.inference import Disconnected
 from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.request_lifecycle import RequestsInProgress
 
 LIMITS = Limits(max_body_bytes=10_000)
 PATIENCE_S = 5.0

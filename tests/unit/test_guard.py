@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from shoal.serve.controller.evidence import EvidenceBook
-from shoal.serve.guard import NUM_COMPARED, Evidence, Tried, judge, judge_live, latency_ratio
-from shoal.serve.options import GuardOptions
-from shoal.serve.replica.metrics import ModelStatistics
-from shoal.serve.report import Forwards, ModelReport, ReplicaReport, total_forwards
+from shoal.serve.controller.canary_evidence import EvidenceBook
+from shoal.serve.controller.canary_guard import NUM_COMPARED, Evidence, Tried, judge, judge_live, latency_ratio
+from shoal.serve.messages.replica_report import Forwards, ModelReport, ReplicaReport, total_forwards
+from shoal.serve.replica.model_statistics import ModelStatistics
+from shoal.serve.spec.model_options import GuardOptions
 
 GUARD = GuardOptions(min_requests=100, max_disagreement=0.1, metric="reward", min_value=5.0)
 FAST: Forwards = {0: (50, 0.001), 3: (50, 0.002)}

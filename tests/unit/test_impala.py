@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.algorithms.impala import Batch, batch_of, impala_loss
-from shoal.algorithms.impala_config import ImpalaConfig
-from shoal.algorithms.vtrace import vtrace
 from shoal.models.actor_critic import ActorCritic
+from shoal.rl.algorithms.impala.algorithm import Batch, batch_of, impala_loss
+from shoal.rl.algorithms.impala.config import ImpalaConfig
+from shoal.rl.algorithms.vtrace import vtrace
 
 # float32 sums over at most 50 steps in another order than the oracle's float64
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}

@@ -10,9 +10,9 @@ import pytest
 from serving.asgi import client, refused
 from serving.fake_host import FakeHost, FakeModel
 from shoal.errors import InferenceError
-from shoal.serve.call import Disconnected
-from shoal.serve.protocol.in_progress import Progress, RequestsInProgress
+from shoal.serve.messages.inference import Disconnected
 from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.request_lifecycle import Progress, RequestsInProgress
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 LIMITS = Limits(max_body_bytes=100)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.addresses import address_towards
-from shoal.parallel import interface
-from shoal.parallel.interface import VARIABLE, speak_from, speak_towards
+from shoal.network_address import address_towards
+from shoal.parallel.comm import interface
+from shoal.parallel.comm.interface import VARIABLE, speak_from, speak_towards
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from shoal.cli.job_file import check_words, words_apart
-from shoal.cli.job_words import Words, failure, lines_of
-from shoal.cli.literal import literal_console
-from shoal.cli.run import Typed
-from shoal.cli.run import _Session as Session
+from shoal.cli.commands.run import Typed
+from shoal.cli.commands.run import _Session as Session
+from shoal.cli.support.console import literal_console
+from shoal.cli.support.job_lookup import check_words, words_apart
+from shoal.cli.support.job_output import Words, failure, lines_of
 from shoal.cluster.jobs import Job, JobStatus
 from shoal.errors import RunError
 
@@ -98,7 +98,7 @@ def test_what_a_program_says_last_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    monkeypatch.setattr("shoal.cli.watch.REFRESH_S", 0.0)
+    monkeypatch.setattr("shoal.cli.display.run_view.REFRESH_S", 0.0)
     session = Session(Typed("x", (), 0), Path("x.py"), literal_console(), plain=True)
     whole = "counting ... 1 2\nthe answer is 42"
     job = cast(Any, Grows("", "counting ... 1", whole[:-2], whole))

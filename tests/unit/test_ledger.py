@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from shoal.errors import LedgerUnwritable
-from shoal.rl.ledger import Ledger
+from shoal.rl.experience.segment_ledger import Ledger
 from shoal.wire import DropReason
 
 A, B = ("a", 1), ("b", 7)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.registry.manifest import Signature, TensorSignature
-from shoal.serve.model.lengths import Lengths
+from shoal.serve.model.padding_cost import Lengths
 
 TEXT = Signature(
     inputs=[TensorSignature(name="x", datatype="INT64", shape=[-1, -1])],

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from shoal.errors import InferenceError
-from shoal.open_inference.expectation import MAX_ELEMENTS, Expectation
 from shoal.open_inference.messages import TensorMetadata
+from shoal.open_inference.request_schema import MAX_ELEMENTS, Expectation
 from shoal.serve.protocol.limits import Limits
 
 LIMITS = Limits(max_body_bytes=100, max_headers=3, max_header_bytes=40, max_path_chars=10)

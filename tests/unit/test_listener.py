@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import zmq
 
-from shoal import addresses
+from shoal import network_address
 from shoal.errors import ConfigError
-from shoal.rl.listener import address_of, listen, reachable_host
+from shoal.rl.gateway.zmq_listener import address_of, listen, reachable_host
 from shoal.rl.spec import GatewaySpec
 
 
@@ -53,7 +53,7 @@ class Lonely(Routed):
 def test_the_host_that_actors_are_told(
     monkeypatch: pytest.MonkeyPatch, host: str, node: str, kind: Any, told: str
 ) -> None:
-    monkeypatch.setattr(addresses.socket, "socket", kind)
+    monkeypatch.setattr(network_address.socket, "socket", kind)
     assert reachable_host(host, node) == told
 
 

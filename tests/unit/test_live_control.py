@@ -11,9 +11,9 @@ import pytest
 from shoal.serve.controller import live_control
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment, StateFile
-from shoal.serve.options import ModelOptions
-from shoal.serve.plan import LivePlan
-from shoal.serve.report import MAX_LEFT, Left, LiveReport, ModelReport, ReplicaReport
+from shoal.serve.messages.desired_state import LivePlan
+from shoal.serve.messages.replica_report import MAX_LEFT, Left, LiveReport, ModelReport, ReplicaReport
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 OPTIONS = ModelOptions().model_dump(mode="json")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from shoal.errors import WeightsError
-from shoal.serve.plan import LivePlan
-from shoal.serve.replica.live_versions import OLDER_EVERY_S
-from shoal.serve.report import MAX_LEFT
+from shoal.serve.messages.desired_state import LivePlan
+from shoal.serve.messages.replica_report import MAX_LEFT
+from shoal.serve.replica.live.versions import OLDER_EVERY_S
 from shoal.weights import WeightSnapshot
 from unit.live_subject import BROKEN, UNFIT, Subject, weights
 

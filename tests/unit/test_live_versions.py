@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shoal.errors import InferenceError, WeightsError
-from shoal.serve.guard import NUM_COMPARED
-from shoal.serve.plan import LivePlan, Shares
-from shoal.serve.report import MAX_LEFT
+from shoal.serve.controller.canary_guard import NUM_COMPARED
+from shoal.serve.messages.desired_state import LivePlan, Shares
+from shoal.serve.messages.replica_report import MAX_LEFT
 from unit.live_subject import BROKEN, FINE, POISON, UNFIT, Subject, slower, weights
 
 

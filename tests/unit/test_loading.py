@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.loading import loading
+from shoal.gc_freeze import loading
 
 
 @pytest.fixture(autouse=True)

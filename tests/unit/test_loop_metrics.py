@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from shoal import runs
-from shoal.flows.loop_metrics import MAX_LAG_METRICS, LoopMetrics, Rate, Thinning, first_lags
+from shoal.flows.rl_metrics import MAX_LAG_METRICS, LoopMetrics, Rate, Thinning, first_lags
 
 
 def gateway(counted_at: float, steps: int, *actors: str) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.serve.controller.status import version_status
-from shoal.serve.replica.metrics import MAX_VERSIONS, ROWS, SECONDS, Histogram, ModelStatistics
-from shoal.serve.snapshots import merge, quantile, requests_and_errors, since
+from shoal.serve.messages.metrics_snapshot import merge, quantile, requests_and_errors, since
+from shoal.serve.replica.model_statistics import MAX_VERSIONS, ROWS, SECONDS, Histogram, ModelStatistics
 
 
 @dataclass

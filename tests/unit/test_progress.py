@@ -7,7 +7,14 @@ import time
 import pytest
 
 from rl_setting import segment
-from shoal.rl.progress import EPISODE_WINDOW, MAX_GONE_ACTORS, REFUSALS_INTERVAL_S, ActorProgress, Progress, Roster
+from shoal.rl.gateway.actor_stats import (
+    EPISODE_WINDOW,
+    MAX_GONE_ACTORS,
+    REFUSALS_INTERVAL_S,
+    ActorProgress,
+    Progress,
+    Roster,
+)
 
 
 def test_the_next_word_on_refusals_says_how_many_there_were() -> None:
@@ -43,7 +50,7 @@ def test_a_clock_that_is_set_while_a_run_goes_on_changes_nothing_of_how_long_it_
     episode = segment(2, terminated=True, episode_return=1.0, episode_length=2)
     progress.segment(actor, episode)
     now = time.time()
-    monkeypatch.setattr("shoal.rl.progress.time.time", lambda: now - 3600.0)
+    monkeypatch.setattr("shoal.rl.gateway.actor_stats.time.time", lambda: now - 3600.0)
     for _ in range(EPISODE_WINDOW - 1):
         progress.segment(actor, episode)
     assert progress.solved_s is not None

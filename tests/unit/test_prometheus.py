@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from shoal.serve.call import Caller
+from shoal.serve.messages.inference import Caller
+from shoal.serve.messages.metrics_snapshot import total
+from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.protocol.prometheus import CONTENT_TYPE, METRICS, render, series
-from shoal.serve.replica.metrics import MAX_VERSIONS, ModelStatistics
-from shoal.serve.report import ModelReport, ReplicaReport
-from shoal.serve.snapshots import total
+from shoal.serve.replica.model_statistics import MAX_VERSIONS, ModelStatistics
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 
 from shoal.registry.manifest import Signature, TensorSignature
-from shoal.serve.model.ragged import SHARED_ROW, Joiner
+from shoal.serve.model.padding import SHARED_ROW, Joiner
 
 
 def padding(*shapes: list[int]) -> Joiner:

@@ -8,7 +8,7 @@ import pytest
 
 import shoal.runs
 from shoal.errors import ConfigError, RunError
-from shoal.train.recipe import recipe_of, spec_from_words
+from shoal.train.launch.overrides import recipe_of, spec_from_words
 from shoal.train.spec import TrainSpec
 
 RECIPE = """

@@ -17,7 +17,7 @@ from typing import Never
 import numpy as np
 import pytest
 
-from shoal.durable import write_synced
+from shoal.atomic_file import write_synced
 from shoal.errors import ConfigError, RegistryError, WeightsError
 from shoal.registry import (
     Manifest,
@@ -323,7 +323,7 @@ def test_no_alias_is_left_without_its_version_by_a_disk_that_fails_at_the_last_m
         raise OSError(errno.EIO, "Input/output error", str(folder))
 
     with monkeypatch.context() as patch:
-        patch.setattr("shoal.durable.sync_folder", fails)  # the aliases are replaced already
+        patch.setattr("shoal.atomic_file.sync_folder", fails)  # the aliases are replaced already
         with pytest.raises(RegistryError, match="Input/output error"):
             register(registry, 1.0)
     assert registry.get("cartpole@champion").snapshot().tensors()["layer.weight"][0, 0] == 1.0
@@ -381,7 +381,7 @@ def test_an_alias_moves_while_a_large_version_is_written(registry: Registry, mon
         write_synced(path, payload)
 
     monkeypatch.setattr("shoal.registry.registry.write_synced", slow_write)
-    monkeypatch.setattr("shoal.registry.files.LOCK_TIMEOUT_S", 0.0)  # who has to wait is refused
+    monkeypatch.setattr("shoal.registry.lock.LOCK_TIMEOUT_S", 0.0)  # who has to wait is refused
     writer = threading.Thread(target=register, args=(registry, 3.0), kwargs={"aliases": ["candidate"]})
     writer.start()
     try:

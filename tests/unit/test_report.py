@@ -16,9 +16,10 @@ import pytest
 
 from shoal import runs
 from shoal.errors import RunError
-from shoal.runs import Run, RunRecorder, Status, plots, report
-from shoal.runs.display import age, duration, number, size
-from shoal.runs.plots import Curve
+from shoal.runs import Run, RunRecorder, Status
+from shoal.runs.formatting import age, duration, number, size
+from shoal.runs.report import plots, report
+from shoal.runs.report.plots import Curve
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 VOID = {"meta", "br", "img", "link", "input", "hr"}

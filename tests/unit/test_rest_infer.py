@@ -12,8 +12,8 @@ import pytest
 
 from serving.asgi import Client, Reply, client, refused
 from serving.fake_host import FakeHost, FakeModel, tensors
-from shoal.serve.call import Arrays
-from shoal.serve.options import ModelOptions
+from shoal.serve.messages.inference import Arrays
+from shoal.serve.spec.model_options import ModelOptions
 
 X = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.5]]
 X_BYTES = np.array(X, dtype="<f4").tobytes()

@@ -12,7 +12,7 @@ import torch
 import shoal.runs
 from shoal.errors import ClusterError, ConfigError, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policy import check
+from shoal.flows.rl_policy import check
 from shoal.rl.spec import GatewaySpec, RLSpec, experience_spec
 from shoal.train.spec import TrainSpec
 

@@ -23,7 +23,7 @@ from shoal.serve.controller.rollout import (
     stage,
     transition,
 )
-from shoal.serve.report import Failure, ModelReport, ReplicaReport
+from shoal.serve.messages.replica_report import Failure, ModelReport, ReplicaReport
 
 STEADY = Rollout(Phase.STEADY, stable=1)
 LEGAL = {

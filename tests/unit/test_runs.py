@@ -16,7 +16,8 @@ import pytest
 
 from shoal import runs
 from shoal.errors import ConfigError, RunError
-from shoal.runs import RunRecorder, Status, origin
+from shoal.runs import RunRecorder, Status
+from shoal.runs.record import provenance
 from waiting import wait_for
 
 DEADLINE_S = 15.0
@@ -246,7 +247,7 @@ def test_the_command_is_what_the_user_typed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("sys.argv", ["jobs/x.py"])
     monkeypatch.setattr("sys.orig_argv", ["python3", "jobs/x.py", "a=b c"])
     monkeypatch.delenv("SHOAL_COMMAND", raising=False)
-    assert origin.command_line() == "python jobs/x.py 'a=b c'"
+    assert provenance.command_line() == "python jobs/x.py 'a=b c'"
     monkeypatch.setenv("SHOAL_COMMAND", "shoal run x --actors 4")
     runs.create("job", "", "one").close()
     assert runs.load("one").command == "shoal run x --actors 4"
@@ -276,18 +277,18 @@ def as_ray_has_it(value: str) -> str:
 def test_words_with_secrets_reach_a_job_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["models=a", "endpoint.keys=[{name: ada, key: S3CRET}]", "endpoint.port=80", "endpoint={token: S3CRET}"]
     words.append("args.password=a$HOME${HOME}${NOBODYS}$$b")
-    shown, variables = origin.apart(words)
+    shown, variables = provenance.apart(words)
     assert shown == ["models=a", "endpoint.keys=***", "endpoint.port=80", "endpoint=***", "args.password=***"]
     for name, value in variables.items():
         monkeypatch.setenv(name, as_ray_has_it(value))
-    assert origin.joined(shown) == words
-    assert origin.joined(["other=***"]) == ["other=***"]
-    assert origin.apart(words[:1]) == (words[:1], {})
+    assert provenance.joined(shown) == words
+    assert provenance.joined(["other=***"]) == ["other=***"]
+    assert provenance.apart(words[:1]) == (words[:1], {})
 
 
 def test_the_command_of_a_job_is_recorded_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "shoal run x 'args.path=$HOME/${HOME}/${NOBODYS}'"
-    for name, value in origin.command_variable(line).items():
+    for name, value in provenance.command_variable(line).items():
         monkeypatch.setenv(name, as_ray_has_it(value))
     runs.create("job", "", "one").close()
     assert runs.load("one").command == line
@@ -305,7 +306,7 @@ def test_the_command_of_a_job_is_recorded_as_it_was_typed(monkeypatch: pytest.Mo
     ],
 )
 def test_the_command_of_a_job_is_shown_without_secrets(line: str, shown: str) -> None:
-    assert origin.masked_line(line) == shown
+    assert provenance.masked_line(line) == shown
 
 
 def test_of_a_group_those_are_told_who_are_there(run: RunRecorder) -> None:

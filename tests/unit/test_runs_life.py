@@ -14,8 +14,9 @@ import pytest
 
 from shoal import runs
 from shoal.errors import Closed, RecordUnwritable, RunError
-from shoal.runs import RunRecorder, Status, recorder, transition
-from shoal.runs.database import connect
+from shoal.runs import RunRecorder, Status, transition
+from shoal.runs.record import recorder
+from shoal.runs.record.database import connect
 from waiting import wait_for
 
 SPEC = "environment: CartPole-v1\nlearner:\n  lr: 0.001\n"

@@ -21,9 +21,10 @@ import pytest
 
 from shoal import runs
 from shoal.errors import ConfigError, RunError
-from shoal.runs import RunRecorder, Status, recorder
-from shoal.runs.database import transaction
-from shoal.runs.tensorboard import EventFile
+from shoal.runs import RunRecorder, Status
+from shoal.runs.record import recorder
+from shoal.runs.record.database import transaction
+from shoal.runs.record.tensorboard_writer import EventFile
 from waiting import wait_for
 
 DEADLINE_S = 15.0
@@ -265,7 +266,7 @@ OPENERS = """
 import multiprocessing, sys
 from pathlib import Path
 from shoal.errors import RunError
-from shoal.runs.database import connect
+from shoal.runs.record.database import connect
 
 def opened(barrier, said):
     for folder in sys.argv[1:]:

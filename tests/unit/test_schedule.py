@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.serve.batching.schedule import QueueFull, Schedule, TooLate
-from shoal.serve.batching.waiting import Waiting
+from shoal.serve.batching.fair_queue import Waiting
+from shoal.serve.batching.scheduler import QueueFull, Schedule, TooLate
 from unit.schedule_world import MAX_BATCH, MAX_QUEUE, QUEUES, Job, World, events, play
 
 

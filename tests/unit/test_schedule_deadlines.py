@@ -4,7 +4,7 @@ from collections import Counter
 
 from hypothesis import given, settings
 
-from shoal.serve.batching.waiting import PATIENCE_S
+from shoal.serve.batching.fair_queue import PATIENCE_S
 from unit.schedule_world import MAX_BATCH, Job, World, events, play
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from rl_setting import EXPERIENCE
-from shoal.actor.loop import SegmentBuilder
+from shoal.actor.environment_loop import SegmentBuilder
 from shoal.errors import InvalidSegment
 from shoal.wire import Segment, pack_segment
-from shoal.wire.spec import TensorSpec
+from shoal.wire.experience_spec import TensorSpec
 
 
 def played(observations: list[object], *, reward: object = 1.0, terminated: object = True) -> Segment:

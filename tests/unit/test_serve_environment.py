@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from serve_template import serves_config
-from shoal.cluster import haproxy
-from shoal.cluster.serve_environment import serve_environment
+from shoal.cluster.ingress import haproxy_config
+from shoal.cluster.ingress.serve_environment import serve_environment
 from shoal.errors import ConfigError
 
 
@@ -46,7 +46,7 @@ def test_the_wrapper_rewrites_the_configuration_and_becomes_haproxy(short_folder
     config.write_text(serves_config(short_folder, 8000))
     ran = subprocess.run(["sh", wrapper, "-db", "-f", config, "-dR"], capture_output=True, text=True, check=True)
     assert ran.stdout.split()[1:] == ["-db", "-f", str(config), "-dR"]
-    assert config.read_text() == haproxy.rewrite(serves_config(short_folder, 8000), f"{short_folder}/ha/errors")
+    assert config.read_text() == haproxy_config.rewrite(serves_config(short_folder, 8000), f"{short_folder}/ha/errors")
     version = subprocess.run(["sh", wrapper, "-v"], capture_output=True, text=True, check=True)
     assert version.stdout.split()[1:] == ["-v"]
 
@@ -81,7 +81,7 @@ def test_a_haproxy_that_runs_is_left_to_run_when_it_is_prepared_again(short_fold
     "ports", [{}, {"replica_port": 1}, {"replica_port": 1, "grpc_port": 2, "grpc_replica_port": 3}]
 )
 def test_only_the_front_listens_and_only_on_loopback(tmp_path: Path, ports: dict[str, int]) -> None:
-    config = haproxy.rewrite(serves_config(tmp_path, 8000, **ports), "errors")
+    config = haproxy_config.rewrite(serves_config(tmp_path, 8000, **ports), "errors")
     binds = [line.split()[1] for line in config.splitlines() if line.split()[0] == "bind"]
     assert binds == ["127.0.0.1:8000", *(["127.0.0.1:2"] if "grpc_port" in ports else [])]
     for unwanted in ("listen ", "mode 666", "prometheus"):
@@ -92,7 +92,7 @@ def test_calls_of_grpc_go_to_the_http_servers_of_replicas_and_nowhere_else(tmp_p
     config = serves_config(tmp_path, 8000, replica_port=1, grpc_port=2, grpc_replica_port=3)
     replica = "server replica 127.0.0.1:1 check"
     config = config.replace(replica, f"server serves_proxy 127.0.0.1:9 check backup\n    {replica}")
-    lines = [line.strip() for line in haproxy.rewrite(config, "errors").splitlines()]
+    lines = [line.strip() for line in haproxy_config.rewrite(config, "errors").splitlines()]
     for backend in ("backend unary-app", "backend stream-app"):
         behind = lines[lines.index(backend) + 1 :]
         end = next((number for number, line in enumerate(behind) if line.startswith("backend ")), None)
@@ -118,5 +118,5 @@ def test_calls_of_grpc_go_to_the_http_servers_of_replicas_and_nowhere_else(tmp_p
 @pytest.mark.parametrize("section", ["global", "defaults", "frontend http_frontend", "backend default_backend"])
 def test_a_template_that_has_changed_is_noticed(tmp_path: Path, section: str) -> None:
     config = serves_config(tmp_path, 8000, 8001).replace(f"{section}\n", f"{section}_renamed\n")
-    with pytest.raises(haproxy.Surprise, match=section):
-        haproxy.rewrite(config, "errors")
+    with pytest.raises(haproxy_config.Surprise, match=section):
+        haproxy_config.rewrite(config, "errors")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError
 from shoal.train import Task
-from shoal.train.signature import signature_of
+from shoal.train.export.signature import signature_of
 
 
 class Two(nn.Module):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
+from shoal.train.loop.stopping import Stop, StopPolicy
 from shoal.train.spec import StopSpec
-from shoal.train.stopping import Stop, StopPolicy
 
 LOSSES = st.lists(st.floats(-3, 3) | st.just(math.nan), min_size=1, max_size=30)
 

@@ -6,14 +6,14 @@ from urllib.parse import quote
 
 import pytest
 
-from shoal.client import calls
+from shoal.client import requests
 from shoal.errors import InferenceError
-from shoal.serve.protocol.terms import asked_sticky
+from shoal.serve.protocol.request_options import asked_sticky
 
 
 @pytest.mark.parametrize("key", ["customer 17", "müller", "50%", "100 %25", "%zz", "ключ", "a+b", "日本" * 128])
 def test_a_sticky_key_is_the_same_from_every_client(key: str) -> None:
-    ours = calls.infer("m", None, {}, b"", sticky=key, track="").headers["shoal-sticky"]
+    ours = requests.infer("m", None, {}, b"", sticky=key, track="").headers["shoal-sticky"]
     assert ours.isascii()
     assert asked_sticky(ours) == key
     assert asked_sticky(quote(key, safe="")) == key  # as metadata of gRPC must be

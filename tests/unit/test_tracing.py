@@ -15,9 +15,9 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from shoal.errors import ConfigError, InferenceError
-from shoal.serve.batcher import BatchReport
-from shoal.serve.call import Prediction
-from shoal.serve.tracing import Destination, TracedArrays, Tracer
+from shoal.serve.batching.batcher import BatchReport
+from shoal.serve.messages.inference import Prediction
+from shoal.serve.protocol.tracing import Destination, TracedArrays, Tracer
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = CALLER[:-1] + "0"
@@ -221,6 +221,6 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_traces_nothing_is_imported() -> None:
-    code = "import sys, shoal.serve.tracing; print('opentelemetry' in sys.modules)"
+    code = "import sys, shoal.serve.protocol.tracing; print('opentelemetry' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"

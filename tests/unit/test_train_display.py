@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from shoal import runs
-from shoal.cli.train_display import TrainView, plain_line, render, view_of
+from shoal.cli.display.train_display import TrainView, plain_line, render, view_of
 
 METRICS = {
     "train/step": 123_456.0,

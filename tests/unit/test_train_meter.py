@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from shoal.train.meter import Meter
+from shoal.train.loop.throughput import Meter
 
 
 def test_what_nobody_can_tell_is_not_reported() -> None:

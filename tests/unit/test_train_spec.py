@@ -7,7 +7,7 @@ import math
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.runs.run import direction_of
+from shoal.runs.run_reader import direction_of
 from shoal.train.spec import TrainSpec
 
 

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from shoal import runs
-from shoal.cli.display import RunView
-from shoal.cli.runs import runs as runs_command
-from shoal.cli.train_display import TrainView
-from shoal.cli.watch import follow, view_of
+from shoal.cli.commands.runs import runs as runs_command
+from shoal.cli.display.rl_display import RunView
+from shoal.cli.display.run_view import follow, view_of
+from shoal.cli.display.train_display import TrainView
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.batch_predict import BatchPredictSpec
@@ -49,7 +49,7 @@ def test_a_run_is_followed_to_its_end_from_anywhere(monkeypatch: pytest.MonkeyPa
             run.log(1, {"return/mean_100": 100.0, "steps/total": 7.0})
             run.flush()
 
-        monkeypatch.setattr("shoal.cli.watch.time", SimpleNamespace(sleep=look, monotonic=time.monotonic))
+        monkeypatch.setattr("shoal.cli.display.run_view.time", SimpleNamespace(sleep=look, monotonic=time.monotonic))
         said = typed("latest", "--follow").splitlines()
     assert "waiting for actors" in said[0]
     assert "learning: return 100.0" in said[1]
@@ -72,7 +72,7 @@ def test_a_heartbeat_that_is_late_once_does_not_end_the_look(monkeypatch: pytest
                 monkeypatch.setattr("shoal.runs.load", load)
 
         monkeypatch.setattr("shoal.runs.load", seen)
-        monkeypatch.setattr("shoal.cli.watch.time", SimpleNamespace(sleep=look, monotonic=lambda: now.s))
+        monkeypatch.setattr("shoal.cli.display.run_view.time", SimpleNamespace(sleep=look, monotonic=lambda: now.s))
         ended = follow(replace(load("one"), status=Status.RUNNING), Console(quiet=True))
     assert (ended.status, now.s > 5.0) == (Status.FINISHED, True)
 
@@ -81,7 +81,7 @@ def test_who_has_seen_enough_of_a_run_does_not_end_it(monkeypatch: pytest.Monkey
     def enough(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shoal.cli.watch.time", SimpleNamespace(sleep=enough, monotonic=time.monotonic))
+    monkeypatch.setattr("shoal.cli.display.run_view.time", SimpleNamespace(sleep=enough, monotonic=time.monotonic))
     with runs.create("train", "task: lenet", "one"):
         said = typed("one", "--follow")
         assert "starting workers" in said

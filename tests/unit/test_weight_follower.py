@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shoal.errors import WeightsError
-from shoal.serve.replica.follower import WeightFollower
+from shoal.serve.replica.watchers import WeightFollower
 from shoal.weights import WeightSnapshot, WeightStore
 from waiting import wait_for
 

@@ -28,8 +28,8 @@ from shoal.wire import (
     pack_segment,
     unpack_segment,
 )
+from shoal.wire.experience_spec import DTYPES
 from shoal.wire.messages import Message
-from shoal.wire.spec import DTYPES
 from wire_cases import POLICY, SPEC, damaged_messages, frames_of, valid_segment
 
 LIMITS = Limits()

@@ -7,7 +7,7 @@ pulled weights in NumPy. `python -m shoal.actor --connect ADDRESS --env CartPole
 """
 
 from shoal.actor.client import ActorClient
-from shoal.actor.loop import play
+from shoal.actor.environment_loop import play
 from shoal.actor.policy import MlpPolicy
 
 __all__ = ["ActorClient", "MlpPolicy", "play"]

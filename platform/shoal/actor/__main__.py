@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from shoal.actor.client import ActorClient
 from shoal.actor.environment import make_environment, require_fit
-from shoal.actor.loop import play
+from shoal.actor.environment_loop import play
 from shoal.errors import ConfigError, ShoalError
 from shoal.home import existing_token
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from shoal.errors import ConfigError, WeightsError
-from shoal.wire.spec import PolicySpec
+from shoal.wire.experience_spec import PolicySpec
 
 
 class MlpPolicy:

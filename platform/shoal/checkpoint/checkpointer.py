@@ -24,13 +24,14 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
-from shoal.checkpoint import record, shards
-from shoal.checkpoint.folder import draft_of, newest_first, path_of
-from shoal.checkpoint.layout import index_of, outline, plan_of, reads, share
-from shoal.checkpoint.ranks import Ranks
-from shoal.checkpoint.record import Job
-from shoal.checkpoint.staging import Staging, on_cuda
-from shoal.checkpoint.values import NAME_OF, Leaf, decode, encode, flatten
+from shoal.checkpoint import manifest as record
+from shoal.checkpoint import shard_reader
+from shoal.checkpoint.coordination import Ranks
+from shoal.checkpoint.directory import draft_of, newest_first, path_of
+from shoal.checkpoint.json_state import NAME_OF, Leaf, decode, encode, flatten
+from shoal.checkpoint.manifest import Job
+from shoal.checkpoint.shard_plan import index_of, outline, plan_of, reads, share
+from shoal.checkpoint.staging_buffer import Staging, on_cuda
 from shoal.errors import CheckpointError, Closed, ConfigError, ShoalError, SpecMismatch
 
 
@@ -223,7 +224,7 @@ class Checkpointer:
             raise SpecMismatch(*misfit)
         trouble = ""
         try:
-            shards.fill(found.path, reads(index["tensors"], tensors), tensors)
+            shard_reader.fill(found.path, reads(index["tensors"], tensors), tensors)
         except CheckpointError as error:
             trouble = str(error)
         if trouble := next(filter(None, self._ranks.all_gather(trouble)), ""):
@@ -277,7 +278,7 @@ class Checkpointer:
             if error := next((one for one in plans if isinstance(one, ShoalError)), None):
                 raise error
             layouts = share([one for one in plans if isinstance(one, SavePlan)])  # the same on every rank
-            files = [shards.shard_name(rank, self._ranks.size) for rank in range(self._ranks.size)]
+            files = [shard_reader.shard_name(rank, self._ranks.size) for rank in range(self._ranks.size)]
             self._index = index_of([one for one in plans if isinstance(one, SavePlan)], layouts, files)
             self._staging = Staging(layouts[self._ranks.rank], on_cuda(tensors), self._staging)
             self._outline = now
@@ -286,7 +287,7 @@ class Checkpointer:
     def _write(self, job: Job, staging: Staging) -> None:
         """In the background thread: this rank's shard, then together the rest of the checkpoint."""
         staging.finish()
-        name = shards.shard_name(self._ranks.rank, self._ranks.size)
+        name = shard_reader.shard_name(self._ranks.rank, self._ranks.size)
         written = record.write_shard(job, name, staging.pieces())
         reason: str | None = None
         if gathered := self._ranks.gather(written):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from shoal.checkpoint.folder import draft_of, newest_first, path_of, publish, tidy, write_file
+from shoal.checkpoint.directory import draft_of, newest_first, path_of, publish, tidy, write_file
 from shoal.errors import CheckpointError, ConfigError
 
 

@@ -41,7 +41,7 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        module = importlib.import_module(f"shoal.cli.{VERBS[cmd_name][0]}")
+        module = importlib.import_module(f"shoal.cli.commands.{VERBS[cmd_name][0]}")
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 

@@ -4,8 +4,8 @@ Needs httpx, which the extra `client` brings.
 """
 
 from shoal.client.client import AsyncClient, Client
-from shoal.client.status import EndpointStatus, ModelStatus, VersionStatus
-from shoal.client.tensors import Answer
+from shoal.client.endpoint_status import EndpointStatus, ModelStatus, VersionStatus
+from shoal.client.payload import Answer
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
 
 __all__ = [

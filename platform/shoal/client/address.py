@@ -10,8 +10,8 @@ import ipaddress
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from shoal.addresses import is_loopback
 from shoal.errors import ConfigError
+from shoal.network_address import is_loopback
 
 
 def address_of(text: str) -> str:

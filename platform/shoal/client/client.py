@@ -18,10 +18,10 @@ from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from shoal.client import calls
-from shoal.client.exchange import Patience, Reply, Request, converse, late
-from shoal.client.status import EndpointStatus, ModelStatus
-from shoal.client.tensors import Answer, Inputs, decode_answer, encode_inputs
+from shoal.client import requests
+from shoal.client.endpoint_status import EndpointStatus, ModelStatus
+from shoal.client.payload import Answer, Inputs, decode_answer, encode_inputs
+from shoal.client.retry import Patience, Reply, Request, converse, late
 from shoal.client.transport import AsyncTransport, Transport
 from shoal.errors import ConfigError, InferenceError
 from shoal.open_inference.messages import IndexedModel, ModelMetadata, VersionStatistics
@@ -60,7 +60,7 @@ class _Settings:
         return Patience(timeout_s, self._num_retries, self._retry_lost, tells=tells, end_s=end_s)
 
     def _remember(self, model: str, reply: Reply) -> ModelMetadata:
-        signature = self._signatures[model] = calls.decode(reply, ModelMetadata)
+        signature = self._signatures[model] = requests.decode(reply, ModelMetadata)
         return signature
 
     def _forget(self, model: str, error: InferenceError) -> None:
@@ -72,7 +72,7 @@ class _Settings:
         self, signature: ModelMetadata, model: str, inputs: Inputs, options: Mapping[str, Any], version: int | None
     ) -> Request:
         headers, body = encode_inputs(signature, inputs, options["outputs"], options["request_id"], binary=self._binary)
-        return calls.infer(model, version, headers, body, sticky=options["sticky"], track=options["track"])
+        return requests.infer(model, version, headers, body, sticky=options["sticky"], track=options["track"])
 
 
 def _seconds(field: str, value: Any) -> float:
@@ -160,31 +160,31 @@ class Client(_Settings):
 
     def models(self) -> list[IndexedModel]:
         """Every version of every model that the endpoint knows, with its state."""
-        return calls.decode(self._have(calls.INDEX), list[IndexedModel])
+        return requests.decode(self._have(requests.INDEX), list[IndexedModel])
 
     def live(self) -> bool:
         """Whether anything answers."""
-        return self._is(calls.LIVE)
+        return self._is(requests.LIVE)
 
     def ready(self, model: str | None = None) -> bool:
         """Whether the endpoint, or this model of it, answers requests now."""
-        return self._is(calls.ready(model))
+        return self._is(requests.ready(model))
 
     def statistics(self, model: str) -> list[VersionStatistics]:
         """The protocol's statistics of each version, of the replica that answers."""
-        return calls.statistics_of(self._have(calls.statistics(model)))
+        return requests.statistics_of(self._have(requests.statistics(model)))
 
     def load(self, model: str, **parameters: bool | int | float | str) -> None:
         """Load a registered model in every replica; returns when all have it."""
-        self._have(calls.load(model, parameters), self._change_patience(LOAD_TIMEOUT_S))
+        self._have(requests.load(model, parameters), self._change_patience(LOAD_TIMEOUT_S))
 
     def unload(self, model: str) -> None:
         """Unload a model in every replica, when what waits for it has been answered."""
-        self._have(calls.unload(model), self._change_patience())
+        self._have(requests.unload(model), self._change_patience())
 
     def status(self) -> EndpointStatus:
         """The whole endpoint, as its controller sees it."""
-        return calls.decode(self._have(calls.STATUS), EndpointStatus)
+        return requests.decode(self._have(requests.STATUS), EndpointStatus)
 
     def rollout(self, action: str, model: str, **details: bool | int | float | str | None) -> ModelStatus:
         """Change how versions of a model are rolled out (administrators only); the model's new status.
@@ -193,9 +193,9 @@ class Client(_Settings):
         details: its fields; `from_version` says what a rollback is to leave, so that it cannot go back twice, and
                  `timeout_s` how long it is waited for
         """
-        request = calls.rollout({"action": action, "model": model, **details})
+        request = requests.rollout({"action": action, "model": model, **details})
         patience = self._change_patience(details.get("timeout_s"))
-        return calls.decode(self._have(request, patience), ModelStatus)
+        return requests.decode(self._have(request, patience), ModelStatus)
 
     def close(self) -> None:
         """Close every connection. Idempotent; later calls raise Closed."""
@@ -208,7 +208,7 @@ class Client(_Settings):
         self.close()
 
     def _metadata(self, model: str, patience: Patience) -> ModelMetadata:
-        return self._remember(model, self._have(calls.metadata(model), patience))
+        return self._remember(model, self._have(requests.metadata(model), patience))
 
     def _have(self, request: Request, patience: Patience | None = None) -> Reply:
         return self._transport.have(converse(request, patience or self._patience()))
@@ -216,7 +216,7 @@ class Client(_Settings):
     def _is(self, request: Request) -> bool:
         try:
             self._transport.have(converse(request, Patience(self._timeout_s, num_retries=0)))
-        except calls.NOT_SO:
+        except requests.NOT_SO:
             return False
         return True
 
@@ -274,41 +274,41 @@ class AsyncClient(_Settings):
 
     async def metadata(self, model: str) -> ModelMetadata:
         """See `Client.metadata`."""
-        return self._remember(model, await self._have(calls.metadata(model)))
+        return self._remember(model, await self._have(requests.metadata(model)))
 
     async def models(self) -> list[IndexedModel]:
         """See `Client.models`."""
-        return calls.decode(await self._have(calls.INDEX), list[IndexedModel])
+        return requests.decode(await self._have(requests.INDEX), list[IndexedModel])
 
     async def live(self) -> bool:
         """See `Client.live`."""
-        return await self._is(calls.LIVE)
+        return await self._is(requests.LIVE)
 
     async def ready(self, model: str | None = None) -> bool:
         """See `Client.ready`."""
-        return await self._is(calls.ready(model))
+        return await self._is(requests.ready(model))
 
     async def statistics(self, model: str) -> list[VersionStatistics]:
         """See `Client.statistics`."""
-        return calls.statistics_of(await self._have(calls.statistics(model)))
+        return requests.statistics_of(await self._have(requests.statistics(model)))
 
     async def load(self, model: str, **parameters: bool | int | float | str) -> None:
         """See `Client.load`."""
-        await self._have(calls.load(model, parameters), self._change_patience(LOAD_TIMEOUT_S))
+        await self._have(requests.load(model, parameters), self._change_patience(LOAD_TIMEOUT_S))
 
     async def unload(self, model: str) -> None:
         """See `Client.unload`."""
-        await self._have(calls.unload(model), self._change_patience())
+        await self._have(requests.unload(model), self._change_patience())
 
     async def status(self) -> EndpointStatus:
         """See `Client.status`."""
-        return calls.decode(await self._have(calls.STATUS), EndpointStatus)
+        return requests.decode(await self._have(requests.STATUS), EndpointStatus)
 
     async def rollout(self, action: str, model: str, **details: bool | int | float | str | None) -> ModelStatus:
         """See `Client.rollout`."""
-        request = calls.rollout({"action": action, "model": model, **details})
+        request = requests.rollout({"action": action, "model": model, **details})
         patience = self._change_patience(details.get("timeout_s"))
-        return calls.decode(await self._have(request, patience), ModelStatus)
+        return requests.decode(await self._have(request, patience), ModelStatus)
 
     async def close(self) -> None:
         """See `Client.close`."""
@@ -349,6 +349,6 @@ class AsyncClient(_Settings):
     async def _is(self, request: Request) -> bool:
         try:
             await self._transport.have(converse(request, Patience(self._timeout_s, num_retries=0)))
-        except calls.NOT_SO:
+        except requests.NOT_SO:
             return False
         return True

@@ -14,10 +14,10 @@ from typing import TypeVar
 
 import httpx
 
-from shoal.addresses import is_loopback
 from shoal.client.address import host_of, proxy_for
-from shoal.client.exchange import Broken, Conversation, NotSent, Outcome, Reply, Send, TooLong, Wait
+from shoal.client.retry import Broken, Conversation, NotSent, Outcome, Reply, Send, TooLong, Wait
 from shoal.errors import Closed, ConfigError
+from shoal.network_address import is_loopback
 
 KEEP_ALIVE_S = 30.0
 _HEADERS = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "shoal"}

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shoal.cluster.handle import FOLDER_VARIABLE, ClusterHandle, load
+from shoal.cluster.cluster_handle import FOLDER_VARIABLE, ClusterHandle, load
 from shoal.errors import ClusterError, ConfigError
 from shoal.home import exclusive, home, ray_token_path, require_header
 

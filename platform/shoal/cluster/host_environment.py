@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from shoal.cluster.serve_environment import serve_environment
+from shoal.cluster.ingress.serve_environment import serve_environment
 from shoal.errors import ConfigError, ShoalError
 from shoal.home import ray_token_path
 

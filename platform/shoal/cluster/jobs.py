@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 import httpx
 
 import shoal
-from shoal.cluster.dashboard import ask, connect
-from shoal.cluster.handle import ClusterHandle
+from shoal.cluster.cluster_handle import ClusterHandle
+from shoal.cluster.dashboard_api import ask, connect
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.home import home
 

@@ -1,6 +1,6 @@
 """The head process of a local cluster: `python -m shoal.cluster.ray_head OPTIONS` starts a Ray head node and stays.
 
-Started by `shoal.cluster.embedded` and by nobody else. It starts Ray's `Node` itself where `ray start --head` cannot do
+Started by `shoal.cluster.embedded_cluster` alone. It starts Ray's `Node` itself where `ray start --head` cannot do
 what is needed: that command maps 127.0.0.1 to the machine's outside address, so that Ray listens on every interface;
 it always starts a Ray Client server; and it brings the dashboard up before the raylet, one after the other. It never
 touches another Ray of the machine: its folder, ports and address file are its own.
@@ -33,7 +33,7 @@ from ray._raylet import (  # type: ignore[attr-defined]  # its stub file does no
 )
 from ray.dashboard.consts import DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX
 
-from shoal.cluster import worker_launch
+from shoal.cluster.forking import fork_client
 from shoal.cluster.processes import MARKER, end_cluster
 from shoal.errors import ClusterError
 
@@ -192,7 +192,13 @@ def _start_fork_server() -> subprocess.Popen[bytes]:
 
     Before anything of Ray, since it takes as long as all of that.
     """
-    command = [sys.executable, "-P", "-m", "shoal.cluster.fork_server", os.environ[worker_launch.ADDRESS_VARIABLE]]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "shoal.cluster.forking.fork_server",
+        os.environ[fork_client.ADDRESS_VARIABLE],
+    ]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
@@ -212,7 +218,7 @@ def _parameters(options: HeadOptions) -> RayParams:
         num_gpus=options["num_gpus"],
         object_store_memory=options["object_store_memory_bytes"],
         temp_dir=str(Path(options["temp_dir"]) / "ray"),
-        setup_worker_path=worker_launch.__file__ if options["fork_workers"] else None,
+        setup_worker_path=fork_client.__file__ if options["fork_workers"] else None,
     )
 
 

@@ -1,9 +1,9 @@
 """What a run costs: parameters, arithmetic, memory, communication, time. Told before, and measured during a run.
 
-Who predicts imports `shoal.cost.prediction`, who measures `shoal.cost.probe`: they load parts of torch that take
-a second of the start of everybody who only reads what they found.
+`shoal.cost.predict.predict` predicts, `shoal.cost.step_profiler` measures. Both load parts of torch that take a second,
+so a process that only reads results imports neither.
 """
 
-from shoal.cost.table import COMPARED, MEASURED, PREDICTED, QUANTITIES, CostTable
+from shoal.cost.cost_table import COMPARED, MEASURED, PREDICTED, QUANTITIES, CostTable
 
 __all__ = ["COMPARED", "MEASURED", "PREDICTED", "QUANTITIES", "CostTable"]

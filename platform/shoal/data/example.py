@@ -5,8 +5,8 @@ Called before a run, and when a model is spread over ranks. Reads in this proces
 
 from __future__ import annotations
 
+from shoal.data.dataset import Batch, Collate, Source
 from shoal.data.loader import Loader
-from shoal.data.source import Batch, Collate, Source
 
 
 def example_batch(source: Source, collate: Collate | None, num_samples: int) -> Batch:

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.formats.files import FileDataset
-from shoal.data.reader import random_state_kept, seed_all, unreadable
-from shoal.data.source import Source, is_iterable, length_of
+from shoal.data.dataset import Source, is_iterable, length_of
+from shoal.data.formats.base import FileDataset
+from shoal.data.readers.map_reader import random_state_kept, seed_all, unreadable
 
 _END_BYTES = 2**20
 _BLOCK_BYTES = 64 * 1024

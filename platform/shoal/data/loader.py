@@ -14,14 +14,14 @@ from typing import Any, Self
 
 import torch
 
-from shoal.data.course import Course, MapCourse, StreamCourse
-from shoal.data.device import mover
-from shoal.data.order import MapOrder, Share
-from shoal.data.pool import WorkerPool
-from shoal.data.reader import Ended, Inline, Made, MapReader, Reader
-from shoal.data.source import Batch, Collate, Source, is_iterable, length_of
-from shoal.data.spec import LoaderSpec
-from shoal.data.stream import stream_reader
+from shoal.data.dataset import Batch, Collate, Source, is_iterable, length_of
+from shoal.data.device_prefetch import mover
+from shoal.data.loader_spec import LoaderSpec
+from shoal.data.readers.iterable_reader import stream_reader
+from shoal.data.readers.map_reader import Ended, Inline, Made, MapReader, Reader
+from shoal.data.sampling.epoch_plan import Course, MapCourse, StreamCourse
+from shoal.data.sampling.sampler import MapOrder, Share
+from shoal.data.workers.pool import WorkerPool
 from shoal.errors import ConfigError, DataError
 
 

@@ -26,26 +26,26 @@ from pydantic import SecretStr
 
 import shoal.runs
 from shoal.actor.connection import command_of
-from shoal.cluster.driver import expected_run_id
-from shoal.cluster.room import require_cpus
+from shoal.cluster.capacity import require_cpus
+from shoal.cluster.job_main import expected_run_id
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
-from shoal.flows.loop_metrics import LoopMetrics, Thinning, first_lags
-from shoal.flows.policy import check, served_model
+from shoal.flows.policy_evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
+from shoal.flows.rl_metrics import LoopMetrics, Thinning, first_lags
+from shoal.flows.rl_policy import check, served_model
 from shoal.flows.serving import places, record_changes
 from shoal.home import access_token
 from shoal.registry import ModelVersion, Registry
-from shoal.rl.ray_rl import ActorLearnerWorkers, RunSetting
+from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
-from shoal.runs.display import number
-from shoal.serve.ray_kept import require_no_endpoint
-from shoal.serve.sources import LiveModel, ServedModel
+from shoal.runs.formatting import number
+from shoal.serve.on_ray.ownership import require_no_endpoint
+from shoal.serve.spec.model_source import LiveModel, ServedModel
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
 
 if TYPE_CHECKING:
-    from shoal.serve.ray_serve import Endpoint
+    from shoal.serve.on_ray.deployment import Endpoint
 
 POLL_S = 0.5
 FINISH_S = 5.0  # for the learner to save what it has, when the run is stopped
@@ -114,7 +114,7 @@ class _Flow:
         closing.callback(self._workers.close)
         endpoint_spec = spec.endpoint.model_copy(update={"name": spec.model_name, "token": SecretStr(self.token)})
         policy = LiveModel(*served_model(spec, self.experience), self._workers.weight_source())
-        from shoal.serve.ray_serve import deploy  # Serve takes a second to load: not for `--check`
+        from shoal.serve.on_ray.deployment import deploy  # Serve takes a second to load: not for `--check`
 
         self._endpoint = deploy(endpoint_spec, [ServedModel(spec.model_name, policy)])
         closing.callback(self._endpoint.close)

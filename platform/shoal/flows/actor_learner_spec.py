@@ -12,7 +12,7 @@ from pydantic import Field
 
 from shoal.registry import AliasWords
 from shoal.rl.spec import RLSpec
-from shoal.serve.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, unless_said
+from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, unless_said
 
 NAMED_BY_ENV = "named-by-env"
 

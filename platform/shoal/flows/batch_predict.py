@@ -17,12 +17,12 @@ import pyarrow.parquet
 from pydantic import Field
 
 import shoal.runs
-from shoal.cluster.driver import expected_run_id, job_main
+from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.config import Spec
 from shoal.errors import DataError
 from shoal.registry import ModelVersion, Registry
-from shoal.serve.options import ModelOptions
-from shoal.serve.sources import RegisteredModel
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.model_source import RegisteredModel
 from shoal.serve.tables.table import choose_columns, csv_types, parse_columns
 
 JOB = "batch_predict"
@@ -94,7 +94,7 @@ def _chosen(version: ModelVersion, spec: BatchPredictSpec, seen: pa.Schema) -> d
 
 def batch_predict(spec: BatchPredictSpec, job: str) -> str:
     """Answer every row and return the run's id. Raises DataError, RegistryError, RunError, ClusterError."""
-    from shoal.serve.ray_batch_predict import BatchJob, predict_files
+    from shoal.serve.on_ray.batch_predict import BatchJob, predict_files
 
     check(spec)
     registry, files = Registry(), input_files(spec.input)

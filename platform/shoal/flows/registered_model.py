@@ -8,7 +8,7 @@ from __future__ import annotations
 from shoal.config import Spec
 from shoal.flows.serving import serve_models
 from shoal.flows.serving_spec import NAMED_BY_MODEL, NamedByModel, ServingSpec, check
-from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.spec.endpoint import EndpointSpec
 
 
 class RegisteredModelSpec(Spec):

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING
 from pydantic import SecretStr
 
 import shoal.runs
-from shoal.client.find import GRPC, INFERENCE
-from shoal.cluster.driver import expected_run_id, job_main
-from shoal.cluster.room import require_cpus
+from shoal.client.discovery import GRPC, INFERENCE
+from shoal.cluster.capacity import require_cpus
+from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.errors import ClusterError, RunError
 from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, require_code, spec_from_words
 from shoal.home import access_token
 from shoal.registry import Registry
 from shoal.runs import RunRecorder
-from shoal.serve.sources import ServedModel, registered
+from shoal.serve.spec.model_source import ServedModel, registered
 
 if TYPE_CHECKING:
-    from shoal.serve.ray_serve import Endpoint
+    from shoal.serve.on_ray.deployment import Endpoint
 
 JOB = "serve"
 WATCH_S = 1.0
@@ -36,7 +36,7 @@ WATCH_S = 1.0
 
 def serve_models(spec: ServingSpec, job: str) -> None:
     """Serve until interrupted. Raises ClusterError, ConfigError, RegistryError, RunError."""
-    from shoal.serve.ray_serve import deploy  # Serve takes a second to load: not for `--check`
+    from shoal.serve.on_ray.deployment import deploy  # Serve takes a second to load: not for `--check`
 
     check(spec)
     require_code(spec)

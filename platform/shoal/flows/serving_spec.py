@@ -16,7 +16,7 @@ from shoal.config import Spec, last_value, read_yaml
 from shoal.errors import ConfigError
 from shoal.registry import Registry, split_ref
 from shoal.registry.manifest import find_callable
-from shoal.serve.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, unless_said
+from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, unless_said
 
 NAMED_BY_MODEL = "named-by-model"
 NamedByModel = Annotated[EndpointSpec, unless_said(name=NAMED_BY_MODEL, num_cpus=0.5), TOKEN_FROM_ENVIRONMENT]
@@ -66,7 +66,9 @@ def from_file(path: Path) -> ServingSpec:
 
 def _arguments(applications: object) -> dict[str, Any]:
     """Of the one application that a file for `serve deploy` is to have. Raises ConfigError."""
-    remedy = "write `applications: [{name: shop, import_path: shoal.serve.ray_app:build, args: {models: [...]}}]`"
+    remedy = (
+        "write `applications: [{name: shop, import_path: shoal.serve.on_ray.serve_app:build, args: {models: [...]}}]`"
+    )
     match applications:
         case [dict(application)]:
             args = application.get("args") or {}

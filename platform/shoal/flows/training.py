@@ -17,23 +17,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import shoal.runs
-from shoal.cluster.driver import expected_run_id, job_main
+from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.cost import PREDICTED
 from shoal.errors import ClusterError, RankLost, RecordUnwritable, RunError
 from shoal.runs import RunRecorder
-from shoal.runs.ray_mailbox import Message
-from shoal.train.checks import Checked, check
-from shoal.train.ending import end_run
-from shoal.train.interrupts import interrupts
-from shoal.train.journal import Recorded
-from shoal.train.outcome import Outcome
-from shoal.train.ray_room import Group, free_places, placed, require_room, workers_that_fit
-from shoal.train.recipe import spec_from_words
+from shoal.runs.ray_event_channel import Message
+from shoal.train.launch.finalize import end_run
+from shoal.train.launch.overrides import spec_from_words
+from shoal.train.launch.ray_capacity import Group, free_places, placed, require_room, workers_that_fit
+from shoal.train.launch.shutdown_signal import interrupts
+from shoal.train.launch.validate import Checked, check
+from shoal.train.reporting.console import Told, in_words
+from shoal.train.reporting.event_log import Recorded
+from shoal.train.reporting.result import Outcome
 from shoal.train.spec import TrainSpec
-from shoal.train.told import Told, in_words
 
 if TYPE_CHECKING:
-    from shoal.train.ray_train import Fit
+    from shoal.train.launch.ray_train import Fit
 
 JOB = "train"
 POLL_S = 0.25
@@ -123,7 +123,7 @@ class _Flow:
                 if lost_in_a_row >= ATTEMPTS_WITHOUT_PROGRESS:
                     raise
         if not outcome.is_interrupted:  # told now, when the cores are free: it follows from the spec alone
-            from shoal.train.prediction import predicted_cost
+            from shoal.train.launch.predicted_cost import predicted_cost
 
             self._told.event(PREDICTED, **predicted_cost(self.spec))
         end_run(self.spec, outcome, self.checked, self.recorder, registers=True)
@@ -132,7 +132,7 @@ class _Flow:
         print(f"run {self.recorder.id}: {outcome.detail}; {in_words(outcome.metrics)}", flush=True)
 
     def _attempt(self) -> Outcome:
-        from shoal.train.ray_train import Fit, Setting  # Ray Train takes a second to load: not for `--check`
+        from shoal.train.launch.ray_train import Fit, Setting  # Ray Train takes a second to load: not for `--check`
 
         self._has_begun, self._lack = False, None
         group = Group()

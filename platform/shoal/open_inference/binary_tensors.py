@@ -16,7 +16,7 @@ import numpy as np
 
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY
-from shoal.open_inference.expectation import shown
+from shoal.open_inference.request_schema import shown
 
 COPIED_BYTES = 1 << 15  # up to here a copy costs less than a view
 _LENGTH = struct.Struct("<I")

@@ -19,7 +19,7 @@ import numpy as np
 
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY, bf16_bits, bf16_values
-from shoal.open_inference.expectation import shown
+from shoal.open_inference.request_schema import shown
 
 MAX_DEPTH = 8
 FEW = 64  # values up to which Python's own loops beat NumPy's

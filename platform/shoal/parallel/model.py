@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.parallel.plan import Degrees, ParallelSpec
-from shoal.parallel.world import World
+from shoal.parallel.comm.world import World
+from shoal.parallel.spec import Degrees, ParallelSpec
 
 
 class Learnable(Protocol):
@@ -169,6 +169,6 @@ def parallelize(
 
     Raises PlanError on every rank, with the remedy, when the model cannot be held by the plan.
     """
-    from shoal.parallel.layout import spread
+    from shoal.parallel.build import spread
 
     return spread(model, learnable, spec, degrees, world, example, seed)

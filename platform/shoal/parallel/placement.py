@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shoal.parallel.blocks import find_blocks
-from shoal.parallel.plan import Degrees
+from shoal.parallel.spec import Degrees
+from shoal.parallel.spmd.fsdp_blocks import find_blocks
 
 if TYPE_CHECKING:
-    from shoal.parallel.tensor_plan import TensorPlan
+    from shoal.parallel.tensor.plan import TensorPlan
 
 HEADINGS = ("module", "parameters", "held as", "ranks")
 

@@ -24,11 +24,11 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from shoal.durable import replace_synced, sync_folder, write_synced
+from shoal.atomic_file import replace_synced, sync_folder, write_synced
 from shoal.errors import ConfigError, RegistryError, WeightsError
 from shoal.home import home
 from shoal.registry.aliases import Aliases, Move
-from shoal.registry.files import locked
+from shoal.registry.lock import locked
 from shoal.registry.manifest import PAYLOAD_FILES, Manifest, ModelFactory, Signature
 from shoal.weights import WeightSnapshot
 

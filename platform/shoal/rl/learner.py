@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from shoal import checkpoint, durable
-from shoal.algorithms.impala import Batch, NonFiniteLoss, batch_of, is_finite, update
+from shoal import atomic_file, checkpoint
 from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch
 from shoal.models.actor_critic import ActorCritic
-from shoal.rl.queue import UNWRITABLE_PAUSE_S, BatchRequest, ExperienceBatch, ExperienceSource
+from shoal.rl.algorithms.impala.algorithm import Batch, NonFiniteLoss, batch_of, is_finite, update
+from shoal.rl.experience.queue import UNWRITABLE_PAUSE_S, BatchRequest, ExperienceBatch, ExperienceSource
 from shoal.rl.spec import RLSpec, network_kwargs
 from shoal.weights import Published, WeightSnapshot
 from shoal.wire import DropReason, ExperienceSpec
@@ -303,7 +303,7 @@ class Learner:
         """Raises OSError, having published nothing, when the version cannot be reserved."""
         if self.version + 1 > self._num_reserved:
             num_reserved = self.version + 1 + VERSIONS_RESERVED
-            durable.replace_synced(self._reserved, str(num_reserved).encode())
+            atomic_file.replace_synced(self._reserved, str(num_reserved).encode())
             self._num_reserved = num_reserved
         self.version += 1
         self._published_updates, self._published_at = self.updates, time.monotonic()

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, model_validator
 
-from shoal.addresses import is_loopback
-from shoal.algorithms.impala_config import ImpalaConfig
 from shoal.config import Spec
 from shoal.errors import ConfigError
+from shoal.network_address import is_loopback
+from shoal.rl.algorithms.impala.config import ImpalaConfig
+from shoal.wire.experience_spec import DTYPES, ExperienceSpec, PolicySpec, TensorSpec
 from shoal.wire.segment import largest_segment_bytes
-from shoal.wire.spec import DTYPES, ExperienceSpec, PolicySpec, TensorSpec
 
 
 class GatewaySpec(Spec):

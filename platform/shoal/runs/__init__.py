@@ -1,11 +1,11 @@
 """The durable run record: runs, their events, metrics, weight versions, models and endpoints, and the report."""
 
-from shoal.runs.kind import Kind
-from shoal.runs.record_of import record_of
-from shoal.runs.recorder import RunRecorder, create, reopen
-from shoal.runs.report import report_at_end, write_report
-from shoal.runs.run import Endpoint, Run, list_running, list_runs, load
-from shoal.runs.status import HEARTBEAT_TIMEOUT_S, Status, transition
+from shoal.runs.record.recorder import RunRecorder, create, reopen
+from shoal.runs.record.recording import record_of
+from shoal.runs.report.report import report_at_end, write_report
+from shoal.runs.run_kind import Kind
+from shoal.runs.run_reader import Endpoint, Run, list_running, list_runs, load
+from shoal.runs.run_status import HEARTBEAT_TIMEOUT_S, Status, transition
 
 __all__ = [
     "HEARTBEAT_TIMEOUT_S",

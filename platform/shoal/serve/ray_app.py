@@ -1,48 +1,8 @@
-"""An endpoint as an application of Ray Serve's own: `import_path: shoal.serve.ray_app:build` in a `serve deploy` file.
+"""The path under which `serve deploy` files name an endpoint's application: `import_path: shoal.serve.ray_app:build`.
 
-Called by Serve, in a process of the cluster. The ports are those of the file (`http_options`); the cluster must have
-been started with the variables of `cluster.serve_environment` (`shoal up` does). What such an endpoint changes is in
-its audit log and its status, and in no run record: nobody is there to keep one.
+The application is `shoal.serve.on_ray.serve_app`. Nothing within Shoal imports this module.
 """
 
-from __future__ import annotations
+from shoal.serve.on_ray.serve_app import build
 
-from typing import Any
-
-from pydantic import Field, SecretStr
-from ray import serve
-
-from shoal.config import Spec
-from shoal.errors import ConfigError
-from shoal.home import access_token
-from shoal.serve.controller.setting import controller_setting
-from shoal.serve.endpoint import EndpointSpec
-from shoal.serve.ray_controller import RayController
-from shoal.serve.ray_serve import application
-from shoal.serve.sources import registered
-
-
-class AppSpec(Spec):
-    """The `args` of the application.
-
-    models:   references: name@version, name@alias (which is followed), or name for the newest version now
-    endpoint: as `shoal serve deploy` takes it; called by its first model's name unless it is named. Callers show the
-              access token ($SHOAL_TOKEN, or $SHOAL_HOME/token) or one of its keys
-    """
-
-    models: list[str] = Field(min_length=1)
-    endpoint: dict[str, Any] = Field(default_factory=dict)
-
-
-def build(args: dict[str, Any]) -> serve.Application:
-    """Raises ConfigError for args that do not fit, RegistryError for models that there are not."""
-    app = AppSpec.parse(args)
-    if app.endpoint.get("token") is not None:
-        raise ConfigError(
-            "endpoint.token", "...", "would be in a file", "set $SHOAL_TOKEN where the cluster is started"
-        )
-    models = [registered(ref) for ref in app.models]
-    defaults = {"name": models[0].name, "num_cpus": 0.5}
-    spec = EndpointSpec.parse({**defaults, **app.endpoint, "token": SecretStr(access_token())})
-    setting, live = controller_setting(spec, models)
-    return application(spec, live, RayController(setting))
+__all__ = ["build"]

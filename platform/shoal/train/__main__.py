@@ -11,10 +11,10 @@ from functools import partial
 
 from shoal.config import last_value
 from shoal.errors import ConfigError, ShoalError
-from shoal.loading import loading
-from shoal.train.alone import train_here
-from shoal.train.recipe import spec_from_words
-from shoal.train.told import in_words
+from shoal.gc_freeze import loading
+from shoal.train.launch.local import train_here
+from shoal.train.launch.overrides import spec_from_words
+from shoal.train.reporting.console import in_words
 
 
 def main(words: list[str]) -> int:

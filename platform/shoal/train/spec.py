@@ -13,7 +13,7 @@ from shoal.config import Spec
 from shoal.data import LoaderSpec
 from shoal.parallel import Degrees, ParallelSpec
 from shoal.registry import AliasWords
-from shoal.runs.run import direction_of
+from shoal.runs.run_reader import direction_of
 
 Direction = Literal["auto", "max", "min"]
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -1,5 +1,6 @@
 """The messages that external processes speak: typed, versioned, free of pickle (docs/protocol.md)."""
 
+from shoal.wire.experience_spec import ExperienceSpec, PolicySpec, TensorSpec
 from shoal.wire.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -20,7 +21,6 @@ from shoal.wire.messages import (
     encode,
 )
 from shoal.wire.segment import DropReason, PackedSegment, Segment, pack_segment, unpack_segment
-from shoal.wire.spec import ExperienceSpec, PolicySpec, TensorSpec
 
 __all__ = [
     "PROTOCOL_VERSION",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.errors import ProtocolViolation
-from shoal.wire.spec import ExperienceSpec
+from shoal.wire.experience_spec import ExperienceSpec
 
 PROTOCOL_VERSION = 1
 

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from shoal.errors import InvalidSegment
+from shoal.wire.experience_spec import DTYPES, ExperienceSpec, TensorSpec
 from shoal.wire.messages import SegmentMessage, TensorHeader, encode
-from shoal.wire.spec import DTYPES, ExperienceSpec, TensorSpec
 
 _NAMES = {np.dtype(code): name for name, code in DTYPES.items()}
 _TENSORS = ("observations", "actions", "rewards", "log_probabilities", "versions")

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as arrow
 from pyarrow import ipc
 
-from shoal.data.formats.columns import Columns
+from shoal.data.formats.arrow_base import Columns
 
 _MAGIC = b"ARROW1"  # with which a file begins, and a stream does not
 

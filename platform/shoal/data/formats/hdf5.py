@@ -9,7 +9,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shoal.data.formats.files import (
+from shoal.data.formats.base import (
     Fields,
     FileDataset,
     as_tensor,
@@ -18,7 +18,7 @@ from shoal.data.formats.files import (
     names_and_places,
     structured,
 )
-from shoal.data.order import Indices
+from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError
 
 _RUN_GAP_BYTES = 64 * 1024  # it is quicker to read over so much than to ask the library once more

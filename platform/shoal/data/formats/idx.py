@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.formats.files import FileDataset, as_tensor, equally_long, existing
-from shoal.data.order import Indices
+from shoal.data.formats.base import FileDataset, as_tensor, equally_long, existing
+from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError
 
 _DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from shoal.data.formats.files import FileDataset, existing
-from shoal.data.order import Indices
+from shoal.data.formats.base import FileDataset, existing
+from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
-from shoal.data.formats.files import FileDataset, as_tensor, equally_long, existing, named, structured
-from shoal.data.order import Indices
+from shoal.data.formats.base import FileDataset, as_tensor, equally_long, existing, named, structured
+from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError
 
 _WANTED = "save an array of numbers with the sample as dimension 0"

@@ -7,7 +7,7 @@ from typing import Any
 
 from pyarrow import parquet
 
-from shoal.data.formats.columns import Columns
+from shoal.data.formats.arrow_base import Columns
 
 
 class Parquet(Columns):

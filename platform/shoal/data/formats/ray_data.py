@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from shoal.data.order import Share
+from shoal.data.sampling.sampler import Share
 from shoal.errors import ConfigError
 
 

@@ -22,8 +22,8 @@ from typing import Protocol
 import numpy as np
 
 from shoal.errors import ConfigError
-from shoal.serve.batching.schedule import Batch, Schedule
-from shoal.serve.batching.waiting import Waiting
+from shoal.serve.batching.fair_queue import Waiting
+from shoal.serve.batching.scheduler import Batch, Schedule
 
 Measured = Sequence[tuple[int, float]]
 

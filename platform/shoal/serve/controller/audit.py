@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InferenceError
-from shoal.serve.call import caller_and_address
 from shoal.serve.controller.state import Event
-from shoal.serve.refusals import MAX_CHARS, RefusalBook
-from shoal.serve.report import ReplicaReport
+from shoal.serve.messages.auth_failures import MAX_CHARS, RefusalBook
+from shoal.serve.messages.inference import caller_and_address
+from shoal.serve.messages.replica_report import ReplicaReport
 
 FILE = "audit.jsonl"
 REPORTS = frozenset({"metric"})  # what is asked of a controller and changes nothing by itself

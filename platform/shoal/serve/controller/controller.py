@@ -19,8 +19,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from shoal.errors import InferenceError
-from shoal.serve.controller.alias_move import follow_alias, move_alias
-from shoal.serve.controller.evidence import EvidenceBook
+from shoal.serve.controller.alias_sync import follow_alias, move_alias
+from shoal.serve.controller.canary_evidence import EvidenceBook
+from shoal.serve.controller.canary_guard import judge
 from shoal.serve.controller.live_control import LiveControl
 from shoal.serve.controller.rollout import (
     Abandon,
@@ -39,11 +40,10 @@ from shoal.serve.controller.rollout import (
     stage,
 )
 from shoal.serve.controller.state import MAX_EVENTS, ControllerState, Deployment, Event, ModelState, StateFile
-from shoal.serve.guard import judge
-from shoal.serve.options import ModelOptions
-from shoal.serve.plan import EndpointPlan
-from shoal.serve.report import ReplicaReport
-from shoal.serve.sources import Catalogue, RegistryCatalogue
+from shoal.serve.messages.desired_state import EndpointPlan
+from shoal.serve.messages.replica_report import ReplicaReport
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.model_source import Catalogue, RegistryCatalogue
 
 LEASE_S = 6.0  # a replica that was not heard of for this long is no longer waited for
 STAGE_TIMEOUT_S = 600.0

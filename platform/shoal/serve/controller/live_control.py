@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from shoal.serve.controller.canary_guard import Evidence, judge
 from shoal.serve.controller.state import LiveState, ModelState, StateFile
-from shoal.serve.guard import Evidence, judge
-from shoal.serve.options import GuardOptions
-from shoal.serve.plan import LivePlan, Shares
-from shoal.serve.report import MAX_LEFT, Left, ReplicaReport
+from shoal.serve.messages.desired_state import LivePlan, Shares
+from shoal.serve.messages.replica_report import MAX_LEFT, Left, ReplicaReport
+from shoal.serve.spec.model_options import GuardOptions
 from shoal.weights import WeightSnapshot
 
 RECORD_S = 10.0

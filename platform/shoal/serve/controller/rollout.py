@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from shoal.serve.guard import MAX_LOST_REPLICAS
-from shoal.serve.plan import FOLLOWING, LivePlan, ModelPlan
-from shoal.serve.report import ReplicaReport
+from shoal.serve.controller.canary_guard import MAX_LOST_REPLICAS
+from shoal.serve.messages.desired_state import FOLLOWING, LivePlan, ModelPlan
+from shoal.serve.messages.replica_report import ReplicaReport
 
 
 class Phase(StrEnum):

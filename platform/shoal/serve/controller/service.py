@@ -13,14 +13,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.serve.controller.administration import Administration
+from shoal.serve.controller.admin_api import Administration
 from shoal.serve.controller.audit import FILE, AuditLog
+from shoal.serve.controller.config import ControllerSetting
 from shoal.serve.controller.controller import LEASE_S, EndpointController
-from shoal.serve.controller.setting import ControllerSetting
 from shoal.serve.controller.state import Event, StateFile
 from shoal.serve.controller.status import StatusBook
-from shoal.serve.plan import EndpointPlan
-from shoal.serve.report import ReplicaReport
+from shoal.serve.messages.desired_state import EndpointPlan
+from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.weights import WeightSnapshot
 
 TICK_S = 0.25

@@ -17,8 +17,8 @@ import msgspec
 
 from shoal.errors import WeightsError
 from shoal.serve.controller.rollout import Rollout
-from shoal.serve.plan import Shares
-from shoal.serve.report import Left
+from shoal.serve.messages.desired_state import Shares
+from shoal.serve.messages.replica_report import Left
 from shoal.weights import WeightSnapshot
 
 MAX_EVENTS = 500

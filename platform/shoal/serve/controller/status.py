@@ -13,14 +13,21 @@ from typing import Any
 
 import msgspec
 
-from shoal.client.status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
+from shoal.client.endpoint_status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Phase, Rollout
 from shoal.serve.controller.state import Event, LiveState, ModelState
-from shoal.serve.options import ModelOptions
-from shoal.serve.plan import Shares
-from shoal.serve.report import ModelReport, ReplicaReport
-from shoal.serve.snapshots import HistogramSnapshot, ModelSnapshot, merge, quantile, requests_and_errors, since
+from shoal.serve.messages.desired_state import Shares
+from shoal.serve.messages.metrics_snapshot import (
+    HistogramSnapshot,
+    ModelSnapshot,
+    merge,
+    quantile,
+    requests_and_errors,
+    since,
+)
+from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
+from shoal.serve.spec.model_options import ModelOptions
 
 WINDOW_S = 10.0
 SAMPLE_S = 1.0

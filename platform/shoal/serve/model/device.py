@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from shoal.errors import ConfigError
-from shoal.serve.options import ModelOptions
+from shoal.serve.spec.model_options import ModelOptions
 
 NUM_TIMINGS = 5
 

@@ -22,7 +22,7 @@ import numpy as np
 from shoal.errors import InferenceError
 from shoal.registry.manifest import ModelFactory, find_callable
 from shoal.serve.model.formats import Arrays
-from shoal.serve.options import ModelOptions
+from shoal.serve.spec.model_options import ModelOptions
 
 Hook = Callable[[Arrays], Arrays]
 

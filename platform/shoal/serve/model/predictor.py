@@ -19,15 +19,15 @@ import torch
 
 from shoal.errors import InferenceError, WeightsError
 from shoal.registry.manifest import ModelFactory, Signature
-from shoal.serve.call import Arrays
+from shoal.serve.messages.inference import Arrays
 from shoal.serve.model.device import devices, fastest, timed
 from shoal.serve.model.formats import Forward, Setting, Template, has_cuda, open_template
 from shoal.serve.model.hooks import Hook, find_hook
-from shoal.serve.model.lengths import Lengths
-from shoal.serve.model.outputs import NotFiniteOutput, OutputCheck
-from shoal.serve.model.ragged import Joiner
+from shoal.serve.model.output_check import NotFiniteOutput, OutputCheck
+from shoal.serve.model.padding import Joiner
+from shoal.serve.model.padding_cost import Lengths
 from shoal.serve.model.warm_up import batch_sizes, example, has_one_shape, is_guessed, measure
-from shoal.serve.options import ModelOptions
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 logger = logging.getLogger(__name__)

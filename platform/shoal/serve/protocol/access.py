@@ -24,9 +24,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from shoal.errors import ConfigError, InferenceError
-from shoal.serve.call import Caller
-from shoal.serve.options import HASHED, ApiKey
-from shoal.serve.refusals import Refusals, Refused
+from shoal.serve.messages.auth_failures import Refusals, Refused
+from shoal.serve.messages.inference import Caller
+from shoal.serve.spec.model_options import HASHED, ApiKey
 
 ADMINISTRATOR = "administrator"  # the name of whoever shows the endpoint's token
 ANYONE = "anyone"  # the name of all callers of an endpoint that has neither token nor keys

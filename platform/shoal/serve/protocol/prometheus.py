@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.serve.call import Caller
-from shoal.serve.report import ReplicaReport
-from shoal.serve.snapshots import HistogramSnapshot, ModelSnapshot, VersionSnapshot, total
+from shoal.serve.messages.inference import Caller
+from shoal.serve.messages.metrics_snapshot import HistogramSnapshot, ModelSnapshot, VersionSnapshot, total
+from shoal.serve.messages.replica_report import ReplicaReport
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 

@@ -16,22 +16,22 @@ import psutil
 import torch
 
 from shoal.errors import ShoalError
-from shoal.serve.batcher import Batcher
-from shoal.serve.call import Arrays, Caller
-from shoal.serve.endpoint import EndpointSpec
+from shoal.serve.batching.batcher import Batcher
+from shoal.serve.http.app import RestApp
+from shoal.serve.messages.inference import Arrays, Caller
+from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.protocol.access import Access
 from shoal.serve.protocol.limits import Limits
 from shoal.serve.protocol.prometheus import render
-from shoal.serve.protocol.rest import RestApp
-from shoal.serve.replica.follower import PlanFollower
-from shoal.serve.replica.host import ControllerClient, ReplicaHost
-from shoal.serve.replica.hosted import Answer
-from shoal.serve.report import ReplicaReport
-from shoal.serve.sources import LiveModel
-from shoal.serve.tracing import Tracer
+from shoal.serve.protocol.tracing import Tracer
+from shoal.serve.replica.model_manager import ControllerClient, ReplicaHost
+from shoal.serve.replica.served_model import Answer
+from shoal.serve.replica.watchers import PlanFollower
+from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.model_source import LiveModel
 
 if TYPE_CHECKING:
-    from shoal.serve.protocol.grpc_service import InferenceServicer
+    from shoal.serve.grpc.service import InferenceServicer
 
 # A thread that computes in Python (a forward's own code, weights being staged) makes the event loop wait this long for
 # its turn. The default of 5 ms is an eternity here; below 1 ms nothing more is gained.
@@ -84,7 +84,7 @@ class EndpointReplica:
 
     def servicer(self) -> InferenceServicer:
         """The same models over gRPC."""
-        from shoal.serve.protocol.grpc_service import InferenceServicer
+        from shoal.serve.grpc.service import InferenceServicer
 
         return InferenceServicer(self.host, self._access, self._tracer)
 

@@ -14,12 +14,12 @@ import numpy as np
 
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference.datatypes import bf16_values
-from shoal.serve.batcher import Batcher, BatchReport
-from shoal.serve.call import Arrays, InferCall, size_bytes
+from shoal.serve.batching.batcher import Batcher, BatchReport
+from shoal.serve.messages.inference import Arrays, InferCall, size_bytes
 from shoal.serve.model.predictor import LoadedModel
-from shoal.serve.options import ModelOptions
-from shoal.serve.replica.metrics import ModelStatistics
-from shoal.serve.replica.versions import Draws, Track
+from shoal.serve.replica.model_statistics import ModelStatistics
+from shoal.serve.replica.version_router import Draws, Track
+from shoal.serve.spec.model_options import ModelOptions
 
 WEIGHT = 1e-6  # of the slots, beside a model's 1
 MAX_WAITING = 256  # calls; whatever their rows

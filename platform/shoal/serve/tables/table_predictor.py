@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from shoal.errors import ConfigError, DataError, InferenceError
 from shoal.serve.model.predictor import ModelPackage, Predictor
-from shoal.serve.options import ModelOptions
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.tables.table import alike, choose_columns, column_of, column_type, inputs_of
 
 Part = tuple[int, dict[str, np.ndarray] | None]  # so many rows, and their outputs; None for one that failed

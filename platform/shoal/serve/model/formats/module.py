@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from shoal.errors import ConfigError, WeightsError
 from shoal.registry.manifest import ModelFactory
 from shoal.serve.model.formats.compiled import CompiledModule
-from shoal.serve.model.formats.copies import comes_upon, own_tensors
 from shoal.serve.model.formats.cuda_graphs import GraphedModule
+from shoal.serve.model.formats.module_copy import comes_upon, own_tensors
 from shoal.serve.model.formats.template import Forward, Setting
 from shoal.serve.model.formats.torch_forward import torch_forward
 from shoal.serve.model.kernels import choose_kernels

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from shoal.registry.manifest import Signature, TensorSignature
-from shoal.serve.options import ModelOptions
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 Arrays = Mapping[str, np.ndarray]

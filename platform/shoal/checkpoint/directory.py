@@ -1,0 +1,109 @@
+"""A folder of checkpoints: their names, drafts that appear whole, checksums, and which of them are kept.
+
+    FOLDER/step-000000123/        a checkpoint; it was renamed to this name when all of it was on the disk
+    FOLDER/.draft-000000124-ab    one being written, or what a process that died has left
+    FOLDER/.draft-step-000000123-replaced    one that makes place for another of its step
+
+Nothing else in the folder counts or is touched: copies that somebody has made under names of their own, say.
+
+Called by both kinds of checkpoint, `files` and `checkpointer`; knows nothing of what is in one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from shoal.atomic_file import sync_folder
+
+BLOCK_BYTES = 4 << 20
+_STEP = re.compile(r"step-(\d{9,})")
+
+
+class FileSum(NamedTuple):
+    """What a manifest knows of a file."""
+
+    size_bytes: int
+    sha256: str
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of that step lies, or would."""
+    return folder / f"step-{step:09d}"
+
+
+def draft_of(folder: Path, step: int, token: str) -> Path:
+    """Where it is written before it appears."""
+    return folder / f".draft-{step:09d}-{token}"
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """All checkpoints, damaged ones too. One that a crash has kept from being replaced gets its name back."""
+    for aside in folder.glob(".draft-step-*-replaced"):
+        target = folder / aside.name.removeprefix(".draft-").removesuffix("-replaced")
+        if not target.exists():
+            with suppress(OSError):  # a folder that may only be read
+                aside.rename(target)
+    found = {int(match[1]): path for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))}
+    return [path for _, path in sorted(found.items(), reverse=True)]
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileSum:
+    """Write a new file and have the disk confirm it. Raises OSError."""
+    digest, size_bytes = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for piece in pieces:
+            digest.update(piece)
+            file.write(piece)
+            size_bytes += len(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileSum(size_bytes, digest.hexdigest())
+
+
+def damage(path: Path, expected: FileSum) -> str:
+    """What is wrong with a file; empty if nothing is."""
+    digest, size_bytes = hashlib.sha256(), 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+                size_bytes += len(block)
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+    if size_bytes != expected.size_bytes:
+        return f"{path.name} has {size_bytes} bytes instead of {expected.size_bytes}"
+    return "" if digest.hexdigest() == expected.sha256 else f"{path.name} does not match its checksum"
+
+
+def publish(draft: Path, target: Path) -> None:
+    """Let a finished draft appear; a checkpoint of the same step makes place. Raises OSError."""
+    sync_folder(draft)
+    aside = target.with_name(f".draft-{target.name}-replaced")
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+    draft.rename(target)
+    sync_folder(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def tidy(folder: Path, newest: Path, keep: int, pinned: Path | None = None, since: Path | None = None) -> None:
+    """Keep `newest` and those before it, `keep` in all, and `pinned`. Drafts are of processes that died.
+
+    Later steps are of a timeline that was given up: they were damaged, or the run would have gone on from them. So are
+    those between `newest` and `since`, the one with which this timeline went on before it, where that is known.
+    """
+    found = newest_first(folder)
+    place = found.index(newest)
+    after = found.index(since) if since in found[place + 1 :] else place + 1
+    given_up, earlier = [*found[:place], *found[place + 1 : after]], found[after:]
+    old = [path for path in earlier[keep - 1 :] if path != pinned]
+    for path in [*given_up, *old, *folder.glob(".draft-*")]:
+        shutil.rmtree(path, ignore_errors=True)

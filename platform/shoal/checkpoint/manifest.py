@@ -1,0 +1,169 @@
+"""The files of one sharded checkpoint beside the tensors: its index, its manifest, and the moment at which it appears.
+
+Called by `checkpointer`; talks to no other rank. What fails because of the disk comes back as a reason, since all ranks
+have to hear it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shoal import atomic_file
+from shoal.checkpoint import directory
+from shoal.checkpoint.directory import FileSum
+from shoal.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST, INDEX, BEST = "manifest.json", "index.json", "best.json"
+
+
+class Job(NamedTuple):
+    """One save, after the checkpoint `since`, if that is known. `values`, `extras` and `per_rank` are encoded."""
+
+    step: int
+    draft: Path
+    target: Path
+    plan: str
+    best: bool
+    keep: int
+    since: Path | None
+    values: dict[str, Any]
+    extras: Any
+    per_rank: Any
+
+
+class Written(NamedTuple):
+    """What one rank did. `reason` says why it could not."""
+
+    file: str
+    sum: FileSum
+    values: dict[str, Any]
+    per_rank: Any
+    reason: str
+
+
+def write_shard(job: Job, name: str, pieces: Iterator[bytes | memoryview]) -> Written:
+    """One rank's file, confirmed by the disk."""
+    try:
+        job.draft.mkdir(parents=True, exist_ok=True)
+        written = directory.write_file(job.draft / name, pieces)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the copy from the GPU failed
+        return Written(name, FileSum(0, ""), {}, None, f"{name}: {error}")
+    return Written(name, written, job.values, job.per_rank, "")
+
+
+def finish(job: Job, index: Mapping[str, Any], shards: Sequence[Written]) -> str:
+    """Make a checkpoint of the shards, on the first rank. The reason why it could not, or nothing."""
+    reason = "; ".join(one.reason for one in shards if one.reason)
+    try:
+        if not reason:
+            _finish(job, index, shards)
+    except (OSError, CheckpointError) as error:
+        reason = str(error)
+    if reason:
+        shutil.rmtree(job.draft, ignore_errors=True)
+    return reason
+
+
+def _finish(job: Job, index: Mapping[str, Any], shards: Sequence[Written]) -> None:
+    for rank, one in enumerate(shards):
+        if not (job.draft / one.file).exists():
+            raise CheckpointError(f"rank 0 does not see the shard of rank {rank}: the folder must be shared by all")
+    content = {
+        "tensors": index,
+        "values": _merge([one.values for one in shards]),
+        "extras": job.extras,
+        "per_rank": [one.per_rank for one in shards],
+    }
+    files = {one.file: one.sum for one in shards}
+    files[INDEX] = directory.write_file(job.draft / INDEX, [json.dumps(content).encode()])
+    manifest = {
+        "format": FORMAT,
+        "step": job.step,
+        "time": time.time(),
+        "world_size": len(shards),
+        "plan": job.plan,
+        "files": {name: one._asdict() for name, one in files.items()},
+    }
+    signed = manifest | {"sha256": _sum(manifest)}
+    directory.write_file(job.draft / MANIFEST, [json.dumps(signed, indent=1).encode()])
+    if job.best:  # within the draft: a disk that has no room for the note refuses all of it
+        atomic_file.write_synced(job.draft / BEST, json.dumps({"step": job.step, "sha256": signed["sha256"]}).encode())
+    directory.publish(job.draft, job.target)
+    place = job.target.parent
+    if job.best:
+        atomic_file.move_synced(job.target / BEST, place / BEST)
+    best = best_step(place)
+    directory.tidy(place, job.target, job.keep, None if best is None else directory.path_of(place, best), job.since)
+
+
+def _merge(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for rank, values in enumerate(of_ranks):
+        for name, value in values.items():
+            if merged.setdefault(name, value) != value:
+                raise CheckpointError(f"{name} is {value!r:.80} on rank {rank}, but {merged[name]!r:.80} before it")
+    return merged
+
+
+def best_step(place: Path) -> int | None:
+    """The step that was last called the best one, if its checkpoint is still there.
+
+    After going back, another timeline comes to the same step: its checkpoint is told by its manifest. One that cannot
+    be read is still the best one: who asks for it hears what is wrong with it.
+    """
+    try:
+        noted = json.loads((place / BEST).read_text())
+        step = int(noted["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    path = directory.path_of(place, step)
+    manifest = read_manifest(path)
+    if isinstance(manifest, str):
+        return step if path.exists() else None
+    is_same = noted.get("sha256", _sum(manifest)) == _sum(manifest)  # earlier versions noted the step alone
+    return step if is_same else None
+
+
+def read_manifest(path: Path) -> dict[str, Any] | str:
+    """What the manifest says, or what is wrong with it."""
+    if not path.exists():
+        return "there is no such checkpoint"
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+    except OSError as error:
+        return f"{MANIFEST} cannot be read ({error.strerror})"
+    except ValueError as error:
+        return f"{MANIFEST} is not JSON ({error})"
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        return f"{MANIFEST} is not one of format {FORMAT}"
+    if manifest.pop("sha256", "") != _sum(manifest):
+        return f"{MANIFEST} does not match its own checksum"
+    if directory.path_of(path.parent, manifest["step"]) != path:
+        return f"{MANIFEST} is of step {manifest['step']}"
+    return manifest
+
+
+def damages(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What is wrong with each of these files, if anything is."""
+    found = (directory.damage(path / name, FileSum(**expected)) for name, expected in files.items())
+    return [reason for reason in found if reason]
+
+
+def read_index(path: Path) -> dict[str, Any] | str:
+    """The index of a checkpoint that was checked, or why it cannot be read."""
+    try:
+        index: dict[str, Any] = json.loads((path / INDEX).read_bytes())
+    except (OSError, ValueError) as error:
+        return f"{INDEX} cannot be read ({error})"
+    return index
+
+
+def _sum(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,167 @@
+"""Which rank writes which part of which tensor, and where in its shard that lies; and what to read to get it back.
+
+The rules are those of torch's distributed checkpoint: its planners find the chunks of a (sharded) tensor, give a chunk
+that several ranks hold to the least burdened of them, check that the chunks of a tensor are all of it, and intersect
+them with what a reader holds. The bytes are ours: a shard is a safetensors file, the index a JSON file.
+
+Called by `checkpointer`; touches no file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem
+from torch.distributed.tensor import DTensor
+
+from shoal.checkpoint.json_state import DTYPES, NAME_OF
+from shoal.errors import CheckpointError, ConfigError
+
+Shape = tuple[int, ...]
+
+
+class Slot(NamedTuple):
+    """One chunk of one tensor, and the bytes of the shard's data that it takes."""
+
+    name: str
+    offsets: Shape
+    sizes: Shape
+    dtype: torch.dtype
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one rank writes. The widest dtypes come first, so that every slot is aligned without a gap."""
+
+    slots: tuple[Slot, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.slots[-1].end if self.slots else 0
+
+    def header(self) -> bytes:
+        """The head of the safetensors file whose data are the slots, one after the other."""
+        entries = {
+            f"{slot.name}@{','.join(map(str, slot.offsets))}": {
+                "dtype": NAME_OF[slot.dtype],
+                "shape": slot.sizes,
+                "data_offsets": [slot.begin, slot.end],
+            }
+            for slot in self.slots
+        }
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def outline(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    """What must stay the same for a layout to stay valid; cheap, since every save looks at it."""
+    return tuple(
+        (name, one.dtype, one.shape, (one.placements, one.device_mesh) if isinstance(one, DTensor) else None)
+        for name, one in tensors.items()
+    )
+
+
+def plan_of(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
+    """What this rank could write. Raises ConfigError naming a tensor that a checkpoint cannot hold."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAME_OF or tensor.layout != torch.strided or tensor.is_meta:
+            kind = "meta" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
+            raise ConfigError(name, kind, "a checkpoint does not hold such a tensor", f"dtypes are {', '.join(DTYPES)}")
+        if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+            raise ConfigError(name, str(tensor.placements), "is a partial sum", "reduce it before saving")
+    return create_default_local_save_plan(dict(tensors), is_coordinator=True)
+
+
+def share(plans: Sequence[SavePlan]) -> list[Layout]:
+    """Who writes what, given what every rank could write.
+
+    Raises CheckpointError when ranks mean different tensors by one name, or when parts of a tensor are missing.
+    """
+    known: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            whole = _data(item)
+            shape, dtype = whole.size, whole.properties.dtype
+            other, *same = known.setdefault(item.index.fqn, (rank, shape, dtype))
+            if same != [shape, dtype]:
+                here, there = f"{dtype} {list(shape)}", f"{same[1]} {list(same[0])}"  # type: ignore[call-overload]
+                raise CheckpointError(f"{item.index.fqn} is {there} on rank {other}, but {here} on rank {rank}")
+    try:
+        shared, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(list(plans))
+    except (AssertionError, ValueError) as error:
+        raise CheckpointError(f"the ranks' parts do not make whole tensors: {error}") from error
+    return [_layout(plan.items) for plan in shared]
+
+
+def _data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None  # only tensors are planned
+    return item.tensor_data
+
+
+def _layout(items: Sequence[WriteItem]) -> Layout:
+    slots, begin = [], 0
+    for item in sorted(items, key=lambda item: (-_data(item).properties.dtype.itemsize, item.index.fqn)):
+        chunk, dtype = _data(item).chunk, _data(item).properties.dtype
+        end = begin + math.prod(chunk.sizes) * dtype.itemsize
+        slots.append(Slot(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), dtype, begin, end))
+        begin = end
+    return Layout(tuple(slots))
+
+
+class Place(NamedTuple):
+    """Where a chunk lies on disk."""
+
+    file: str
+    at: int
+    dtype: torch.dtype
+    sizes: Shape
+
+
+def index_of(plans: Sequence[SavePlan], layouts: Sequence[Layout], files: Sequence[str]) -> dict[str, Any]:
+    """For every tensor its dtype, its shape and its chunks with file and position, as JSON."""
+    index: dict[str, Any] = {}
+    for item in (item for plan in plans for item in plan.items):
+        dtype, shape = NAME_OF[_data(item).properties.dtype], list(_data(item).size)
+        index.setdefault(item.index.fqn, {"dtype": dtype, "shape": shape, "chunks": []})
+    for layout, file in zip(layouts, files, strict=True):
+        head = len(layout.header())
+        for slot in layout.slots:
+            chunk = {"offsets": slot.offsets, "sizes": slot.sizes, "file": file, "at": head + slot.begin}
+            index[slot.name]["chunks"].append(chunk)
+    return index
+
+
+def reads(index: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[tuple[ReadItem, Place]]:
+    """Which chunks overlap with what this rank holds. Names, shapes and dtypes must have been compared."""
+    metadata: dict[str, Any] = {}
+    places: dict[MetadataIndex, Place] = {}
+    for name in tensors:
+        entry = index[name]
+        dtype = DTYPES[entry["dtype"]]
+        chunks = [ChunkStorageMetadata(torch.Size(one["offsets"]), torch.Size(one["sizes"])) for one in entry["chunks"]]
+        metadata[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry["shape"]), chunks)
+        for one in entry["chunks"]:
+            place = Place(one["file"], one["at"], dtype, tuple(one["sizes"]))
+            places[MetadataIndex(name, one["offsets"])] = place
+    plan = create_default_local_load_plan(dict(tensors), Metadata(metadata))
+    return [(item, places[item.storage_index]) for item in plan.items]

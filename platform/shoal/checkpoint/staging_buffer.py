@@ -1,0 +1,86 @@
+"""The copy of the state that is written while training goes on: one buffer, allocated once and used for every save.
+
+Its bytes are those of the shard file, in the file's order. From CUDA the copies are queued on the current stream, so
+that later kernels of that stream wait for them and the host does not; the buffer is then pinned.
+
+Called by `checkpointer`, for one save at a time: `begin` and `wait_until_copied` by the training thread, `finish` and
+then `pieces` by the background thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shoal.checkpoint.directory import BLOCK_BYTES
+from shoal.checkpoint.shard_plan import Layout
+
+
+class Staging:
+    """The buffer for one layout. Memory: as much as this rank writes."""
+
+    _buffer: torch.Tensor
+
+    def __init__(self, layout: Layout, pinned: bool, old: Staging | None = None) -> None:
+        self.layout = layout
+        buffer = None if old is None else old._buffer
+        if buffer is None or buffer.numel() < layout.size_bytes or buffer.is_pinned() != pinned:
+            # Zeros, written now: the first touch of fresh pages takes as long as ten copies.
+            buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, pin_memory=pinned).zero_()
+        self._buffer = buffer
+        self._targets = [self._buffer[slot.begin : slot.end].view(slot.dtype).view(slot.sizes) for slot in layout.slots]
+        self._rest: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._is_copied = threading.Event()
+        self._fetched: torch.cuda.Event | None = None
+
+    @torch.no_grad()
+    def begin(self, tensors: Mapping[str, torch.Tensor], later: Collection[str] = ()) -> None:
+        """Copy this rank's part of the state, but for what lies under the top-level names `later`: that does `finish`.
+
+        When it returns, what is copied may change (in stream order, on CUDA, where nothing is left for later). On the
+        host by torch's own threads, as many as this rank was given (measured, docs/decisions/006).
+        """
+        self._is_copied.clear()
+        self._rest = []
+        left = frozenset(() if self._buffer.is_pinned() else later)
+        for slot, target in zip(self.layout.slots, self._targets, strict=True):
+            tensor = tensors[slot.name]
+            source = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if slot.name.partition(".")[0] in left:
+                self._rest.append((target, source.detach()))
+            else:
+                target.copy_(source, non_blocking=True)
+        if self._buffer.is_pinned():
+            self._fetched = torch.cuda.Event()
+            self._fetched.record()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Copy the rest."""
+        rest, self._rest = self._rest, []
+        try:
+            for target, source in rest:
+                target.copy_(source)
+        finally:
+            self._is_copied.set()
+
+    def wait_until_copied(self, timeout_s: float) -> bool:
+        """Whether `finish` has ended, within `timeout_s`."""
+        return self._is_copied.wait(timeout_s)
+
+    def pieces(self) -> Iterator[bytes | memoryview]:
+        """The shard file, in blocks."""
+        if self._fetched is not None:
+            self._fetched.synchronize()
+        yield self.layout.header()
+        content = self._buffer.numpy().data[: self.layout.size_bytes]
+        for begin in range(0, len(content), BLOCK_BYTES):
+            yield content[begin : begin + BLOCK_BYTES]
+
+
+def on_cuda(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether any of them has to be fetched from a GPU."""
+    return any(tensor.is_cuda for tensor in tensors.values())

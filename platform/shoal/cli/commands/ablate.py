@@ -1,0 +1,167 @@
+"""`shoal ablate`: what each part of a task is worth in accuracy, time, memory and parameters.
+
+Parse, call, print: `shoal.train.tune.ablation` trains and counts, in this process. Imports no Ray.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from shoal.cli.commands.find import folder_of, write_files
+from shoal.cli.support.console import literal_console
+from shoal.cli.support.task_argument import without_key
+from shoal.config import word_of
+from shoal.runs.formatting import duration, number, size
+from shoal.train.launch.local import train_here
+from shoal.train.launch.overrides import spec_from_words
+from shoal.train.launch.validate import check
+from shoal.train.tune.ablation import (
+    COSTS,
+    MEMORY,
+    PARAMETERS,
+    STEP_S,
+    Measured,
+    Spread,
+    Worth,
+    main_metric,
+    variants_of,
+    worths,
+)
+from shoal.train.tune.ablation import ablate as measure
+from shoal.train.tune.plots import ablation_picture
+
+LABELS = {STEP_S: "s per step", MEMORY: "memory", PARAMETERS: "parameters"}
+JOB = "ablate"
+
+
+@click.command()
+@click.argument("task", callback=without_key)
+@click.argument("words", nargs=-1, metavar="[A.B=C]...")
+@click.option("--part", "parts", multiple=True, metavar="NAME", help="A part to leave out; all of them by default.")
+@click.option("--change", "changes", multiple=True, metavar="NAME=A.B=C", help="Something to change instead.")
+@click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each.")
+@click.option("--metric", default=None, help="What the table judges by; what stop watches, or the first but the loss.")
+@click.option("--out", default=None, type=click.Path(path_type=Path), help="Folder of the files that are written.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def ablate(
+    task: str,
+    words: tuple[str, ...],
+    parts: tuple[str, ...],
+    changes: tuple[str, ...],
+    seeds: int,
+    metric: str | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Train TASK whole and without each of its parts, with the same seeds, and say what each part is worth.
+
+    A task names its parts itself (`Task.parts`); `--change` names others. Trains in this process, one after another.
+
+    \b
+    Examples:
+      shoal ablate lenet stop.epochs=1
+      shoal ablate lenet --part normalisation --seeds 5 stop.steps=500
+      shoal ablate lenet --change sgd=optimizer.name=sgd --change sgd=optimizer.learning_rate=0.1
+    """
+    folder = folder_of(out)
+
+    def say(each: Measured) -> None:
+        said.append(each)
+        told = each.failure or "  ".join(f"{name} {number(value)}" for name, value in each.values.items())
+        click.echo(f"[{len(said)}/{num_runs}] {each.variant}, seed {each.seed}: {told}", err=True)
+
+    said: list[Measured] = []
+    with redirect_stdout(sys.stderr):  # what a Task prints is no part of the answer
+        spec = spec_from_words([word_of("task", task), *words]).model_copy(update={"workers": 1})
+        variants = variants_of(spec, parts, changes)
+        judged = main_metric(check(spec).measured, spec, metric)
+        num_runs = len(variants) * seeds
+        measured = measure(variants, seeds, lambda each: train_here(each, JOB, registers=False, renews=False), say)
+    found = worths(measured)
+    text = json.dumps(_as_dict(task, found, measured), indent=2)
+    if as_json:
+        click.echo(text)
+    else:
+        _show(found, judged, seeds)
+    shown = [(judged, judged), *LABELS.items()]
+    files = {
+        "png": ablation_picture(found, shown, f"{task}: whole, and without each part (seeds: {seeds})"),
+        "csv": _csv(measured).encode(),
+        "json": text.encode(),
+    }
+    paths = write_files(folder, f"ablate-{Path(task).name}", files)
+    if not as_json:
+        for path in paths:
+            click.echo(f"  {path}")
+
+
+def _show(found: Sequence[Worth], judged: str, seeds: int) -> None:
+    console = literal_console(soft_wrap=False)
+    console.print(_table(found, judged, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
+    for worth in found:
+        for failure in worth.failures:
+            console.print(Text(f"{worth.name} did not end: {failure}", style="red"))
+    over = f", mean ± standard deviation over {seeds} seeds, seed by seed" if seeds > 1 else ", with one seed"
+    click.echo(f"Below each part's own numbers: their differences from the whole{over}.")
+
+
+def _table(found: Sequence[Worth], metric: str, *, shows_spread: bool) -> Table:
+    """Two lines a part, so that all numbers have room in 80 columns: its own, and what differs from the whole."""
+    names = (metric, *COSTS)
+    spread_of = frozenset(names) - {MEMORY, PARAMETERS} if shows_spread else frozenset[str]()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("variant", metric, "step", "memory", "parameters"):
+        table.add_column(title, justify="left" if title == "variant" else "right", no_wrap=True)
+    for worth in found:
+        own = [_written(worth.values.get(name), name, name in spread_of) for name in names]
+        table.add_row(Text(worth.name, style="bold" if worth.is_whole else ""), *own)
+        if not worth.is_whole:
+            table.add_row("", *[_difference(worth.differences.get(name), name, name in spread_of) for name in names])
+    return table
+
+
+def _difference(spread: Spread | None, name: str, shows_spread: bool) -> Text:
+    sign = "+" if spread is not None and spread.mean > 0 else ""
+    return Text(sign + _written(spread, name, shows_spread), style="dim")
+
+
+def _written(spread: Spread | None, name: str, shows_spread: bool) -> str:
+    if spread is None:
+        return ""
+    shown = ("-" if spread.mean < 0 else "") + _unit(abs(spread.mean), name)
+    return f"{shown} ± {_unit(spread.deviation, name)}" if shows_spread else shown
+
+
+def _unit(value: float, name: str) -> str:
+    if name == MEMORY:
+        return size(int(value))
+    if name == STEP_S:
+        return f"{1e3 * value:.3g} ms" if value < 1 else duration(value)
+    return number(value)
+
+
+def _csv(measured: Sequence[Measured]) -> str:
+    """One line a run."""
+    names = list(dict.fromkeys(name for each in measured for name in each.values))
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["variant", "seed", *names, "steps", "reason", "run", "failure"])
+    for each in measured:
+        values = [each.values.get(name, "") for name in names]
+        writer.writerow([each.variant, each.seed, *values, each.steps, each.reason, each.run_id, each.failure])
+    return text.getvalue()
+
+
+def _as_dict(task: str, found: Sequence[Worth], measured: Sequence[Measured]) -> dict[str, object]:
+    return {"task": task, "variants": [asdict(each) for each in found], "runs": [asdict(each) for each in measured]}

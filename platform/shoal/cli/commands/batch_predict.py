@@ -1,0 +1,131 @@
+"""`shoal batch-predict`: a registered model over a file or folder, on the cluster that is up or on one for this run.
+
+Parse, call, print: the work is that of the job `shoal.flows.batch_predict`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from shoal.cli.support.console import literal_console
+from shoal.cli.support.job_output import (
+    end_as_by_ctrl_c,
+    failure,
+    ignore_further_interrupts,
+    job_environment,
+    new_run_id,
+    said,
+)
+from shoal.cluster.attach import find_cluster
+from shoal.cluster.cluster_handle import ClusterHandle
+from shoal.cluster.embedded_cluster import start
+from shoal.cluster.jobs import Job, JobStatus, new_submission_id, submit
+from shoal.config import word_of
+from shoal.errors import ConfigError, RunError
+from shoal.flows.batch_predict import BatchPredictSpec, check
+from shoal.runs.record.provenance import as_typed, command_variable
+from shoal.runs.record.serialization import storable
+
+POLL_S = 0.2
+MODULE = "shoal.flows.batch_predict"
+
+
+@click.command("batch-predict")
+@click.argument("model", metavar="NAME[@VERSION]")
+@click.argument("source", metavar="INPUT")
+@click.argument("output", metavar="OUTPUT")
+@click.argument("words", nargs=-1, metavar="[A.B=C]...")
+@click.option("--columns", multiple=True, metavar="[X=]A,B,C", help="The columns that make an input.")
+@click.option("--keep", metavar="A,B", help="The columns of the input to keep.  [default: all]")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes with the model.  [default: the CPUs but one]")
+@click.option(
+    "--skip-errors",
+    is_flag=True,
+    help="A row that the model fails on, or that lacks a value, gets a word in the column `error`.",
+)
+@click.option("--address", help="The cluster to use: a dashboard URL, or 'local' for one of its own.")
+def batch_predict(
+    model: str,
+    source: str,
+    output: str,
+    words: tuple[str, ...],
+    columns: tuple[str, ...],
+    keep: str | None,
+    workers: int | None,
+    skip_errors: bool,
+    address: str | None,
+) -> None:
+    """Answer every row of INPUT, a Parquet or CSV file or a folder of them, and write Parquet into the folder OUTPUT.
+
+    The output has the columns of the input, the model's outputs and its version, in the order of the input. It appears
+    whole or not at all. Needs no endpoint; without a cluster (see `shoal up`), one is started for this. On a cluster
+    elsewhere, model and paths are those of its hosts.
+
+    \b
+    Examples:
+      shoal batch-predict tabular@champion patients.csv predicted --columns radius,texture,area
+      shoal batch-predict fashion images/ predicted --keep id --workers 4
+      shoal batch-predict fashion@3 images.parquet predicted options.precision=bf16 --skip-errors
+    """
+    paths = {"input": str(Path(source).resolve()), "output": str(Path(output).resolve())}
+    for field, path in paths.items():
+        if storable(path) != path:  # the job is told in words, and the record has them
+            raise ConfigError(field, path, "is no text", "give files and folders names in UTF-8")
+    fields = [word_of(path, value) for path, value in {"model": model, **paths}.items()] + list(words)
+    fields += [word_of("columns", list(columns))] if columns else []
+    fields += [word_of("keep", [each.strip() for each in keep.split(",")])] if keep else []
+    fields += [f"workers={workers}"] if workers else []
+    fields += ["skip_errors=true"] if skip_errors else []
+    spec, cluster = BatchPredictSpec().override(fields), find_cluster(address)
+    if cluster is None or cluster.is_local:
+        check(spec)  # before a cluster is started for it
+    end_as_by_ctrl_c()
+    console = literal_console()
+    with ExitStack() as stack:
+        try:
+            _run(fields, cluster, console, stack)
+        except KeyboardInterrupt:
+            ignore_further_interrupts()
+            stack.close()
+            console.print("stopped: nothing was written")
+            sys.exit(130)
+
+
+def _run(fields: list[str], cluster: ClusterHandle | None, console: Console, stack: ExitStack) -> None:
+    if cluster is None:
+        console.print("starting a Ray cluster for this run ...")
+        embedded = start()
+        stack.callback(embedded.stop)
+        cluster = embedded
+    command = as_typed(["shoal", *sys.argv[1:]])
+    job = Job(cluster, new_submission_id())
+    stack.callback(job.end)  # before it begins: an interruption may come at any moment
+    if cluster.is_local:
+        environment, python, folder = job_environment(new_run_id(), command), sys.executable, None
+    else:
+        environment, python, folder = command_variable(command), "python", Path.cwd()  # where hooks lie
+    words = [python, "-m", MODULE, *fields]
+    submit(cluster, words, env=environment, working_dir=folder, submission_id=job.submission_id)
+    outcome = _followed(job, console)
+    if outcome is not JobStatus.SUCCEEDED:
+        raise RunError(failure(job, "batch prediction", outcome))
+
+
+def _followed(job: Job, console: Console) -> JobStatus:
+    """Print what the job says until it is over; the state that it ended in."""
+    num_printed = 0
+    while True:
+        outcome = job.outcome()
+        lines = said(job)
+        for line in lines[num_printed:]:
+            console.print(line)
+        num_printed = len(lines)
+        if outcome is not None:
+            return outcome
+        time.sleep(POLL_S)

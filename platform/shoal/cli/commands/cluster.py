@@ -1,0 +1,200 @@
+"""`shoal up`, `shoal down` and `shoal status`: the cluster of this machine that stays until it is told to end.
+
+Parse, call, print: starting and stopping is done by `shoal.cluster`. `down` ends what `up` has started, nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from shoal.cli.support.console import literal_console
+from shoal.cli.support.job_output import end_as_by_ctrl_c
+from shoal.cluster.attach import find_cluster, left_by_up, only_one, started_by_up, state_path
+from shoal.cluster.cluster_handle import ClusterHandle
+from shoal.cluster.dashboard_api import Resources, resources
+from shoal.cluster.embedded_cluster import start
+from shoal.cluster.jobs import Job, JobInfo, list_jobs
+from shoal.cluster.processes import end_cluster
+from shoal.errors import ClusterError, ConnectionLost, RunError
+from shoal.runs import Run, list_running
+from shoal.runs.formatting import age, duration, size
+from shoal.runs.record.provenance import masked_line
+
+NUM_JOBS_SHOWN = 10
+# What `ray job submit` and `ray status` need to reach the cluster; `--json` has the rest.
+ATTACH_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+_COLOURS = {"RUNNING": "blue", "SUCCEEDED": "green", "FAILED": "red"}
+
+
+@click.command(
+    epilog="""\b
+examples:
+  shoal up
+  shoal up --cpus 8
+  shoal up && shoal run actor_learner --actors 4 && shoal down"""
+)
+@click.option("--cpus", type=click.IntRange(min=1), help="CPUs that Ray hands out.  [default: those of this machine]")
+@click.option("--gpus", type=click.IntRange(min=0), help="GPUs that Ray hands out.  [default: those of this machine]")
+@click.option("--object-store-gib", type=click.FloatRange(min=0.1), help="Shared memory for objects.")
+def up(cpus: int | None, gpus: int | None, object_store_gib: float | None) -> None:
+    """Start a Ray cluster for Shoal on this machine, in the background.
+
+    It listens on this machine only, asks for a token, and stays until `shoal down`, also when the terminal is closed.
+    """
+    end_as_by_ctrl_c()
+    store_bytes = None if object_store_gib is None else int(object_store_gib * (1 << 30))
+    with only_one():
+        if (running := started_by_up()) is not None:
+            raise ClusterError(
+                f"a cluster is running at {running.dashboard_url}: `shoal status` shows it, `shoal down` ends it"
+            )
+        if (dead := left_by_up()) is not None:
+            _end(dead)
+        begun_s = time.monotonic()
+        cluster = start(
+            num_cpus=cpus, num_gpus=gpus, object_store_memory_bytes=store_bytes, detached=True, save_as=state_path()
+        )
+    click.echo(
+        f"Ray {version('ray')} is up after {time.monotonic() - begun_s:.1f} s, its dashboard at {cluster.dashboard_url}"
+    )
+    click.echo("`shoal run` uses it, `shoal status` shows it, `shoal down` ends it.")
+
+
+@click.command(
+    epilog="""\b
+examples:
+  shoal down
+  shoal down --now"""
+)
+@click.option("--now", is_flag=True, help="Do not give running jobs time to save what they have.")
+@click.option("--timeout-s", default=30.0, show_default=True, help="How long running jobs may take to stop.")
+def down(now: bool, timeout_s: float) -> None:
+    """Stop the cluster that `shoal up` started: its jobs first, then every process of it.
+
+    Does nothing when there is none. Other clusters, embedded, remote or of another host, are left alone.
+    """
+    with only_one():
+        cluster = left_by_up()
+        if cluster is None:
+            click.echo("No cluster is up.")
+            return
+        was_alive = cluster.head_is_alive()
+        if was_alive and not now:
+            _stop_jobs(cluster, timeout_s)
+        _end(cluster)
+    click.echo("The cluster is down." if was_alive else "The cluster had died; what was left of it is removed.")
+
+
+def _stop_jobs(cluster: ClusterHandle, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    # A cluster that does not answer any more, or a job that will not stop, is ended with the processes.
+    with contextlib.suppress(ConnectionLost, ClusterError):
+        jobs = [Job(cluster, info.submission_id) for info in list_jobs(cluster) if not info.status.is_over]
+        for job in jobs:  # all of them first: each has the whole time to save what it has
+            click.echo(f"stopping job {job.submission_id} ...")
+            with contextlib.suppress(RunError, ClusterError):  # it has ended, and is forgotten
+                job.ask_to_stop()
+        for job in jobs:
+            with contextlib.suppress(RunError, ClusterError):
+                for _ in job.follow(max(0.1, deadline_s - time.monotonic())):
+                    pass
+
+
+def _end(cluster: ClusterHandle) -> None:
+    assert cluster.cluster_id is not None
+    assert cluster.temp_dir is not None
+    end_cluster(cluster.cluster_id, cluster.temp_dir)
+    state_path().unlink(missing_ok=True)
+
+
+@click.command(
+    epilog="""\b
+examples:
+  shoal status
+  shoal status --json
+  shoal status --address http://head.example:8265"""
+)
+@click.option("--address", help="The cluster to ask.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def status(address: str | None, as_json: bool) -> None:
+    """Say what is running: the cluster, its jobs, and the gateways and endpoints of the runs that are on."""
+    cluster = find_cluster(address)
+    offer = resources(cluster) if cluster is not None else None
+    jobs = list_jobs(cluster) if cluster is not None else []
+    running = list_running()
+    if as_json:
+        click.echo(json.dumps(_as_dict(cluster, offer, jobs, running), indent=2))
+        return
+    console = literal_console()
+    _show_cluster(console, cluster, offer)
+    _show_jobs(console, jobs)
+    _show_runs(console, running)
+
+
+def _as_dict(
+    cluster: ClusterHandle | None, offer: Resources | None, jobs: list[JobInfo], running: list[Run]
+) -> dict[str, object]:
+    described: dict[str, object] | None = None
+    if cluster is not None and offer is not None:
+        described = {
+            "address": cluster.address,
+            "dashboard_url": cluster.dashboard_url,
+            "is_local": cluster.is_local,
+            "temp_dir": str(cluster.temp_dir) if cluster.temp_dir is not None else None,
+            **asdict(offer),
+            "environment": {name: value for name, value in cluster.environment.items() if name != "RAY_AUTH_TOKEN"},
+        }
+    return {
+        "cluster": described,
+        "jobs": [asdict(info) | {"entrypoint": masked_line(info.entrypoint)} for info in jobs],
+        "runs": [
+            {"id": run.id, "job": run.job, "endpoints": [asdict(endpoint) for endpoint in run.endpoints()]}
+            for run in running
+        ],
+    }
+
+
+def _show_cluster(console: Console, cluster: ClusterHandle | None, offer: Resources | None) -> None:
+    if cluster is None or offer is None:
+        console.print("cluster  none is up: `shoal up` starts one, and `shoal run` one of its own when it needs it")
+        return
+    gpus = f", {offer.num_gpus:g} GPUs" if offer.num_gpus else ""
+    nodes = f"{offer.num_nodes} nodes, " if offer.num_nodes > 1 else ""
+    console.print(f"cluster  up for {duration(time.time() - offer.started_at_s)}, dashboard {cluster.dashboard_url}")
+    console.print(
+        f"         {nodes}{offer.num_cpus:g} CPUs{gpus}, {size(offer.memory_bytes)} memory, "
+        f"{size(offer.object_store_bytes)} object store"
+    )
+    words = {**cluster.environment, "RAY_ADDRESS": cluster.dashboard_url}
+    setting = " ".join(f"{name}={shlex.quote(words[name])}" for name in ATTACH_VARIABLES if name in words)
+    console.print(f"attach   {setting} ray job submit -- python ...", style="dim")
+
+
+def _show_jobs(console: Console, jobs: list[JobInfo]) -> None:
+    if not jobs:
+        return
+    console.print(Text("\njobs", style="bold"))
+    for info in jobs[:NUM_JOBS_SHOWN]:
+        state = Text(info.status.value.ljust(9), style=_COLOURS.get(info.status.value, "default"))
+        since = f"{age(time.time() - info.started_at_s)} ago"
+        command = masked_line(info.entrypoint)
+        console.print(Text(f"  {info.submission_id}  ") + state + Text(f"  {since:>10}  {command}"))
+    if len(jobs) > NUM_JOBS_SHOWN:
+        console.print(f"  and {len(jobs) - NUM_JOBS_SHOWN} older ones", style="dim")
+
+
+def _show_runs(console: Console, running: list[Run]) -> None:
+    console.print(Text("\nruns", style="bold") if running else Text("runs     none is on: `shoal runs` lists them all"))
+    for run in running:
+        console.print(f"  {run.id}  {run.job}, on for {duration(run.duration_s)}")
+        for endpoint in run.endpoints():
+            console.print(f"    {endpoint.kind} {endpoint.name}  {endpoint.address}  {endpoint.state}")

@@ -1,0 +1,150 @@
+"""`shoal compare`: runs side by side, as a table and a picture.
+
+Parse, call, print: everything is asked of the run record; the picture is the only file that is written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shoal.errors import ConfigError
+from shoal.runs import Run, load
+from shoal.runs.formatting import duration, number
+
+if TYPE_CHECKING:
+    from shoal.cost.compare.comparison import Column
+    from shoal.train.reporting.time_to_accuracy import Reached
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...")
+@click.option("--metric", default=None, help="What the runs are judged by; what most of them are judged by otherwise.")
+@click.option("--target", default=None, metavar="METRIC=VALUE", help="When, and for how much, was this first reached?")
+@click.option("--plot", "plot", type=click.Path(path_type=Path), default=None, help="Where the picture goes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def compare(runs: tuple[str, ...], metric: str | None, target: str | None, plot: Path | None, as_json: bool) -> None:
+    """Put RUNs side by side: what they reached, how long they lived, what they cost in money, memory and communication.
+
+    Time between two lives of a run (stopped, and resumed later) is not counted. With --target, time and cost to a value
+    by DAWNBench's rules: the training steps up to the evaluation in which it was first met.
+
+    \b
+    Examples:
+      shoal compare 20261120-0645 20261120-0712
+      shoal compare 20261120-0645 20261120-0712 --target accuracy=0.9
+      shoal compare latest 20261120-0645 --metric validation/loss --plot runs.png --json
+    """
+    from shoal.cost.compare.comparison import column_of, common_metric
+
+    found = list({run.id: run for run in map(load, runs)}.values())
+    if len(found) < 2:
+        raise ConfigError("run", " ".join(runs), "is one run", "name two or more: `shoal runs` lists them")
+    columns = [column_of(run, metric or common_metric(found)) for run in found]
+    if metric and not any(column.headline for column in columns):
+        known = sorted({name for run in found for name in run.latest()})
+        raise ConfigError("--metric", metric, "is in none of these runs", f"they have {', '.join(known)}")
+    reached = [_reached(column, target) if target else None for column in columns]
+    path = _draw(columns, plot)
+    if as_json:
+        click.echo(json.dumps({"runs": list(map(_fields, columns, reached)), "plot": str(path)}, indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(_table(columns, reached, target))
+    if any(column.predicted for column in columns):
+        click.echo("~ predicted, and not measured in that run")
+    click.echo(f"The picture: {path}")
+
+
+def _reached(column: Column, target: str) -> Reached | None:
+    """The first evaluation of the run that met the target. Raises ConfigError for a target that is none."""
+    from shoal.train.reporting.time_to_accuracy import evaluations_of, first_reached, lives_of
+    from shoal.train.spec import StopSpec, TargetSpec
+
+    name, separator, value = target.partition("=")
+    if separator and name[-1:] not in ("<", ">"):
+        try:
+            wanted = TargetSpec(metric=name.strip(), value=float(value))
+        except ValueError as error:
+            raise ConfigError("--target", target, str(error), "for example --target accuracy=0.9") from None
+    else:
+        if not separator:
+            raise ConfigError("--target", target, "is not METRIC=VALUE", "for example --target accuracy=0.9")
+        parsed = StopSpec.parse({"target": target}).target
+        assert parsed is not None
+        wanted = parsed
+    metrics = column.run.metrics()
+    logged = next((each for each in (f"validation/{wanted.metric}", wanted.metric) if each in metrics), wanted.metric)
+    lives = lives_of(column.run.events(), column.workers or 1)
+    return first_reached(evaluations_of(metrics, logged), wanted, lives, column.price_per_device_hour)
+
+
+def _draw(columns: list[Column], plot: Path | None) -> Path:
+    from shoal.cost.compare.comparison_plot import picture
+    from shoal.runs.report.plots import png
+
+    path = plot or columns[0].run.folder / "comparison.png"
+    drawn = png(picture(columns, _names([column.run for column in columns])))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(drawn)
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror}"
+        raise ConfigError("--plot", str(path), problem, "name a file in a folder where you may write") from None
+    return path
+
+
+def _names(runs: list[Run]) -> list[str]:
+    return [f"{run.id} {run.job}" for run in runs]
+
+
+def _fields(column: Column, reached: Reached | None) -> dict[str, object]:
+    run, headline = column.run, column.headline
+    facts: dict[str, object] = {"id": run.id, "job": run.job, "status": run.status.value, "plan": column.plan}
+    facts["workers"] = column.workers
+    facts["best"] = {"name": headline[0], "value": headline[1]} if headline else None
+    if reached is not None:
+        facts["target"] = {name: getattr(reached, name) for name in ("step", "value", "training_s", "money")}
+    facts["predicted"] = sorted(column.predicted)
+    return facts | {name: value for name, value in column.values.items() if math.isfinite(value)}
+
+
+def _table(columns: list[Column], reached: list[Reached | None], target: str | None) -> Table:
+    from shoal.cost.compare.comparison import ROWS
+    from shoal.cost.compare.comparison_plot import display
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("")
+    for column in columns:
+        table.add_column(Text(column.run.id), justify="right", overflow="fold")
+
+    def add(label: str, values: list[str]) -> None:
+        if any(value != "-" for value in values):
+            table.add_row(*map(Text, (label, *values)))
+
+    add("job", [column.run.job for column in columns])
+    add("status", [column.run.status.value for column in columns])
+    add("plan", [column.plan for column in columns])
+    add("workers", [str(column.workers or "-") for column in columns])
+    metric = next((column.headline[0] for column in columns if column.headline), "")
+    add(f"best {metric}", [number(column.headline[1]) if column.headline else "-" for column in columns])
+    if target:
+        add(f"time to {target}", [duration(each.training_s) if each else "not reached" for each in reached])
+        add(f"cost to {target}", [number(each.money) if each and each.money else "-" for each in reached])
+    for name, (unit, meaning) in ROWS.items():
+        known = [column.values.get(name, math.nan) for column in columns]
+        words = [duration(value) if name == "lived_s" else display(value, unit) for value in known]
+        marks = ["~" if name in column.predicted else "" for column in columns]
+        told = [
+            f"{mark}{word}" if math.isfinite(value) else "-"
+            for mark, word, value in zip(marks, words, known, strict=True)
+        ]
+        add(meaning, told)
+    return table

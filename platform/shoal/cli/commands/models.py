@@ -1,0 +1,249 @@
+"""`shoal models`: the registry's versions and aliases, to look at and to move.
+
+Parse, call, print: everything is asked of `shoal.registry`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shoal.cli.support.group import Verbs
+from shoal.errors import ConfigError
+from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.registry.manifest import PAYLOAD_FILES, Format
+from shoal.runs.formatting import age, moment, number, size
+from shoal.weights import WeightSnapshot
+
+NUM_MOVES = 5
+FORMATS: dict[str, Format] = {".pt2": "torch_export", ".onnx": "onnx"}
+
+
+@click.group(cls=Verbs)
+def models() -> None:
+    """List, show, add, promote and roll back registered models.
+
+    A model is named NAME@3, NAME@champion, or NAME for its newest version.
+
+    \b
+    Examples:
+      shoal models list
+      shoal models show cartpole@champion
+      shoal models add resnet.onnx
+      shoal models promote cartpole@3
+      shoal models rollback cartpole
+    """
+
+
+@models.command("list")
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def list_models(name: str | None, as_json: bool) -> None:
+    """List every version of every model, or of the model NAME.
+
+    \b
+    Examples:
+      shoal models list
+      shoal models list cartpole
+      shoal models list --json
+    """
+    found = Registry().list(name)
+    if as_json:
+        click.echo(json.dumps([_as_dict(each) for each in found], indent=2))
+        return
+    console = Console()
+    if not found:
+        console.print(
+            "There are no models yet. A job registers what it trained:\n\n  shoal run --help", highlight=False
+        )
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("model", "aliases", "age", "size", "run", "metrics"):
+        is_whole = title in ("age", "size", "run")  # which may be copied
+        table.add_column(
+            title, no_wrap=is_whole, overflow="fold", justify="right" if title in ("age", "size") else "left"
+        )
+    now = time.time()
+    for each in found:
+        manifest = each.manifest
+        numbers = ", ".join(f"{key} {number(value)}" for key, value in manifest.metrics.items())
+        since, how_big = age(now - manifest.created_at), size(manifest.size_bytes)
+        table.add_row(
+            Text(each.ref),
+            _aliases(each),
+            Text(since),
+            Text(how_big),
+            Text(manifest.run_id or "-"),
+            Text(numbers or "-"),
+        )
+    console.print(table)
+
+
+@models.command()
+@click.argument("model", metavar="NAME@VERSION")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def show(model: str, as_json: bool) -> None:
+    """Show one version.
+
+    Where it comes from, how it is built and called, and whether its weights are whole.
+
+    \b
+    Examples:
+      shoal models show cartpole@3
+      shoal models show cartpole@champion --json
+    """
+    registry = Registry()
+    found = registry.get(model)
+    if as_json:
+        click.echo(json.dumps(_as_dict(found), indent=2))
+        return
+    snapshot = found.snapshot()
+    manifest = found.manifest
+    payload, built_by = f"{size(manifest.size_bytes)}, whole", f"{PAYLOAD_FILES[manifest.model.format]} alone"
+    if manifest.model.format == "module":
+        shapes = snapshot.shapes()
+        num_values = sum(math.prod(shape) for shape in shapes.values())
+        payload = f"{len(shapes)} tensors, {num_values:,} values, {payload}"
+        built_by = f"{manifest.model.factory} {json.dumps(_shortened(manifest.model.kwargs))}"
+    since = age(time.time() - manifest.created_at)
+    facts = [
+        ("model", found.ref),
+        ("aliases", ", ".join(found.aliases) or "-"),
+        ("registered", f"{moment(manifest.created_at)}, {since} ago"),
+        ("from run", f"{manifest.run_id or '-'}, weights version {manifest.weights_version}"),
+        ("built by", built_by),
+        *((f"{hook} by", reference) for hook, reference in _hooks(manifest.model) if reference),
+        *(("input", _tensor(each)) for each in manifest.signature.inputs),
+        *(("output", _tensor(each)) for each in manifest.signature.outputs),
+        *((key, number(value)) for key, value in manifest.metrics.items()),
+        *((f"{part} data", fingerprint) for part, fingerprint in manifest.data.items()),
+        ("weights" if manifest.model.format == "module" else "program", payload),
+        ("sha256", manifest.sha256),
+        ("files", str(found.folder)),
+    ]
+    for alias, moves in sorted(registry.aliases(found.name).moves.items()):
+        facts += [(f"{alias}", f"{each.kind} to {each.version}, {moment(each.time)}") for each in moves[-NUM_MOVES:]]
+    width = max(len(label) for label, _ in facts)
+    for label, value in facts:
+        click.echo(f"{click.style(label.ljust(width), dim=True)}  {value}")
+
+
+@models.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--name", help="The model's name; that of the file by default.")
+@click.option("--alias", default="champion", show_default=True, help="An alias for this version.")
+def add(file: Path, name: str | None, alias: str) -> None:
+    """Register a model that is a file of its own: torch.export (.pt2) or ONNX (.onnx).
+
+    What it takes and gives is read from the file; its first dimension must be dynamic, for that is the batch. A .pt2
+    file can hold code: add and serve only those that you trust.
+
+    \b
+    Examples:
+      shoal models add resnet.onnx
+      shoal models add build/model.pt2 --name ranker --alias candidate
+    """
+    if file.suffix not in FORMATS:
+        remedy = (
+            "a model is a .pt2 file of torch.export.save, or an .onnx file; a module is registered in Python, by the"
+            " job that trains it or with shoal.registry.Registry().register"
+        )
+        raise ConfigError("file", str(file), f"is not one of {', '.join(FORMATS)}", remedy)
+    try:
+        payload = file.read_bytes()
+    except OSError as error:
+        raise ConfigError("file", str(file), f"cannot be read ({error})") from error
+    signature = _read_signature(FORMATS[file.suffix], payload, str(file))
+    found = Registry().register(
+        name or file.stem.lower(),
+        WeightSnapshot.from_payload(1, payload),
+        model=ModelFactory(format=FORMATS[file.suffix]),
+        signature=signature,
+        aliases=(alias,),
+    )
+    click.echo(f"{found.name}@{alias} is {found.ref} now.")
+    for word, tensors in (("takes", signature.inputs), ("gives", signature.outputs)):
+        click.echo(f"It {word} {'; '.join(map(_tensor, tensors))}")
+    click.echo(f"Serve it: shoal serve deploy {found.name}@{alias}")
+
+
+@models.command()
+@click.argument("model", metavar="NAME@VERSION")
+@click.option("--alias", default="champion", show_default=True, help="The alias to move.")
+def promote(model: str, alias: str) -> None:
+    """Let an alias mean this version.
+
+    Endpoints that follow the alias pick it up.
+
+    \b
+    Examples:
+      shoal models promote cartpole@3
+      shoal models promote cartpole@candidate
+      shoal models promote cartpole@3 --alias candidate
+    """
+    found = Registry().promote(model, alias)
+    click.echo(f"{found.name}@{alias} is {found.ref} now. Back to the one before: {_rollback_command(found, alias)}")
+
+
+@models.command()
+@click.argument("name")
+@click.option("--alias", default="champion", show_default=True, help="The alias to move back.")
+def rollback(name: str, alias: str) -> None:
+    """Move an alias back by one promotion.
+
+    The alias of the model NAME then means what it meant before.
+
+    \b
+    Examples:
+      shoal models rollback cartpole
+      shoal models rollback cartpole --alias candidate
+    """
+    found = Registry().rollback(name, alias)
+    click.echo(f"{found.name}@{alias} is {found.ref} now.")
+
+
+def _read_signature(kind: Format, payload: bytes, file: str) -> Signature:
+    """Imports the format's libraries, which take a second, when they are needed."""
+    if kind == "onnx":
+        from shoal.serve.model.formats.onnx import signature_of
+    else:
+        from shoal.serve.model.formats.exported import signature_of
+    return signature_of(payload, file)
+
+
+def _shortened(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """With a word in place of a text of many lines, such as the source of a Task."""
+    long = {name: value.count("\n") for name, value in kwargs.items() if isinstance(value, str) and "\n" in value}
+    return {**kwargs, **{name: f"({count} lines, see --json)" for name, count in long.items()}}
+
+
+def _rollback_command(found: ModelVersion, alias: str) -> str:
+    option = "" if alias == "champion" else f" --alias {alias}"
+    return f"shoal models rollback {found.name}{option}"
+
+
+def _as_dict(found: ModelVersion) -> dict[str, object]:
+    described = json.loads(found.manifest.model_dump_json())
+    return {**described, "aliases": list(found.aliases), "folder": str(found.folder)}
+
+
+def _aliases(found: ModelVersion) -> Text:
+    return Text(", ".join(found.aliases) or "-", style="green" if found.aliases else "default")
+
+
+def _hooks(model: ModelFactory) -> list[tuple[str, str]]:
+    return [("preprocess", model.preprocess), ("postprocess", model.postprocess)]
+
+
+def _tensor(tensor: TensorSignature) -> str:
+    sizes = ", ".join("any" if size == -1 else str(size) for size in tensor.shape)
+    return f"{tensor.name}: {tensor.datatype} [{sizes}]"

@@ -1,0 +1,251 @@
+"""`shoal runs` and `shoal report`: what has been recorded, as tables, JSON and a page.
+
+Parse, call, print: everything is asked of `shoal.runs`, and nothing is changed but the report's own files.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Sequence
+
+import click
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shoal.cli.display import run_view
+from shoal.cli.support.console import literal_console
+from shoal.errors import ConfigError
+from shoal.runs import Run, Status, list_runs, load, write_report
+from shoal.runs.formatting import age, brief, duration, moment, number
+
+NUM_EVENTS = 8
+LONGEST_WHOLE_ID = 32  # ids of one's own may be longer: these are folded, that the rest has room
+_COLOURS = {
+    Status.RUNNING: "blue",
+    Status.FINISHED: "green",
+    Status.FAILED: "red",
+    Status.LOST: "yellow",
+}
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="How many runs to list.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@click.option("--follow", is_flag=True, help="Show RUN live while it goes on; Ctrl-C ends the look, and not the run.")
+def runs(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
+    """List the runs, newest first, or show one RUN: its id, the beginning of one, or `latest`.
+
+    A run is followed from anywhere on the machine that has its record, however its job was started.
+
+    \b
+    Examples:
+      shoal runs
+      shoal runs latest
+      shoal runs 20261120-0645
+      shoal runs latest --follow
+      shoal runs latest --json
+    """
+    console = Console()
+    if follow and (run is None or as_json):
+        raise ConfigError(
+            "follow", run or "", "needs one run, and no --json", "for example: shoal runs latest --follow"
+        )
+    if run is not None:
+        found = load(run)
+        if follow:
+            _follow(console, found)
+        elif as_json:
+            _print_json(found.to_dict())
+        else:
+            _show(console, found)
+        return
+    listed = list_runs(limit)
+    if as_json:
+        _print_json([each.to_dict() for each in listed])
+    elif not listed:
+        console.print("There are no runs yet. Start one:\n\n  shoal run --help", highlight=False)
+    else:
+        console.print(_table(listed))
+        console.print(f"One of them: shoal runs {listed[0].id}", style="dim", highlight=False)
+
+
+@click.command()
+@click.argument("run", default="latest")
+@click.option("--open-path", is_flag=True, help="Print the path of the page and nothing else, to hand to a browser.")
+def report(run: str, open_path: bool) -> None:
+    """Write the one-page HTML report of a RUN (the newest when left out), with its learning curve as a picture.
+
+    \b
+    Examples:
+      shoal report
+      shoal report 20261120-064501-3f2a
+      xdg-open "$(shoal report latest --open-path)"
+    """
+    found = load(run)
+    path = write_report(found)
+    if open_path:
+        click.echo(path)
+        return
+    click.echo(f"The report of {found.id} ({found.status.value}): {path}")
+    picture = path.with_name("learning_curve.png")
+    if picture.exists():
+        click.echo(f"Its learning curve: {picture}")
+
+
+def _follow(console: Console, run: Run) -> None:
+    """Show it until it has ended, and how; or until who looks at it has seen enough."""
+    try:
+        ended = run_view.follow(run, literal_console())
+    except KeyboardInterrupt:
+        click.echo(f"{run.id} goes on: shoal runs {run.id} --follow")
+        return
+    _show(console, ended)
+
+
+def _print_json(value: object) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+def _table(listed: list[Run]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    is_short = all(len(each.id) <= LONGEST_WHOLE_ID for each in listed)
+    table.add_column("run", no_wrap=is_short, overflow="fold")
+    table.add_column("job", overflow="fold")
+    table.add_column("status", no_wrap=True)
+    table.add_column("age", justify="right", no_wrap=True)
+    table.add_column("duration", justify="right", no_wrap=True)
+    table.add_column("best", overflow="fold")
+    now = time.time()
+    for each in listed:
+        best = each.best()
+        judged = f"{number(best[1])} {best[0]}" if best else "-"  # the number is whole also where the name is folded
+        row = (Text(each.id), Text(each.job), _status(each), Text(age(now - each.created_at)))
+        table.add_row(*row, Text(duration(each.duration_s)), Text(judged))
+    return table
+
+
+def _status(run: Run) -> Text:
+    return Text(run.status.value, style=_COLOURS.get(run.status, "default"))
+
+
+def _show(console: Console, run: Run) -> None:
+    dirty = ", with uncommitted changes" if run.git_dirty else ""
+    facts = [
+        ("run", run.id),
+        ("job", run.job),
+        ("status", click.style(run.status.value, fg=_COLOURS.get(run.status))),
+        *([("error", click.style(run.error, fg="red"))] if run.error else []),
+        ("started", f"{moment(run.created_at)}, {age(time.time() - run.created_at)} ago"),
+        ("duration", duration(run.duration_s)),
+        ("process", f"{run.pid} on {run.host}"),
+        ("git", f"{run.git_revision[:10]}{dirty}" if run.git_revision else "not in a repository"),
+        ("command", run.command),
+        ("files", str(run.folder)),
+    ]
+    for label, value in facts:  # not a table: what may be copied is not folded
+        click.echo(f"{click.style(label.ljust(8), dim=True)}  {value}")
+    _show_metrics(console, run)
+    _show_places(console, run)
+    _show_events(console, run)
+    _show_next(console, run)
+
+
+def _section(console: Console, title: str, table: Table) -> None:
+    console.print()
+    console.print(Text(title, style="bold"))
+    console.print(table)
+
+
+def _plain_table(num_columns: int) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 2))
+    for _ in range(num_columns):
+        table.add_column(overflow="fold")
+    return table
+
+
+def _show_metrics(console: Console, run: Run) -> None:
+    latest = run.latest()
+    if not latest:
+        console.print("\nNo metrics have been logged.", highlight=False)
+        return
+    table = _plain_table(2)
+    for name, value in sorted(latest.items()):
+        table.add_row(Text(name), Text(number(value), justify="right"))
+    _section(console, "Newest metrics", table)
+
+
+def _show_places(console: Console, run: Run) -> None:
+    endpoints, models = run.endpoints(), run.models().to_dict("records")
+    if endpoints:
+        table = _plain_table(4)
+        for place in endpoints:
+            table.add_row(*(Text(word) for word in (place.name, place.kind, place.address, place.state)))
+        _section(console, "Endpoints", table)
+    if models:
+        table = _plain_table(2)
+        for model in models:
+            table.add_row(Text(f"{model['name']}@{model['version']}"), Text(", ".join(model["aliases"])))
+        _section(console, "Registered models (aliases then)", table)
+
+
+def _show_events(console: Console, run: Run) -> None:
+    events = run.events().tail(NUM_EVENTS).to_dict("records")
+    if not events:
+        return
+    table = _plain_table(3)
+    for event in events:
+        details = "  ".join(f"{name}={brief(value)}" for name, value in event["details"].items() if name != "at")
+        table.add_row(Text(duration(event["time"]), style="dim", justify="right"), Text(event["kind"]), Text(details))
+    _section(console, "Last events", table)
+
+
+def command_to_go_on(run: Run) -> str:
+    """What to type to go on with a run: the job as it was typed, on the same cluster, with as many actors.
+
+    What cannot be resumed, as an endpoint or an ablation, begins again: by the command that it was started with.
+    """
+    typed = shlex.split(run.command)
+    is_job = typed[:2] == ["shoal", "run"]
+    if not can_be_resumed(run) or (typed[:1] == ["shoal"] and not is_job):
+        return run.command
+    if "shoal.train" in typed[:4]:  # python -m, without Ray
+        return f"python -m shoal.train resume={run.id}"
+    job = typed[2] if is_job and len(typed) > 2 else run.job
+    options = [word for name in ("--actors", "--address") for word in _option(typed, name)]
+    return shlex.join(["shoal", "run", job, *options, f"resume={run.id}"])
+
+
+def can_be_resumed(run: Run) -> bool:
+    """Whether its spec has a field for it."""
+    try:
+        recorded = yaml.safe_load(run.spec)
+    except yaml.YAMLError:
+        return False
+    return isinstance(recorded, dict) and "resume" in recorded
+
+
+def _option(typed: Sequence[str], name: str) -> list[str]:
+    """An option and its value as they were typed; nothing when it was not."""
+    for index, word in enumerate(typed):
+        if word == name:
+            return list(typed[index : index + 2])
+        if word.startswith(f"{name}="):
+            return [name, word.partition("=")[2]]
+    return []
+
+
+def _show_next(console: Console, run: Run) -> None:
+    console.print(Text("\nWhat to type next", style="bold"))
+    words = [f"shoal report {run.id}"]
+    if run.latest():
+        words.append(f"tensorboard --logdir {shlex.quote(str(run.folder / 'tensorboard'))}")
+    words += [f"shoal models show {row['name']}@{row['version']}" for row in run.models().tail(1).to_dict("records")]
+    if run.status in (Status.FAILED, Status.LOST, Status.STOPPED):
+        words.append(command_to_go_on(run))
+    for word in words:
+        click.echo(f"  {word}")

@@ -1,0 +1,265 @@
+"""`shoal serve`: endpoints of registered and live models, from the first version to the last.
+
+Parse, call, print. Endpoints are found through the run record and spoken to over HTTP with the access token; `deploy`
+and `delete` are in `serve_jobs`, `simulate` in `serve_simulate`, what a status looks like in `serve_display`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+import msgspec
+from rich.console import Console
+from rich.live import Live
+
+from shoal.cli.commands.serve_deploy import delete, deploy
+from shoal.cli.commands.serve_simulate import simulate_verb
+from shoal.cli.display import serve_display
+from shoal.cli.support.console import literal_console
+from shoal.cli.support.group import Verbs
+from shoal.client import Client
+from shoal.client.discovery import FoundEndpoint, find_endpoint, token_for
+from shoal.client.endpoint_status import EndpointStatus, ModelStatus
+from shoal.errors import ConfigError, ConnectionLost, InferenceError
+from shoal.registry import split_ref
+
+STATUS_TIMEOUT_S = 5.0
+NUM_RETRIES = 2
+
+_endpoint_option = click.option(
+    "--endpoint", metavar="NAME|URL", help="Which endpoint.  [default: the one that is up on this machine]"
+)
+
+
+@click.group(cls=Verbs)
+def serve() -> None:
+    """Serve models: deploy, look at, roll out, roll back, delete.
+
+    A model is named NAME@3 or NAME@champion, as `shoal models` shows them.
+
+    \b
+    Examples:
+      shoal serve deploy fashion@champion
+      shoal serve status
+      shoal serve canary fashion@4 --percent 10
+      shoal serve promote fashion
+      shoal serve delete
+    """
+
+
+for verb in (deploy, delete, simulate_verb):
+    serve.add_command(verb)
+
+
+@contextmanager
+def asking(endpoint: str | None, timeout_s: float = STATUS_TIMEOUT_S) -> Iterator[tuple[FoundEndpoint, Client]]:
+    """The endpoint that is meant, and a client for it."""
+    found = find_endpoint(endpoint)
+    with Client(found.url, token=token_for(found.url), timeout_s=timeout_s, num_retries=NUM_RETRIES) as client:
+        yield found, client
+
+
+# -- looking ----------------------------------------------------------------------------------------------------------
+
+
+@serve.command()
+@click.argument("endpoint", required=False, metavar="[NAME|URL]")
+@click.option("--once", is_flag=True, help="Show it once, and end.")
+@click.option("--json", "as_json", is_flag=True, help="Print the status document, once.")
+@click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between two looks.")
+def status(endpoint: str | None, once: bool, as_json: bool, interval_s: float) -> None:
+    """Show an endpoint: its versions, their share of the requests, rates, latencies, errors; live until Ctrl-C.
+
+    Without a terminal it prints a line for each version instead.
+
+    \b
+    Examples:
+      shoal serve status
+      shoal serve status shop --once
+      shoal serve status http://127.0.0.1:8000 --json
+    """
+    console = literal_console(soft_wrap=not sys.stdout.isatty())
+    with asking(endpoint) as (found, client):
+        now = client.status()
+        if as_json:
+            click.echo(json.dumps(msgspec.to_builtins(now), indent=2))
+        elif once:
+            _print(console, now, found.url)
+        else:
+            _watch(console, found.url, now, client.status, interval_s)
+
+
+def _print(console: Console, now: EndpointStatus, url: str) -> None:
+    if console.is_terminal:
+        console.print(serve_display.render(now, url))
+        return
+    for line in serve_display.plain_lines(now, url):
+        console.print(line)
+
+
+def _watch(
+    console: Console, url: str, now: EndpointStatus, ask: Callable[[], EndpointStatus], interval_s: float
+) -> None:
+    """Until Ctrl-C, which is how a look ends. An endpoint that is away is waited for."""
+    trouble = ""
+    try:
+        if not console.is_terminal:
+            while True:
+                for line in [trouble] if trouble else serve_display.plain_lines(now, url):
+                    console.print(f"{time.strftime('%H:%M:%S')} {line}")
+                time.sleep(interval_s)
+                now, trouble = _look(ask, now)
+        with Live(console=console, auto_refresh=False, transient=False) as live:
+            while True:
+                at = time.strftime("%H:%M:%S", time.localtime(now.time))
+                note = f"this is how it was at {at}: {trouble}" if trouble else ""
+                live.update(serve_display.render(now, url, note), refresh=True)
+                time.sleep(interval_s)
+                now, trouble = _look(ask, now)
+    except KeyboardInterrupt:
+        return
+
+
+def _look(ask: Callable[[], EndpointStatus], before: EndpointStatus) -> tuple[EndpointStatus, str]:
+    """How it is; or how it was, and why there is nothing newer."""
+    try:
+        return ask(), ""
+    except (ConnectionLost, InferenceError) as error:
+        return before, str(error)
+
+
+# -- rolling out ------------------------------------------------------------------------------------------------------
+
+
+@serve.command()
+@click.argument("model", metavar="NAME[@VERSION]")
+@click.option("--percent", type=click.FloatRange(0, 100), default=10.0, show_default=True, help="Of its requests.")
+@_endpoint_option
+def canary(model: str, percent: float, endpoint: str | None) -> None:
+    """Let a version answer a part of a model's requests, beside the stable one.
+
+    It is loaded in every replica before it gets its first request, and rolled back by itself when it fails more often,
+    or is slower, than the model's guard allows. Clients that ask for a track or show a key stay on their side.
+
+    A model that follows the weights of a run stays with the version that answers, and its candidate is whichever is
+    the run's newest, until it is promoted or rolled back.
+
+    \b
+    Examples:
+      shoal serve canary fashion@4
+      shoal serve canary fashion@candidate --percent 50
+      shoal serve canary fashion@4 --percent 0        only for clients that ask for track "candidate"
+      shoal serve canary fashion --percent 20         another share for the candidate that is open
+      shoal serve canary cartpole                     the run's newest weights
+    """
+    name, version = _candidate(model)
+    with asking(endpoint) as (_, client):
+        _say(client.rollout("canary", name, version=version, percent=percent))
+
+
+@serve.command()
+@click.argument("model", metavar="NAME[@VERSION]")
+@_endpoint_option
+def promote(model: str, endpoint: str | None) -> None:
+    """Let the candidate, or this version, answer all requests of a model.
+
+    No request fails and none is answered by a mixture: every replica has it before the first answers with it. A model
+    that follows the weights of a run, and was rolled back or has a canary, follows them again.
+
+    \b
+    Examples:
+      shoal serve promote fashion
+      shoal serve promote fashion@4
+      shoal serve promote cartpole                    the run's newest weights, and all that come
+    """
+    name, version = _candidate(model)
+    with asking(endpoint) as (_, client):
+        _say(client.rollout("promote", name, version=version))
+
+
+@serve.command()
+@click.argument("model", metavar="NAME")
+@click.option("--to", type=click.IntRange(min=1), metavar="VERSION", help="A version of a live model that is held.")
+@click.option(
+    "--from",
+    "left",
+    type=click.IntRange(min=1),
+    metavar="VERSION",
+    help="The version to leave.  [default: as it is now]",
+)
+@click.option("--reason", default="", help="For the record.")
+@_endpoint_option
+def rollback(model: str, to: int | None, left: int | None, reason: str, endpoint: str | None) -> None:
+    """End a canary or a shadow; without one, go back to the version before: of an alias, to what it meant before.
+
+    A model that follows the weights of a run goes back to the version before the one that answers, or to the one that
+    --to names (`status` shows which are held), and stays with it until it is promoted. Its canary ends like any other.
+
+    Nothing is done when the version that it would leave is another than the one that was meant.
+
+    \b
+    Examples:
+      shoal serve rollback fashion
+      shoal serve rollback fashion --from 4
+      shoal serve rollback fashion --reason "complaints about shoes"
+      shoal serve rollback cartpole --to 412
+    """
+    with asking(endpoint) as (_, client):
+        name = _name(model)
+        before = _model(client.status(), name)
+        left = left or (None if to else _answering(before))
+        now = client.rollout("rollback", name, version=to, from_version=left, reason=reason or None)
+        _say(now)
+        if before.candidate and now.stable != before.stable:
+            click.echo(f"{now.source} had come to mean version {now.stable}, which is followed now")
+
+
+@serve.command()
+@click.argument("model", metavar="NAME[@VERSION]")
+@click.option("--percent", type=click.FloatRange(0, 100), default=100.0, show_default=True, help="Of its requests.")
+@_endpoint_option
+def shadow(model: str, percent: float, endpoint: str | None) -> None:
+    """Put requests to a version as well, and count how often its outputs differ; nobody gets its answers.
+
+    \b
+    Examples:
+      shoal serve shadow fashion@4
+      shoal serve shadow fashion@4 --percent 20
+      shoal serve shadow fashion@4 --percent 0        ends it
+      shoal serve shadow cartpole                     the run's newest weights, beside those that answer now
+    """
+    name, version = _candidate(model)
+    with asking(endpoint) as (_, client):
+        _say(client.rollout("shadow", name, version=version, percent=percent))
+
+
+def _model(status: EndpointStatus, name: str) -> ModelStatus:
+    """What is said of a model; of one that is not there, nothing."""
+    return {model.name: model for model in status.models}.get(name, ModelStatus(name))
+
+
+def _answering(model: ModelStatus) -> int | None:
+    """The version that a rollback would leave; None of a model that takes another by itself, or that is not there."""
+    return model.candidate or model.stable or (model.pinned if model.newest_percent is None else 0) or None
+
+
+def _candidate(ref: str) -> tuple[str, str | None]:
+    """Name, and number or alias, of a version; the endpoint knows what the alias, or none at all, means."""
+    name, word = split_ref(ref)
+    return name, word or None
+
+
+def _name(ref: str) -> str:
+    name, word = split_ref(ref)
+    if word:
+        raise ConfigError("model", ref, "names a version, where the whole model is meant", f"write {name}")
+    return name
+
+
+def _say(model: ModelStatus) -> None:
+    click.echo(f"{model.name}: {serve_display.shares(model)}")

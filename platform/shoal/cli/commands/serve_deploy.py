@@ -1,0 +1,212 @@
+"""`shoal serve deploy` and `delete`: an endpoint is kept up by a job on a cluster that is up, from one to the other.
+
+Parse, call, print. The job is named after its run, so that whoever finds an endpoint in the run record finds its job.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import click
+
+import shoal.runs
+from shoal.cli.commands.serve_elsewhere import delete_elsewhere, deploy_elsewhere
+from shoal.cli.display.serve_display import shares
+from shoal.cli.support.job_output import (
+    end_as_by_ctrl_c,
+    ended_when_given_up,
+    failure,
+    job_environment,
+    new_run_id,
+)
+from shoal.cli.support.predict_hint import first_question
+from shoal.client import Client
+from shoal.client.discovery import GRPC, INFERENCE, FoundEndpoint, find_endpoint, list_endpoints, token_for
+from shoal.cluster.attach import find_cluster
+from shoal.cluster.cluster_handle import ClusterHandle
+from shoal.cluster.jobs import Job, list_jobs, submit
+from shoal.config import word_of
+from shoal.errors import ClusterError, ConfigError, RunError
+from shoal.flows.serving_spec import check, port_for_serve, spec_from_words
+from shoal.registry import Registry
+from shoal.runs import Endpoint
+from shoal.runs.record.provenance import apart, as_typed
+
+POLL_S = 0.1
+MODULE = "shoal.flows.serving"
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="NAME[@VERSION]|FILE.yaml... [A.B=C]...")
+@click.option("--name", help="The endpoint's name.  [default: that of its first model]")
+@click.option("--port", type=click.IntRange(0, 65535), help="Where it listens.  [default: a free port]")
+@click.option("--replicas", type=click.IntRange(min=1), help="Processes that each hold every model.  [default: 1]")
+@click.option("--into", metavar="ENDPOINT", help="Serve the models by an endpoint that is up, beside what it serves.")
+@click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
+@click.option("--timeout-s", default=120.0, show_default=True, help="How long it may take until it answers.")
+def deploy(
+    words: tuple[str, ...],
+    name: str | None,
+    port: int | None,
+    replicas: int | None,
+    into: str | None,
+    address: str | None,
+    timeout_s: float,
+) -> None:
+    """Serve registered models on a cluster that is up; returns when they answer.
+
+    The endpoint stays until `shoal serve delete`, or until the cluster goes down. An alias is followed: promote another
+    version, and the endpoint flips to it. NAME alone is the newest version that there is now, and stays. Words A.B=C
+    set fields of the endpoint (docs/serving.md lists them); a YAML file has all of it. On a cluster elsewhere models
+    are those of its own registry, and the current folder is uploaded.
+
+    \b
+    Examples:
+      shoal serve deploy fashion@champion
+      shoal serve deploy fashion tabular@2 --name shop --replicas 2 endpoint.model.deadline_s=0.1
+      shoal serve deploy fashion endpoint.models.fashion.precision=bf16
+      shoal serve deploy lenet@3 --into shop
+      shoal serve deploy shop.yaml
+      shoal serve deploy fashion --port 8000 --address http://head.example:8265
+    """
+    if into is not None:
+        _deploy_into(into, words, {"name": name, "port": port, "replicas": replicas, "address": address}, timeout_s)
+        return
+    fields = _fields(words) + ([] if name is None else [word_of("endpoint.name", name)])
+    options = {"endpoint.port": port, "endpoint.num_replicas": replicas}
+    fields += [f"{field}={value}" for field, value in options.items() if value is not None]
+    spec = spec_from_words(fields).override(fields)
+    cluster = find_cluster(address)
+    if cluster is not None and not cluster.is_local:
+        deploy_elsewhere(cluster, MODULE, spec, fields, timeout_s)
+        return
+    check(spec)  # here, where its words can still be mended
+    cluster = _up(cluster)
+    _require_no_endpoint(cluster)
+    run_id = new_run_id()
+    end_as_by_ctrl_c()
+    shown, secrets = apart(fields)
+    env = job_environment(run_id, as_typed(["shoal", *sys.argv[1:]])) | secrets
+    with ended_when_given_up(lambda: Job(cluster, run_id).end()):
+        job = submit(cluster, [sys.executable, "-m", MODULE, *shown], env=env, submission_id=run_id)
+        found = _wait_until_ready(job, run_id, timeout_s)
+    grpc = [f", gRPC at {each.address}" for each in _endpoints(run_id) if each.kind == GRPC]
+    click.echo(f"endpoint {found.name} is ready at {found.url}{''.join(grpc)}")
+    meant = port_for_serve(Path(spec.file)) if spec.file and not spec.endpoint.port else None
+    if meant is not None:
+        click.echo(
+            f"(the http_options of {spec.file} are for Ray's own `serve deploy`; --port {meant} is the same here)"
+        )
+    click.echo("what next:")
+    click.echo(f"  {first_question(Registry().get(spec.models[0]))}")
+    click.echo(f"  shoal serve status {found.name}")
+    click.echo(f"  shoal serve delete {found.name}")
+
+
+@click.command()
+@click.argument("endpoint", required=False, metavar="[NAME]")
+@click.option("--model", metavar="NAME", help="Only this model of the endpoint; the others stay.")
+@click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
+@click.option("--timeout-s", default=60.0, show_default=True, help="How long what is being answered may take.")
+def delete(endpoint: str | None, model: str | None, address: str | None, timeout_s: float) -> None:
+    """End an endpoint, or one model of it, when what it has been asked is answered.
+
+    \b
+    Examples:
+      shoal serve delete
+      shoal serve delete shop
+      shoal serve delete shop --model tabular
+      shoal serve delete shop --address http://head.example:8265
+    """
+    if model and address:
+        remedy = "leave --address out, and give the endpoint's own address for NAME"
+        raise ConfigError("address", address, "is a cluster's, and a model is taken from an endpoint", remedy)
+    cluster = None if model else find_cluster(address)
+    if cluster is not None and not cluster.is_local:
+        delete_elsewhere(cluster, MODULE, endpoint, timeout_s)
+        return
+    found = find_endpoint(endpoint)
+    if model:
+        with Client(found.url, token=token_for(found.url)) as client:
+            client.rollout("delete", model, timeout_s=timeout_s)
+        click.echo(f"{model} is served no longer")
+        return
+    if not found.run_id:
+        remedy = "give its name, on the machine where it was deployed"
+        raise ConfigError("endpoint", found.url, "is an address, and endpoints are ended by name", remedy)
+    job = Job(_up(cluster), found.run_id)
+    try:
+        job.stop(timeout_s)
+    except RunError:
+        run = shoal.runs.load(found.run_id)
+        remedy = f"end that with Ctrl-C, or `ray job stop`: process {run.pid} on {run.host}"
+        raise RunError(
+            f"endpoint {found.name} was not deployed by `shoal serve deploy` but by {run.job!r}: {remedy}"
+        ) from None
+    click.echo(f"endpoint {found.name} is gone")
+
+
+def _deploy_into(endpoint: str, words: Sequence[str], options: Mapping[str, object], timeout_s: float) -> None:
+    """Every word a model, which the endpoint then serves at once; of one that it serves already, this version."""
+    for option, value in options.items():
+        if value is not None:
+            raise ConfigError(option, value, "is of an endpoint that is deployed anew", f"leave --{option} out")
+    if not words or any("=" in each for each in words):
+        remedy = "name models; fields are those of an endpoint that is deployed anew"
+        raise ConfigError("into", endpoint, "takes models and nothing else", remedy)
+    found = find_endpoint(endpoint)
+    with Client(found.url, token=token_for(found.url)) as client:
+        for model in words:
+            served = client.rollout("deploy", model, timeout_s=timeout_s)
+            click.echo(f"{served.name}: {shares(served)}")
+
+
+def _require_no_endpoint(cluster: ClusterHandle) -> None:
+    """A cluster has one endpoint. Raises ClusterError before a job finds that out."""
+    jobs = {info.submission_id for info in list_jobs(cluster) if not info.status.is_over}
+    for there in list_endpoints():
+        if there.run_id in jobs:
+            remedy = f"`shoal serve deploy MODEL --into {there.name}` adds to it, `shoal serve delete` ends it"
+            raise ClusterError(f"this cluster has an endpoint, {there.name}, and cannot have two: {remedy}")
+
+
+def _fields(words: Sequence[str]) -> list[str]:
+    """`A.B=C` words as they are, a YAML file as `file=...`, models as the list of them."""
+    models = [each for each in words if "=" not in each and not each.endswith((".yaml", ".yml"))]
+    files = [each for each in words if "=" not in each and each.endswith((".yaml", ".yml"))]
+    if len(files) > 1:
+        raise ConfigError("file", files[1], "is a second file", "an endpoint has one")
+    fields = [word_of("file", str(Path(file).resolve())) for file in files]
+    if models:
+        fields.append(word_of("models", ",".join(models)))
+    return fields + [each for each in words if "=" in each]
+
+
+def _up(cluster: ClusterHandle | None) -> ClusterHandle:
+    if cluster is None:
+        raise ClusterError("no cluster is up, which an endpoint could live on: `shoal up` starts one")
+    return cluster
+
+
+def _wait_until_ready(job: Job, run_id: str, timeout_s: float) -> FoundEndpoint:
+    """Raises RunError with the job's own words when it has failed, ClusterError when it takes too long."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        for point in _endpoints(run_id):
+            if point.kind == INFERENCE and point.state == "ready":
+                return FoundEndpoint(point.name, point.address, run_id)
+        if (outcome := job.outcome()) is not None:
+            raise RunError(failure(job, "the job of the endpoint", outcome))
+        if time.monotonic() > deadline_s:
+            raise ClusterError(f"the endpoint was not ready within {timeout_s:g} s: give it more with --timeout-s")
+        time.sleep(POLL_S)
+
+
+def _endpoints(run_id: str) -> list[Endpoint]:
+    try:
+        return shoal.runs.load(run_id).endpoints()
+    except RunError:
+        return []  # the job has not begun to record yet

@@ -1,0 +1,140 @@
+"""`shoal serve simulate`: what latency a model would show under a load, from how long its forwards take.
+
+Parse, call, print. The forward's times are those that a live endpoint has measured, or are given.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from shoal.client import Client, ModelStatus
+from shoal.client.discovery import find_endpoint, token_for
+from shoal.errors import ConfigError
+from shoal.serve.batching.simulate import ForwardTime, SimulatedLoad, simulate
+
+TIMEOUT_S = 5.0
+DEFAULT_MAX_BATCH = 64  # that of ModelOptions
+LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95)  # of the capacity, when no rate is asked about
+
+
+@click.command("simulate")
+@click.argument("model", required=False, metavar="[NAME]")
+@click.option("--latency", metavar="ROWS:SECONDS,...", help="How long a forward takes, instead of a live model's.")
+@click.option("--rate", "rates", multiple=True, type=click.FloatRange(min=0, min_open=True), help="Requests/s.")
+@click.option("--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True), help="Of each request, seconds.")
+@click.option(
+    "--max-batch", type=click.IntRange(min=1), help="Rows of a forward at most.  [default: the model's, or 64]"
+)
+@click.option("--replicas", type=click.IntRange(min=1), help="That share the load.  [default: the endpoint's, or 1]")
+@click.option("--requests", default=20_000, show_default=True, type=click.IntRange(min=100), help="To simulate.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@click.option("--endpoint", metavar="NAME|URL", help="Which endpoint.  [default: the one that is up on this machine]")
+def simulate_verb(
+    model: str | None,
+    latency: str | None,
+    rates: tuple[float, ...],
+    deadline_s: float | None,
+    max_batch: int | None,
+    replicas: int | None,
+    requests: int,
+    as_json: bool,
+    endpoint: str | None,
+) -> None:
+    """Say what latency requests would see at a rate, from how long the model's forwards take.
+
+    The batcher's own schedule meets Poisson arrivals of one row each on a simulated clock; parsing and sending are not
+    in it. Without --rate: from a quarter of the model's capacity to nearly all of it.
+
+    \b
+    Examples:
+      shoal serve simulate fashion --rate 500 --rate 2000
+      shoal serve simulate fashion --rate 5000 --deadline 0.05 --replicas 2
+      shoal serve simulate --latency 1:0.0205,32:0.036 --max-batch 32 --rate 200 --deadline 0.1
+    """
+    for name, asked in (*(("rate", rate) for rate in rates), ("deadline", deadline_s)):
+        if asked is not None and not math.isfinite(asked):
+            raise ConfigError(name, asked, "is not finite")
+    if (model is None) == (latency is None):
+        raise ConfigError("model", model, "one of a model and --latency is needed", "name one of both")
+    if latency is not None:
+        points, most, count = _points(latency), max_batch or DEFAULT_MAX_BATCH, replicas or 1
+    else:
+        status, num_replicas = _ask(str(model), endpoint)
+        points, most = status.latency, max_batch or status.max_batch_rows
+        count, deadline_s = replicas or num_replicas, deadline_s or status.deadline_s
+    capacity_per_s = ForwardTime(points).capacity_per_s(most) * count
+    wanted = rates or tuple(capacity_per_s * share for share in LOADS)
+    loads = [
+        (rate, simulate(points, rate / count, max_batch_rows=most, deadline_s=deadline_s, num_requests=requests))
+        for rate in wanted
+    ]
+    if as_json:
+        rows = [{"requests_per_s": rate, **_scaled(load, count)} for rate, load in loads]
+        click.echo(json.dumps({"capacity_per_s": capacity_per_s, "replicas": count, "loads": rows}, indent=2))
+        return
+    Console(highlight=False).print(_table(loads, count, deadline_s))
+    plural = "replicas" if count > 1 else "replica"
+    told = f"forwards of {count} {plural} take {capacity_per_s:,.0f} requests/s, in batches of up to {most}"
+    click.echo(f"{told}; what parsing and sending take comes on top")
+    if (largest := max(rows for rows, _ in points)) < most:
+        click.echo(f"forwards were measured up to {largest} rows: what larger batches take is a guess")
+
+
+def _points(latency: str) -> list[tuple[int, float]]:
+    """`1:0.02,32:0.036`."""
+    try:
+        pairs = [point.split(":") for point in latency.split(",")]
+        points = [(int(rows), float(seconds)) for rows, seconds in pairs]
+    except ValueError:
+        raise ConfigError("latency", latency, "is not ROWS:SECONDS,...", "for example 1:0.0205,32:0.036") from None
+    if any(rows < 1 or not 0 < seconds < math.inf for rows, seconds in points):
+        raise ConfigError("latency", latency, "rows and seconds must be above zero, and finite")
+    return points
+
+
+def _ask(model: str, endpoint: str | None) -> tuple[ModelStatus, int]:
+    """The model's status and the number of replicas. Raises ConfigError for a model without measurements."""
+    found = find_endpoint(endpoint)
+    with Client(found.url, token=token_for(found.url), timeout_s=TIMEOUT_S) as client:
+        status = client.status()
+    models = {each.name: each for each in status.models}
+    if model not in models:
+        raise ConfigError("model", model, f"is not served by {found.name}", f"models: {', '.join(models)}")
+    if not models[model].latency:
+        remedy = f"send it requests (shoal predict {model} ...), or say --latency"
+        raise ConfigError("model", model, "has no measured forward yet", remedy)
+    return models[model], max(1, len(status.replicas))
+
+
+def _scaled(load: SimulatedLoad, replicas: int) -> dict[str, float | None]:
+    """For JSON, and for all replicas together."""
+    values = asdict(load) | {"goodput_per_s": load.goodput_per_s * replicas}
+    del values["requests_per_s"]
+    return {name: None if math.isnan(value) else value for name, value in values.items()}
+
+
+def _table(loads: list[tuple[float, SimulatedLoad]], replicas: int, deadline_s: float | None) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    in_time = "answered/s" if deadline_s is None else f"within {deadline_s:g} s"
+    for title in ("requests/s", "p50", "p90", "p99", in_time, "refused", "busy", "batch"):
+        table.add_column(title, justify="right")
+    for rate, load in loads:
+        table.add_row(
+            f"{rate:,.0f}",
+            *(_milliseconds(seconds) for seconds in (load.p50_s, load.p90_s, load.p99_s)),
+            f"{load.goodput_per_s * replicas:,.0f}",
+            f"{load.refused / load.requests:.1%}",
+            f"{load.utilisation:.0%}",
+            "-" if math.isnan(load.mean_batch_rows) else f"{load.mean_batch_rows:.1f}",
+        )
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return "-" if math.isnan(seconds) else f"{seconds * 1000:.4g} ms"

@@ -1,0 +1,1 @@
+"""Live views of runs and endpoints, drawn from the run record."""

@@ -1,0 +1,196 @@
+"""What a run looks like while it goes on: one picture on a terminal, plain lines elsewhere.
+
+Reads the run record and nothing else, so it shows the same for a run of this process, of another, or of yesterday.
+Called by `watch`. `RunView` is the data, `render` and `plain_line` are pure functions of it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
+from rich.text import Text
+
+from shoal.runs import Run
+from shoal.runs.report.event_messages import trouble
+
+MAX_HISTORY, MAX_BARS = 120, 40
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One moment of a run.
+
+    metrics: the newest values of this life of the run
+    history: the newest mean returns, oldest first, all finite
+    lowest:  the lowest mean return of all that were seen
+    """
+
+    run_id: str
+    phase: str
+    elapsed_s: float
+    target_return: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    history: tuple[float, ...] = ()
+    lowest: float = math.inf
+    endpoint: str = ""
+    gateway: str = ""
+    notes: tuple[str, ...] = ()
+
+    def value(self, name: str) -> float:
+        return self.metrics.get(name, math.nan)
+
+    def named(self, prefix: str) -> dict[str, float]:
+        """Metrics under `prefix/`, without it."""
+        return {name[len(prefix) + 1 :]: v for name, v in self.metrics.items() if name.startswith(prefix + "/")}
+
+
+def view_of(run: Run, phase: str, target_return: float | None, before: RunView | None, notes: Sequence[str]) -> RunView:
+    """The run as it is now; `before` carries the history on."""
+    metrics = run.latest(since_resumed=True)
+    history, lowest = (before.history, before.lowest) if before else ((), math.inf)
+    mean = metrics.get("return/mean_100", math.nan)
+    if math.isfinite(mean) and (not history or history[-1] != mean):
+        history, lowest = (*history, mean)[-MAX_HISTORY:], min(lowest, mean)
+    addresses = {endpoint.kind: endpoint.address for endpoint in run.endpoints() if endpoint.state == "ready"}
+    return RunView(
+        run.id,
+        phase,
+        time.time() - run.life_began_at(),
+        target_return,
+        metrics,
+        history,
+        lowest,
+        addresses.get("inference", ""),
+        addresses.get("gateway", ""),
+        (*notes, *filter(None, (trouble(*event) for event in run.last_events(since_resumed=True).items()))),
+    )
+
+
+def render(view: RunView) -> RenderableType:
+    """The picture for a terminal."""
+    parts: list[RenderableType] = [_return_line(view), _numbers(view)]
+    lags = view.named("actor_lag")
+    if lags:
+        parts.append(_actors(view, lags))
+    drops = {reason: count for reason, count in view.named("drops").items() if count}
+    dropped = ", ".join(f"{reason} {count:,.0f}" for reason, count in sorted(drops.items())) or "none"
+    parts.append(Text.assemble(("drops     ", "dim"), dropped))
+    if view.endpoint:
+        parts.append(Text.assemble(("endpoint  ", "dim"), view.endpoint, ("   gateway  ", "dim"), view.gateway or "-"))
+    parts += [Text(note, style="yellow") for note in view.notes]
+    title = f"[bold]{view.run_id}[/]  {view.phase}  [dim]{view.elapsed_s:.0f} s[/]"
+    return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", padding=(0, 1))
+
+
+def plain_line(view: RunView) -> str:
+    """One line for a log file."""
+    if math.isnan(view.value("steps/total")):
+        return f"[{view.elapsed_s:5.1f} s] {view.phase}"
+    drops = sum(view.named("drops").values())
+    numbers = {
+        "return": _number(view.value("return/mean_100"), ".1f"),
+        "steps/s": _number(view.value("steps/per_s"), ",.0f"),
+        "weights": _number(view.value("weights/version"), ".0f"),
+        "max lag": _number(view.value("lag/max"), ".0f"),
+        "queue": _number(view.value("queue/depth"), ".0f"),
+        "drops": f"{drops:.0f}",
+        "endpoint requests/s": _number(view.value("endpoint/requests_per_s"), ".0f"),
+    }
+    return f"[{view.elapsed_s:5.1f} s] {view.phase}: " + ", ".join(f"{k} {v}" for k, v in numbers.items())
+
+
+def sparkline(values: Sequence[float], width: int, low: float | None = None, high: float | None = None) -> str:
+    """Finite `values`, oldest first, as bars between `low` and `high`.
+
+    When None, `low` is the lowest value, or 0 when there is none below; `high` is the highest value.
+    """
+    if not values:
+        return ""
+    step = max(1, math.ceil(len(values) / width))
+    shown = [max(values[start : start + step]) for start in range(0, len(values), step)]
+    low = min(0.0, *values) if low is None else low
+    top = max(high if high is not None else max(shown), low + 1e-9)
+    return "".join(_BARS[round(min(1.0, max(0.0, (v - low) / (top - low))) * (len(_BARS) - 1))] for v in shown)
+
+
+@dataclass(frozen=True)
+class Sparkline:
+    """A sparkline of all values, as wide as there is room for; the fields are the words of `sparkline`."""
+
+    values: tuple[float, ...]
+    low: float | None = None
+    high: float | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(sparkline(self.values, min(MAX_BARS, options.max_width), self.low, self.high), "green")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, min(MAX_BARS, options.max_width))
+
+
+def _return_line(view: RunView) -> RenderableType:
+    mean, target = view.value("return/mean_100"), view.target_return
+    label = Text.assemble(("return    ", "dim"), (f"{_number(mean, '.1f'):>6}", "bold green"))
+    line = Table.grid(Column(no_wrap=True), padding=(0, 1))  # what is counted is not cut
+    cells: list[RenderableType] = [label]
+    low = _lowest_return(view)
+    if target is not None:
+        cells += [ProgressBar(total=1.0, completed=_progress(mean, low, target), width=24), Text(f"{target:g}", "dim")]
+    cells.append(Sparkline(view.history, low, target))
+    line.add_row(*cells)
+    return line
+
+
+def _lowest_return(view: RunView) -> float:
+    """Where the scale begins: at 0 when the target lies above, or at the lowest return seen, where that is lower."""
+    is_from_zero = view.target_return is None or view.target_return > 0
+    lowest = min((view.lowest, *view.history, *((0.0,) if is_from_zero else ())))
+    return lowest if math.isfinite(lowest) else 0.0
+
+
+def _progress(mean: float, low: float, target: float) -> float:
+    """How much of the way from `low` to `target` is done, from 0 to 1."""
+    if not math.isfinite(mean) or mean >= target:
+        return 1.0 if mean >= target else 0.0
+    return min(1.0, max(0.0, (mean - low) / (target - low))) if target > low else 0.0
+
+
+def _numbers(view: RunView) -> RenderableType:
+    cells = (
+        _cell("steps/s", view.value("steps/per_s"), ",.0f"),
+        _cell("steps", view.value("steps/total"), ",.0f"),
+        _cell("episodes", view.value("episodes/total"), ",.0f"),
+        _cell("weights", view.value("weights/version"), ".0f"),
+        _cell("queue", view.value("queue/depth"), ".0f"),
+        _cell("endpoint req/s", view.value("endpoint/requests_per_s"), ".0f"),
+    )
+    return Columns(cells, padding=(0, 3, 0, 0))  # in several rows where the terminal is narrow
+
+
+def _actors(view: RunView, lags: dict[str, float]) -> RenderableType:
+    text = Text.assemble(("actors    ", "dim"), f"{_number(view.value('actors/connected'), '.0f')} connected, lag ")
+    for index, (name, lag) in enumerate(sorted(lags.items())):
+        style = "green" if lag <= 2 else "yellow" if lag <= 10 else "red"
+        text.append("  " if index else "")
+        text.append(f"{name} ", "dim")
+        text.append(f"{lag:.0f}", style)
+    return text
+
+
+def _cell(name: str, value: float, form: str) -> Text:
+    return Text.assemble((f"{name} ", "dim"), (_number(value, form), "bold"))
+
+
+def _number(value: float, form: str) -> str:
+    """As long as a cell is wide: of very large ones the first digits."""
+    return format(value, form if abs(value) < 1e12 else ".3g") if math.isfinite(value) else "-"

@@ -1,0 +1,166 @@
+"""What a training run looks like while it goes on: the way to its end, its speed, what it waits for, how good it is.
+
+Reads the run record and nothing else. Called by `watch`. `TrainView` is the data, `render` and `plain_line` are
+pure functions of it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
+from rich.text import Text
+
+from shoal.cli.display.rl_display import MAX_HISTORY, Sparkline
+from shoal.runs import Run
+from shoal.runs.formatting import duration, number
+from shoal.runs.report.event_messages import trouble
+
+TRAINING = "training"
+RATES = (
+    ("samples/s", "samples/per_s", ",.0f", 1.0),
+    ("data wait", "wait/data", ".0f", 100.0),
+    ("communication", "wait/communication", ".0f", 100.0),
+    ("MFU", "flops/utilisation", ".1f", 100.0),  # of the devices' peak FLOP/s, the share that was made use of
+)
+
+
+@dataclass(frozen=True)
+class TrainView:
+    """One moment of a training run.
+
+    metrics: the newest values of this life of the run
+    setting: the details of its event `training`: plan, workers, device, total_steps, ...
+    history: the newest losses, oldest first, all finite
+    """
+
+    run_id: str
+    phase: str
+    elapsed_s: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    setting: dict[str, Any] = field(default_factory=dict)
+    history: tuple[float, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def value(self, name: str) -> float:
+        return self.metrics.get(name, math.nan)
+
+    @property
+    def progress(self) -> float:
+        """How much of the run is done, from 0 to 1; NaN when nothing says where it ends."""
+        total, step = self.setting.get("total_steps"), self.value("train/step")
+        return min(step / total, 1.0) if total else math.nan  # in this order: NaN before the first report
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds to the last step at the present speed; NaN when unknown, and when the last step is done."""
+        total = self.setting.get("total_steps")
+        if self.phase != TRAINING:
+            return math.nan
+        return max(0.0, total - self.value("train/step")) * self.value("step/seconds") if total else math.nan
+
+    @property
+    def evaluated(self) -> dict[str, float]:
+        """What the last evaluation gave."""
+        start = "validation/"
+        return {name.removeprefix(start): v for name, v in self.metrics.items() if name.startswith(start)}
+
+
+def view_of(run: Run, before: TrainView | None, notes: Sequence[str]) -> TrainView:
+    """The run as it is now; `before` carries the history on."""
+    metrics, seen = run.latest(since_resumed=True), run.last_events(since_resumed=True)
+    history = before.history if before is not None else ()
+    loss = metrics.get("train/loss", math.nan)
+    if math.isfinite(loss) and (not history or history[-1] != loss):
+        history = (*history, loss)[-MAX_HISTORY:]
+    elapsed_s = time.time() - run.life_began_at()
+    told = (*notes, *filter(None, (trouble(*event) for event in seen.items())))
+    return TrainView(run.id, _phase(seen), elapsed_s, metrics, seen.get("training", {}), history, told)
+
+
+def _phase(seen: dict[str, dict[str, Any]]) -> str:
+    for kind, phase in (("trained", "writing the report"), ("stopped", "registering"), ("training", TRAINING)):
+        if kind in seen:
+            return phase
+    return "starting workers"
+
+
+def render(view: TrainView) -> RenderableType:
+    """The picture for a terminal."""
+    parts: list[RenderableType] = [_way(view), _loss(view), _rates(view)]
+    if view.evaluated:
+        text = Text.assemble(("evaluated ", "dim"))
+        for name, value in view.evaluated.items():
+            text.append(f"{name} ", "dim")
+            text.append(f"{number(value)}  ", "bold green")
+        parts.append(text)
+    if view.setting:
+        setting = view.setting
+        words = f"{setting['plan']} on {setting['device']}, {setting['parameters']:,} parameters"
+        parts.append(Text.assemble(("plan      ", "dim"), words))
+    parts += [Text(note, style="yellow") for note in view.notes]
+    title = f"[bold]{view.run_id}[/]  {view.phase}  [dim]{view.elapsed_s:.0f} s[/]"
+    return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", padding=(0, 1))
+
+
+def plain_line(view: TrainView) -> str:
+    """One line for a log file."""
+    at = f"[{view.elapsed_s:5.1f} s] {view.phase}"
+    if not math.isfinite(view.value("train/step")):
+        return at
+    parts = [f"step {view.value('train/step'):,.0f}", f"loss {number(view.value('train/loss'))}"]
+    parts += [f"{name} {value}" for name, value in _rate_words(view)]
+    parts += [f"validation {name} {number(value)}" for name, value in view.evaluated.items()]
+    if math.isfinite(view.remaining_s):
+        parts.append(f"{duration(view.remaining_s)} to go")
+    return f"{at}: {', '.join(parts)}"
+
+
+def _way(view: TrainView) -> RenderableType:
+    line = Table.grid(Column(no_wrap=True), padding=(0, 1))  # what is counted is not cut
+    step, epoch = view.value("train/step"), view.value("train/epoch")
+    label = Text.assemble(("step      ", "dim"), (f"{_number(step, ',.0f'):>6}", "bold"))
+    cells: list[RenderableType] = [label]
+    if math.isfinite(view.progress):
+        cells.append(ProgressBar(total=1.0, completed=view.progress, width=24))
+        cells.append(Text(f"of {view.setting['total_steps']:,}", "dim"))
+    cells.append(Text(f"epoch {_number(epoch, '.2f')}", "dim"))
+    if math.isfinite(view.remaining_s):
+        cells.append(Text(f"{duration(view.remaining_s)} to go", "dim"))
+    line.add_row(*cells)
+    return line
+
+
+def _loss(view: TrainView) -> RenderableType:
+    loss = number(view.value("train/loss")) if "train/loss" in view.metrics else "-"
+    line = Table.grid(Column(no_wrap=True), padding=(0, 1))  # what is counted is not cut
+    label = Text.assemble(("loss      ", "dim"), (f"{loss:>6}", "bold"))
+    line.add_row(label, Sparkline(view.history, min(view.history, default=0.0)))
+    return line
+
+
+def _rates(view: TrainView) -> RenderableType:
+    cells = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in _rate_words(view)]
+    return Columns(cells, padding=(0, 3, 0, 0))  # in several rows where the terminal is narrow
+
+
+def _rate_words(view: TrainView) -> list[tuple[str, str]]:
+    """The rates that are known."""
+    words = []
+    for name, metric, form, factor in RATES:
+        value = view.value(metric) * factor
+        if math.isfinite(value):
+            words.append((name, format(value, form) + ("%" if factor == 100.0 else "")))
+    return words
+
+
+def _number(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else "-"

@@ -1,0 +1,1 @@
+"""What verbs share: lookup of jobs, consoles, input readers."""

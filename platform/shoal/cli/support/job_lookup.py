@@ -1,0 +1,47 @@
+"""The file of a job: where it is found, and what it is asked before anything starts for it. Called by `shoal run`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import shoal
+from shoal.errors import ConfigError, RunError
+from shoal.runs.record.provenance import apart
+
+OUR_JOBS = Path(shoal.__file__).parents[2] / "jobs"  # of the checkout that is installed, where it is one
+_TAKES_CHECK = re.compile(r"\b(job|train)_main\b")  # in the file of a job whose words we read
+
+
+def find_job(job: str) -> Path:
+    """The file of a job: a path, or a name in ./jobs or in the checkout's. Raises ConfigError with what there is."""
+    for candidate in (Path(job), Path("jobs") / f"{job}.py", OUR_JOBS / f"{job}.py"):
+        if candidate.is_file():
+            return candidate.resolve()
+    here, ours = (sorted(path.stem for path in folder.glob("*.py")) for folder in (Path("jobs"), OUR_JOBS))
+    known = ", ".join(dict.fromkeys([*here, *ours])) or "none here"
+    raise ConfigError("job", job, "is neither a file nor in ./jobs", f"jobs: {known}")
+
+
+def words_apart(path: Path, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The words without secrets, which travel in the environment; all of them for a job that reads its words itself."""
+    shown, secrets = apart(words)
+    return (shown, secrets) if secrets and _takes_check(path) else (list(words), {})
+
+
+def check_words(path: Path, words: Sequence[str]) -> None:
+    """Let the job look at its words before a cluster is started for it. Raises RunError with the job's own words."""
+    if not words or not _takes_check(path):
+        return
+    checked = subprocess.run([sys.executable, str(path), *words, "--check"], capture_output=True, text=True)
+    if checked.returncode:
+        said = checked.stderr.strip() or "it said nothing"
+        _, is_typed, error = f"\n{said}".rpartition("\nerror: ")
+        raise RunError(error if is_typed else said)  # what is not typed is the user's own, with its traceback
+
+
+def _takes_check(path: Path) -> bool:
+    return bool(_TAKES_CHECK.search(path.read_text(errors="replace")))  # in whichever encoding it is

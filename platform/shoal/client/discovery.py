@@ -1,0 +1,62 @@
+"""Where the endpoints of this machine are, as the run record says, and the token that they ask for.
+
+Called by the command line and by whoever would rather name an endpoint than its address. Reads; asks no endpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from shoal.client.address import address_of, host_of
+from shoal.errors import RunError
+from shoal.home import existing_token
+from shoal.network_address import is_loopback
+from shoal.runs import list_running
+
+INFERENCE = "inference"  # the kind of an endpoint in the record, beside gateways
+GRPC = "grpc"  # the kind of its other address, host:port
+
+
+@dataclass(frozen=True)
+class FoundEndpoint:
+    """An endpoint that is ready. `run_id` is the run that serves it; "" for one that was given by its address."""
+
+    name: str
+    url: str
+    run_id: str = ""
+
+
+def list_endpoints() -> list[FoundEndpoint]:
+    """Every endpoint that a run of this machine keeps up now, the newest first."""
+    return [
+        FoundEndpoint(point.name, point.address, run.id)
+        for run in list_running()
+        for point in run.endpoints()
+        if point.kind == INFERENCE and point.state == "ready"
+    ]
+
+
+def find_endpoint(wanted: str | None = None) -> FoundEndpoint:
+    """The endpoint with this name, or at this address (`http://HOST:PORT`); None for the only one that there is.
+
+    Raises RunError naming what there is, ConfigError for an address that is none.
+    """
+    if wanted is not None and ":" in wanted:  # which no name has
+        url = address_of(wanted)
+        return FoundEndpoint(urlsplit(url).netloc, url)
+    there = list_endpoints()
+    if not there:
+        raise RunError("no endpoint is up: `shoal serve deploy MODEL` starts one, `shoal models list` shows the models")
+    matching = there if wanted is None else [each for each in there if each.name == wanted]
+    if len({each.url for each in matching}) == 1:
+        return matching[0]
+    names = ", ".join(f"{each.name} ({each.url})" for each in there)
+    if not matching:
+        raise RunError(f"there is no endpoint {wanted!r}: there is {names}")
+    raise RunError(f"several endpoints are up: say --endpoint NAME, or its address. There is {names}")
+
+
+def token_for(url: str) -> str:
+    """The access token of this home, for an endpoint of this machine; "" for one elsewhere, which it is not for."""
+    return existing_token() if is_loopback(host_of(url)) else ""

@@ -1,0 +1,194 @@
+"""Inputs and outputs of a call: what a program has becomes what the model takes, and back. Pure functions.
+
+Arrays are sent as the datatype that the model's signature names: lists of numbers, and arrays of another float or
+integer type, are turned into it where nothing but digits is lost: never 0.5 into an integer, 300 into UINT8, nor 1e300
+into an FP32 that is infinite; nor anything but str and bytes into BYTES. Whether a shape fits, the endpoint says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from shoal.client.retry import Reply
+from shoal.errors import ConfigError, ConnectionLost, InferenceError
+from shoal.open_inference.binary_tensors import from_binary, to_binary
+from shoal.open_inference.datatypes import NUMPY, bf16_values, floats_of
+from shoal.open_inference.json_tensors import to_json
+from shoal.open_inference.messages import (
+    NO_DATA,
+    InferRequest,
+    InferResponse,
+    InputTensor,
+    ModelMetadata,
+    OutputTensor,
+    Parameters,
+    RequestedOutput,
+)
+
+ArrayLike: TypeAlias = np.ndarray | Sequence[Any]
+Inputs: TypeAlias = Mapping[str, ArrayLike] | ArrayLike
+
+HEADER_LENGTH = "inference-header-content-length"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Mapping[str, np.ndarray]):
+    """The outputs of one call, a mapping by name, and the version of the weights that made all of them.
+
+    BF16 outputs are float32 here; BYTES outputs are object arrays of bytes.
+    """
+
+    outputs: dict[str, np.ndarray]
+    version: int
+    model: str
+    request_id: str = ""
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self.outputs:
+            raise KeyError(f"there is no output {name!r}: {self.model} gave {', '.join(map(repr, self.outputs))}")
+        return self.outputs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.outputs)
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+
+def as_arrays(signature: ModelMetadata, inputs: Inputs) -> dict[str, np.ndarray]:
+    """Every input by name, in the signature's datatypes. Raises ConfigError naming the input."""
+    names = [spec.name for spec in signature.inputs]
+    if not isinstance(inputs, Mapping):
+        if len(names) != 1:
+            raise ConfigError("inputs", "one array", f"{signature.name} has {len(names)} inputs", f"name them: {names}")
+        inputs = {names[0]: inputs}
+    unknown = sorted(set(inputs) - set(names))
+    if unknown:
+        raise ConfigError("inputs", unknown[0], f"{signature.name} has no such input", f"its inputs are {names}")
+    specs = {spec.name: spec for spec in signature.inputs}
+    return {name: _converted(name, values, specs[name].datatype) for name, values in inputs.items()}
+
+
+def encode_inputs(
+    signature: ModelMetadata, inputs: Inputs, outputs: Collection[str] | None, request_id: str, *, binary: bool
+) -> tuple[dict[str, str], bytes]:
+    """Headers and body of an inference request. Raises ConfigError."""
+    if isinstance(outputs, str):
+        raise ConfigError("outputs", outputs, "is a single name", "give a list of names, or None for all")
+    if outputs is not None and not len(outputs):
+        raise ConfigError("outputs", outputs, "asks for nothing", "give names, or None for all")
+    arrays = as_arrays(signature, inputs)
+    datatypes = {spec.name: spec.datatype for spec in signature.inputs}
+    asked = None if outputs is None else [RequestedOutput(name) for name in outputs]
+    if not binary:
+        tensors = [
+            InputTensor(name, list(array.shape), datatypes[name], data=_json(name, array, datatypes[name]))
+            for name, array in arrays.items()
+        ]
+        request = InferRequest(tensors, request_id or None, None, asked)
+        return {"content-type": "application/json"}, msgspec.json.encode(request)
+    buffers = {name: to_binary(datatypes[name], array) for name, array in arrays.items()}
+    tensors = [
+        InputTensor(name, list(array.shape), datatypes[name], {"binary_data_size": len(buffers[name])}, NO_DATA)
+        for name, array in arrays.items()
+    ]
+    everything: Parameters = {"binary_data_output": True}
+    head = msgspec.json.encode(InferRequest(tensors, request_id or None, everything, asked))
+    headers = {"content-type": "application/octet-stream", HEADER_LENGTH: str(len(head))}
+    return headers, b"".join([head, *buffers.values()])
+
+
+def decode_answer(reply: Reply) -> Answer:
+    """Raises ConnectionLost when what came is no answer of the protocol's."""
+    try:
+        length = int(reply.headers.get(HEADER_LENGTH, len(reply.body)))
+        head = msgspec.json.decode(memoryview(reply.body)[:length], type=InferResponse)
+        rest = memoryview(reply.body)[length:]
+        outputs = {}
+        for tensor in head.outputs:
+            size = int((tensor.parameters or {}).get("binary_data_size", -1))
+            outputs[tensor.name] = _from_json(tensor) if size < 0 else _from_bytes(tensor, rest[:size])
+            rest = rest[max(size, 0) :]
+        return Answer(outputs, int(head.model_version), head.model_name, head.id or "")
+    except (msgspec.DecodeError, KeyError, ValueError, InferenceError) as error:
+        raise ConnectionLost(f"what answers is no endpoint of this kind: {error}") from None
+
+
+def _converted(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
+    if datatype == "BYTES":
+        return _words(name, values)
+    wanted = np.dtype(np.float32) if datatype == "BF16" else NUMPY[datatype]
+    try:
+        array = np.asarray(values)
+    except ValueError:  # of NumPy, of lists alone
+        remedy = "send rows of equal length together"
+        raise ConfigError("inputs", name, "is no array: its rows have different lengths", remedy) from None
+    except (TypeError, RuntimeError) as error:  # torch says so of tensors on a GPU, of BF16, or with a gradient
+        raise ConfigError("inputs", name, f"is no array: {error}", "give a NumPy array") from None
+    if datatype == "BF16" and array.dtype == np.uint16:
+        return array
+    if datatype == "UINT64" and array.dtype.kind in "fO":
+        array = _whole(name, values, array)
+    is_whole = wanted.kind in "iu" and array.dtype.kind in "iu"
+    if not is_whole and not np.can_cast(array.dtype, wanted, "same_kind"):
+        remedy = f"give an array of {wanted}"
+        raise ConfigError("inputs", name, f"is {array.dtype}, the model takes {datatype}", remedy)
+    try:
+        converted = floats_of(array, datatype) if wanted.kind == "f" else array.astype(wanted, copy=False)
+        fits = not is_whole or array.dtype == wanted or np.array_equal(converted, array)
+    except OverflowError:
+        fits = False
+    if not fits:
+        raise ConfigError("inputs", name, f"has values that {datatype} cannot hold", "look at its range")
+    return converted
+
+
+def _whole(name: str, values: ArrayLike, array: np.ndarray) -> np.ndarray:
+    """Whole numbers on both sides of 2**63, of which NumPy makes floats, as they are; `array` where others are."""
+    exact = np.asarray(values, dtype=object)
+    if not all(isinstance(each, int | np.integer) for each in exact.flat):
+        return array
+    try:
+        return exact.astype(np.uint64)
+    except OverflowError:
+        raise ConfigError("inputs", name, "has values that UINT64 cannot hold", "look at its range") from None
+
+
+def _words(name: str, values: ArrayLike) -> np.ndarray:
+    """An object array of bytes. Raises ConfigError naming the element that is neither str nor bytes."""
+    try:
+        elements = np.asarray(values, dtype=object)
+    except ValueError as error:
+        raise ConfigError("inputs", name, f"is no array: {error}", "give rows of equal length") from None
+    words = np.empty(elements.shape, dtype=object)
+    for index, each in np.ndenumerate(elements):
+        try:
+            words[index] = bytes(each) if isinstance(each, bytes) else str.encode(each)
+        except (TypeError, UnicodeEncodeError):  # of what is no str, and of one that has no UTF-8
+            place = f"element {index[0] if len(index) == 1 else list(index)} " if index else ""
+            raise ConfigError("inputs", name, f"{place}is {each!r}, no text", "give str or bytes") from None
+    return words
+
+
+def _json(name: str, array: np.ndarray, datatype: str) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(to_json(name, datatype, array, role="input")))
+
+
+def _from_json(tensor: OutputTensor) -> np.ndarray:
+    values = tensor.data or []
+    if tensor.datatype == "BYTES":
+        return np.array([str(each).encode() for each in values], dtype=object).reshape(tensor.shape)
+    dtype = np.dtype(np.float32) if tensor.datatype == "BF16" else NUMPY[tensor.datatype]
+    if dtype.kind == "f":
+        values = [np.nan if each is None else each for each in values]
+    return np.array(values, dtype=dtype).reshape(tensor.shape)
+
+
+def _from_bytes(tensor: OutputTensor, raw: memoryview) -> np.ndarray:
+    array = from_binary(tensor.name, tensor.datatype, tensor.shape, raw, role="output")
+    return bf16_values(array) if tensor.datatype == "BF16" else array

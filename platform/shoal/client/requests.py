@@ -1,0 +1,93 @@
+"""Every call of an endpoint but for its tensors: the request that makes it, what its answer says. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from shoal.client.endpoint_status import ROLLOUT_PATH, STATUS_PATH
+from shoal.client.retry import Reply, Request
+from shoal.errors import ConfigError, ConnectionLost, InferenceError
+from shoal.open_inference.messages import RepositoryRequest, Statistics, VersionStatistics
+
+T = TypeVar("T")
+Value = bool | int | float | str | None
+
+NOT_SO = (InferenceError, ConnectionLost)  # what the answer "no" to a question of health looks like
+LIVE = Request("GET", "/v2/health/live")
+INDEX = Request("POST", "/v2/repository/index", {"content-type": "application/json"}, b"{}")
+STATUS = Request("GET", STATUS_PATH)
+
+
+def infer(
+    model: str, version: int | None, headers: Mapping[str, str], body: bytes, *, sticky: str, track: str
+) -> Request:
+    """Inference with an encoded body; `version` None leaves the choice to the endpoint. Raises ConfigError."""
+    told = dict(headers)
+    if sticky:
+        told["shoal-sticky"] = _quoted("sticky", sticky, _PLAIN)
+    if track:
+        told["shoal-track"] = _quoted("track", track, _PLAIN)
+    return Request("POST", f"{_path(model)}{'' if version is None else f'/versions/{version}'}/infer", told, body)
+
+
+def metadata(model: str) -> Request:
+    """What a model takes and gives."""
+    return Request("GET", _path(model))
+
+
+def ready(model: str | None) -> Request:
+    """Whether the endpoint, or one model, is ready."""
+    return Request("GET", "/v2/health/ready" if model is None else f"{_path(model)}/ready")
+
+
+def statistics(model: str) -> Request:
+    """The statistics extension."""
+    return Request("GET", f"{_path(model)}/stats")
+
+
+def load(model: str, parameters: Mapping[str, bool | int | float | str]) -> Request:
+    """The repository extension: load a model."""
+    body = msgspec.json.encode(RepositoryRequest(dict(parameters) or None))
+    return Request("POST", f"/v2/repository/models/{_quoted('model', model)}/load", _JSON, body)
+
+
+def unload(model: str) -> Request:
+    """The repository extension: unload a model."""
+    return Request("POST", f"/v2/repository/models/{_quoted('model', model)}/unload", _JSON, b"{}")
+
+
+def rollout(change: Mapping[str, Value]) -> Request:
+    """A change of the rollout; what is None is left out."""
+    said = {name: value for name, value in change.items() if value is not None}
+    return Request("POST", ROLLOUT_PATH, _JSON, msgspec.json.encode(said))
+
+
+def decode(reply: Reply, kind: type[T]) -> T:
+    """The body as a message. Raises ConnectionLost when whoever answered does not speak the protocol."""
+    try:
+        return msgspec.json.decode(reply.body, type=kind)
+    except msgspec.DecodeError as error:
+        raise ConnectionLost(f"what answers is no endpoint of this kind: {error}") from None
+
+
+def statistics_of(reply: Reply) -> list[VersionStatistics]:
+    """The list within the statistics' message."""
+    return decode(reply, Statistics).model_stats
+
+
+_PLAIN = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")  # what a header can hold as it is, wherever it stands
+_JSON = {"content-type": "application/json"}
+
+
+def _path(model: str) -> str:
+    return f"/v2/models/{_quoted('model', model)}"
+
+
+def _quoted(field: str, word: str, safe: str = "") -> str:
+    if not isinstance(word, str):
+        raise ConfigError(field, word, "is not a str", "make it one")
+    return quote(word, safe=safe)

@@ -1,0 +1,276 @@
+"""A Ray cluster of our own on this machine: started as child processes, closed to the outside, ended without a trace.
+
+`start()` is called by `shoal run` (embedded: the cluster ends with the process, however that ends) and by `shoal up`
+(detached: it stays). Everything listens on loopback, asks for a token, and lies in one folder with a short path. It
+never reads or changes another Ray of the machine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import shlex
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shoal.cluster.cluster_handle import FOLDER_VARIABLE, ClusterHandle
+from shoal.cluster.forking import fork_client
+from shoal.cluster.forking.fork_client import ADDRESS_VARIABLE
+from shoal.cluster.forking.fork_server import python_path
+from shoal.cluster.ingress.serve_environment import serve_environment
+from shoal.cluster.ports import held_ports
+from shoal.cluster.processes import MARKER, end_cluster, folder_of, members
+from shoal.errors import ClusterError, ConfigError
+from shoal.home import home, ray_token_path
+
+# Variables of an outer Ray that would make ours something else.
+_FOREIGN = (
+    *("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_REDIS_ADDRESS", "RAY_TMPDIR", "RAY_JOB_ID"),
+    *("RAY_GCS_SERVER_PORT", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RAYLET_PID", "RAY_OVERRIDE_NODE_ID_FOR_TESTING"),
+)
+
+FORK_VARIABLE = "SHOAL_FORK_WORKERS"  # "0": workers are started as Ray does it
+
+# What Ray listens on where it is told, by Ray's names for it in `RayParams`.
+_PORTS = (
+    *("dashboard_port", "dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port"),
+    "runtime_env_agent_port",
+)
+
+
+class EmbeddedCluster(ClusterHandle):
+    """A running cluster and the right to stop it. Made by `start`; use it as a context manager or call `stop`."""
+
+    _head: subprocess.Popen[bytes]
+    _owner_pid: int
+
+    def __init__(self, handle: ClusterHandle, head: subprocess.Popen[bytes]) -> None:
+        super().__init__(**vars(handle))
+        object.__setattr__(self, "_head", head)
+        object.__setattr__(self, "_owner_pid", os.getpid())
+
+    def is_alive(self) -> bool:
+        """Whether the head process still runs; it ends as soon as a part of Ray does."""
+        return self._head.poll() is None
+
+    def pids(self) -> list[int]:
+        """The ids of the processes of the cluster that run now."""
+        assert self.cluster_id is not None
+        assert self.temp_dir is not None
+        return sorted(process.pid for process in members(self.cluster_id, self.temp_dir))
+
+    def stop(self, *, grace_s: float = 2.0) -> None:
+        """End every process of the cluster and remove its folder. Idempotent.
+
+        Raises ClusterError when a process survives SIGKILL.
+        """
+        if os.getpid() != self._owner_pid:
+            return  # a fork of the owner: the cluster is not its to stop
+        assert self.cluster_id is not None
+        assert self.temp_dir is not None
+        _stop(self._head, self.cluster_id, self.temp_dir, grace_s)
+        atexit.unregister(self.stop)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+
+def start(
+    *,
+    num_cpus: int | None = None,
+    num_gpus: int | None = None,
+    object_store_memory_bytes: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    detached: bool = False,
+    save_as: Path | None = None,
+    timeout_s: float = 180.0,
+) -> EmbeddedCluster:
+    """Start a cluster and return when it takes jobs.
+
+    None means what the machine has. `environment` is added to that of every process of the cluster. A `detached`
+    cluster outlives this process and its terminal; otherwise it ends with this process, even when that is killed. Its
+    handle is also written to `save_as`.
+
+    Raises ClusterError when Ray does not start within `timeout_s`, or the handle cannot be written; nothing is left
+    behind then, nor when interrupted. Raises ConfigError where the paths of programs have a quotation mark.
+    """
+    _require_plain_paths()
+    cluster_id = uuid.uuid4().hex
+    temp_dir = folder_of(cluster_id)
+    with contextlib.ExitStack() as on_failure, held_ports(len(_PORTS) + 1) as (metrics_port, *ports):
+        on_failure.callback(end_cluster, cluster_id, temp_dir, grace_s=0.5)  # an interruption may come at any moment
+        temp_dir.mkdir(0o700)
+        (temp_dir / "cluster-id").write_text(cluster_id)
+        (temp_dir / "tmp").mkdir()
+        serve = serve_environment(temp_dir)
+        options = {
+            "temp_dir": str(temp_dir),
+            "ports": dict(zip(_PORTS, ports, strict=True)),
+            "num_cpus": num_cpus,
+            "num_gpus": num_gpus,
+            "object_store_memory_bytes": object_store_memory_bytes,
+            "watch_parent": not detached,
+            "fork_workers": _may_fork(),
+        }
+        extra = {
+            "DASHBOARD_METRIC_PORT": str(metrics_port),
+            # Ray's clients of its state would look for the one Ray of the machine; with two they find none. One of them
+            # is who gives up the place of a training group when Ray Train's controller has died.
+            "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{ports[_PORTS.index('dashboard_port')]}",
+            **(environment or {}),
+        }
+        head = _launch(options, _cluster_environment(temp_dir, cluster_id, serve, extra), detached)
+        on_failure.callback(_stop, head, cluster_id, temp_dir, 0.5)
+        report = _wait_until_ready(head, temp_dir, timeout_s)
+        handle = _handle(report, temp_dir, cluster_id, head.pid, serve)
+        handle.save(temp_dir / "cluster.json")
+        if save_as is not None:
+            handle.save(save_as)
+        cluster = EmbeddedCluster(handle, head)
+        if not detached:
+            atexit.register(cluster.stop)
+        on_failure.pop_all()
+    return cluster
+
+
+def _require_plain_paths() -> None:
+    """Raises ConfigError for a path that Ray loses on the command line of its workers, which then never start."""
+    for path in (sys.executable, fork_client.__file__):
+        try:
+            is_plain = shlex.split(subprocess.list2cmdline([path])) == [path]
+        except ValueError:  # a quotation that does not end
+            is_plain = False
+        if not is_plain:
+            problem = "has a quotation mark or a backslash, with which Ray starts no worker"
+            raise ConfigError("path", path, problem, "move it to a folder without")
+
+
+def _may_fork() -> bool:
+    """Whether workers are forked: not where a driver of an accelerator might be initialised before (decision 012)."""
+    has_accelerator = any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
+    return sys.platform == "linux" and os.environ.get(FORK_VARIABLE) != "0" and not has_accelerator
+
+
+def _launch(options: Mapping[str, object], environment: dict[str, str], detached: bool) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "shoal.cluster.ray_head", json.dumps(options)],
+        stdin=subprocess.DEVNULL if detached else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if detached else None,
+        env=environment,
+        cwd="/",
+        start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the cluster in order
+    )
+
+
+def _handle(
+    report: Mapping[str, str], temp_dir: Path, cluster_id: str, head_pid: int, serve: Mapping[str, str]
+) -> ClusterHandle:
+    return ClusterHandle(
+        address=report["address"],
+        dashboard_url=report["dashboard_url"],
+        token=ray_token_path().read_text().strip(),
+        environment={
+            **_common_environment(temp_dir),
+            **serve,
+            "RAY_ADDRESS": report["address"],
+            "RAY_API_SERVER_ADDRESS": report["dashboard_url"],
+        },
+        temp_dir=temp_dir,
+        cluster_id=cluster_id,
+        head_pid=head_pid,
+        started_at_s=time.time(),
+    )
+
+
+def _common_environment(temp_dir: Path) -> dict[str, str]:
+    """What the cluster and its clients must agree on."""
+    return {
+        FOLDER_VARIABLE: str(temp_dir),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(ray_token_path()),
+        # Ray's switch for "one node, on loopback" (the default on macOS and Windows). Without it `ray.init` turns
+        # 127.0.0.1 into the machine's outside address, where nothing of ours listens.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def _cluster_environment(
+    temp_dir: Path, cluster_id: str, serve: Mapping[str, str], extra: Mapping[str, str]
+) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+    bin_folder = str(Path(sys.executable).parent)
+    return {
+        **inherited,
+        **absolute_python_path(),
+        "SHOAL_HOME": str(home()),
+        **_common_environment(temp_dir),
+        **serve,
+        # Ray would start a worker for each CPU when somebody connects; a job, with its own environment, uses others.
+        "RAY_prestart_worker_first_driver": "0",
+        # An actor for each training run, which would hear of this machine being taken away by a provider.
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+        "RAY_agent_register_timeout_ms": "180000",  # how long the raylet looks for an agent that starts slowly
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "150",  # less than the patience of `start`, who could not say why
+        "RAY_JOB_STOP_WAIT_TIME_S": "15",  # a job that is asked to stop may save what it has
+        "TMPDIR": str(temp_dir / "tmp"),  # where Ray's own Python processes leave sockets when they are ended
+        "PATH": bin_folder + os.pathsep + inherited.get("PATH", os.defpath),  # `python` in a job is this one
+        **extra,
+        ADDRESS_VARIABLE: str(temp_dir / "fork.sock"),
+        MARKER: cluster_id,
+    }
+
+
+def absolute_python_path() -> dict[str, str]:
+    """$PYTHONPATH where it is set, for processes that run in other folders: it may be relative to this one."""
+    if "PYTHONPATH" not in os.environ:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(python_path(os.environ, os.getcwd()))}
+
+
+def _wait_until_ready(head: subprocess.Popen[bytes], temp_dir: Path, timeout_s: float) -> dict[str, str]:
+    assert head.stdout is not None
+    deadline_s = time.monotonic() + timeout_s
+    readable = select.select([head.stdout], [], [], max(0.0, deadline_s - time.monotonic()))[0]
+    line = head.stdout.readline() if readable else b""
+    if line:
+        report: dict[str, str] = json.loads(line)
+        if "failed" in report:
+            raise ClusterError(f"Ray could not start: {report['failed']}. `shoal doctor` checks this machine")
+        return report
+    problem = "ended while starting" if readable else f"was not ready within {timeout_s:g} s"
+    raise ClusterError(f"Ray {problem}. {_last_words(temp_dir)} `shoal doctor` checks this machine")
+
+
+def _last_words(temp_dir: Path) -> str:
+    log = temp_dir / "head.log"
+    lines = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
+    return f"It said: {' / '.join(lines)}." if lines else "It said nothing."
+
+
+def _stop(head: subprocess.Popen[bytes], cluster_id: str, temp_dir: Path, grace_s: float) -> None:
+    end_cluster(cluster_id, temp_dir, grace_s=grace_s)
+    _reap(head)
+
+
+def _reap(head: subprocess.Popen[bytes]) -> None:
+    """Collect the head's exit status and close our ends of its pipes."""
+    for pipe in (head.stdin, head.stdout):
+        if pipe is not None:
+            pipe.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        head.wait(timeout=5.0)

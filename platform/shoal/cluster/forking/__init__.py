@@ -1,0 +1,1 @@
+"""Ray workers that are forked from a process with warm imports."""

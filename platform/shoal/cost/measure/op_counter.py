@@ -1,0 +1,228 @@
+"""What one step takes, seen operator by operator: live bytes, floating point operations, bytes sent to other ranks.
+
+Owns a dispatch mode that is entered for single steps, in a dry run and in a running Trainer alike; a step that is not
+metered does not know of it. Never changes what is computed, and keeps no tensor alive but mapped files.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.cost.measure import collective_bytes, flop_formulas
+from shoal.cost.measure.gloo_memory import Carried
+from shoal.cost.measure.memory import Growth, now_us, storages_of
+
+
+@dataclass
+class Reading:
+    """What was counted between entering and leaving.
+
+    held_bytes:  of storages that were there before: named by `hold`, or touched by the forward pass
+    peak_bytes:  the most that was alive at once, held ones included
+    saved_bytes: alive when the first backward pass began, without the held ones: the activations
+    unknown:     operators of which nobody can say how much they compute, with their numbers of calls
+    """
+
+    held_bytes: int = 0
+    peak_bytes: int = 0
+    saved_bytes: int = 0
+    flops_forward: float = 0.0
+    flops_backward: float = 0.0
+    sent_bytes: float = 0.0
+    sent: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def flops(self) -> float:
+        return self.flops_forward + self.flops_backward
+
+
+class Meter(TorchDispatchMode):
+    """Counts in `reading` while entered; one use each.
+
+    An operator that takes functions (attention whose scores are a function's, say) is one call of which nobody says
+    what it computes: what it does inside is not looked at. What torch.compile has made runs as it does without a Meter;
+    of what it does inside, the calls of operators are counted.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, grown: Growth, is_pretended: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_pretended = is_pretended
+        self._thread = threading.get_ident()
+        self._grown, self._carried = grown, Carried(grown)
+        self.reading = Reading()
+        self._mapped: list[Tensor] = []
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the storage's id
+        self._allocated_bytes = 0  # since entering, and still alive
+        self._most_bytes = 0
+        self._in_backward = False
+
+    def hold(self, tensors: Iterable[Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> None:
+        """Count these as there from the beginning, touched or not."""
+        for storage in (*(each for tensor in tensors for each in storages_of(tensor)), *storages):
+            self._note(storage, is_new=False)
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Let the storages of these count nothing."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            self._alive[id(storage)] = (weakref.ref(storage, self._forgetting(id(storage), False)), 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(each, Tensor) and hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented  # a DTensor and its like: what it does inside is counted, on this rank's part
+        kwargs = kwargs or {}
+        if threading.get_ident() != self._thread and not any(each.is_cuda for each in _tensors((args, kwargs))):
+            return func(*args, **kwargs)  # Gloo's own threads, which move their own copies
+        for each in _tensors((args, kwargs)):
+            self._see(each, is_new=False)
+        if not self._in_backward and torch._C._current_graph_task_id() != -1:
+            self._in_backward = True
+            self.reading.saved_bytes = self._allocated_bytes
+        if func is torch.ops.aten.from_file.default:
+            return self._map(func, args, kwargs)
+        out = self._call(func, args, kwargs)
+        if self._is_pretended and not isinstance(func, HigherOrderOperator):
+            for each in collective_bytes.scratched(func, args, out):
+                torch.empty_like(each)
+        for each in _tensors(out):
+            self._see(each, is_new=True)
+        self._count(func, args, kwargs, out)
+        return out
+
+    def _map(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """A file in memory (in which ranks of a host pass messages, say) is none of the allocator's: it counts nothing.
+
+        It is kept, for the profiler would hear of its end, too, at a time that nobody can tell it.
+        """
+        began_us = now_us()
+        mapped: Tensor = func(*args, **kwargs)
+        self._grown.mapped(mapped.untyped_storage().nbytes(), began_us)
+        self._mapped.append(mapped)
+        self.leave_out([mapped])
+        return mapped
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_pretended or isinstance(func, HigherOrderOperator) or not collective_bytes.is_on_cpu(args):
+            return func(*args, **kwargs)
+        if collective_bytes.is_collective(func):
+            return self._carried.call(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if collective_bytes.is_wait(func):
+            self._carried.let_go(out)
+        return out
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if isinstance(func, HigherOrderOperator):
+            self.reading.unknown[func.name()] += 1
+            return
+        operations = flop_formulas.count(func, args, kwargs, out)
+        if operations is None:
+            self.reading.unknown[str(func._overloadpacket)] += 1
+        elif torch._C._current_graph_task_id() != -1:
+            self.reading.flops_backward += operations
+        else:
+            self.reading.flops_forward += operations
+        sent = collective_bytes.sent_bytes(func, args, out)
+        if sent:
+            self.reading.sent_bytes += sent
+            self.reading.sent[func._overloadpacket.__name__] += int(sent)
+
+    def _see(self, tensor: Tensor, is_new: bool) -> None:
+        for storage in storages_of(tensor):
+            self._note(storage, is_new)
+
+    def _note(self, storage: torch.UntypedStorage, is_new: bool) -> None:
+        if id(storage) in self._alive:
+            return
+        size = storage.nbytes()
+        self._alive[id(storage)] = (weakref.ref(storage, self._forgetting(id(storage), is_new)), size)
+        if is_new:
+            self._grow(size)
+        elif not self._in_backward:  # later, what nobody has seen before is what a collective has made for itself
+            self.reading.held_bytes += size
+
+    def _forgetting(self, key: int, is_new: bool) -> Callable[[Any], None]:
+        myself = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            meter = myself()
+            if meter is not None:
+                _, size = meter._alive.pop(key)
+                meter._allocated_bytes -= size
+
+        return forget
+
+    def _grow(self, size: int) -> None:
+        self._allocated_bytes += size
+        self._most_bytes = max(self._most_bytes, self._allocated_bytes)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """FSDP frees and remakes what it has gathered by resizing storages in place, which no operator tells."""
+        if id(storage) not in self._alive:
+            self._alive[id(storage)] = (weakref.ref(storage, self._forgetting(id(storage), True)), 0)
+        reference, before = self._alive[id(storage)]
+        self._alive[id(storage)] = (reference, storage.nbytes())
+        self._grow(storage.nbytes() - before)
+
+
+@contextmanager
+def metered(
+    grown: Growth | None = None,
+    held: Iterable[Tensor] = (),
+    buckets: Iterable[torch.UntypedStorage] = (),
+    is_pretended: bool = False,
+    elsewhere: Iterable[Tensor] = (),
+) -> Iterator[Reading]:
+    """Count what the body does; the reading is complete when the body has ended.
+
+    grown:         who hears of memory, and is told what it cannot hear
+    held, buckets: tensors, and storages, that are there all the time (parameters, optimiser state), touched or not
+    is_pretended:  the group is; what a real one would allocate for itself is allocated in its place
+    elsewhere:     tensors in memory that is not this rank's own
+    """
+    meter = Meter(grown or Growth(), is_pretended)
+    meter.leave_out(elsewhere)
+    meter.hold(held, buckets)
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_tell(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        meter._resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign, assignment]
+    try:
+        with meter:
+            yield meter.reading
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        meter.reading.peak_bytes = meter.reading.held_bytes + meter._most_bytes
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))

@@ -1,0 +1,233 @@
+"""A group of processes of which only this one exists: each of its ranks is played in turn.
+
+Collectives return at once, with this rank's own words as everybody's; what rank 0 tells all, and what stages tell one
+another about shapes, is kept from rank to rank. Called by `dry_run`. Nothing of it is left afterwards.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shoal.errors import PlanError
+from shoal.parallel import World
+from shoal.parallel.comm.shm_all_reduce import HostSum
+from shoal.parallel.comm.shm_p2p import HostMessages
+
+T = TypeVar("T")
+
+
+class NotSaidYet(Exception):
+    """A rank waits for a message of one that has not been played so far."""
+
+
+@dataclass
+class Handled:
+    """Seconds of processor time that one rank spends with messages, each by its bytes; and with playing the others."""
+
+    send_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    take_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    total_s: float = 0.0
+
+    def note(self, of: dict[int, list[float]], size_bytes: int, began_s: float) -> None:
+        seconds = time.thread_time() - began_s
+        of[size_bytes].append(seconds)
+        self.total_s += seconds
+
+    def medians(self) -> dict[int, tuple[float, float]]:
+        """By bytes: (of a message sent, of one taken in)."""
+
+        def median_s(of: dict[int, list[float]], size_bytes: int) -> float:
+            return statistics.median(of.get(size_bytes, [0.0]))
+
+        return {
+            size: (median_s(self.send_s, size), median_s(self.take_s, size)) for size in {*self.send_s, *self.take_s}
+        }
+
+
+@dataclass
+class Play:
+    """What has been said in one round: by rank 0 to all, and from rank to rank. `handled`: by the rank that plays."""
+
+    said: list[bytes] = field(default_factory=list)
+    sent: dict[tuple[int, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    handled: Handled = field(default_factory=Handled)
+
+
+@dataclass(frozen=True)
+class _Pretended(World):
+    """A world whose other ranks say what this one says."""
+
+    play: Play = field(default_factory=Play)
+    _num_heard: list[int] = field(default_factory=lambda: [0])
+
+    def broadcast(self, value: T) -> T:
+        place = self._num_heard[0]
+        self._num_heard[0] += 1
+        if place == len(self.play.said):
+            if not self.is_first:
+                raise NotSaidYet
+            self.play.said.append(pickle.dumps(value))
+        heard: T = pickle.loads(self.play.said[place])
+        return heard
+
+    def gather(self, value: T) -> list[T]:
+        return [value] * self.size
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+
+@contextmanager
+def pretended(rank: int, size: int, device: torch.device, play: Play) -> Iterator[World]:
+    """This process as one rank of `size`. Raises PlanError when it is in a group already."""
+    if size == 1:
+        yield World(0, 1, device)
+        return
+    if dist.is_initialized():
+        raise PlanError("workers", size, "the cost of a plan is told before a process joins a group", "ask earlier")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    originals = DistributedDataParallel.__init__, HostSum.form, HostMessages.form, dist.send, dist.recv
+    DistributedDataParallel.__init__ = _made_to_answer(originals[0])  # type: ignore[method-assign]
+    HostSum.form = _PretendedSum  # type: ignore[method-assign]
+    play.handled = Handled()
+    HostMessages.form = partial(_PretendedMessages, handled=play.handled)  # type: ignore[method-assign]
+    dist.send, dist.recv = _post(rank, play)
+    try:
+        yield _Pretended(rank, size, device, play=play)
+    finally:
+        DistributedDataParallel.__init__, HostSum.form, HostMessages.form, dist.send, dist.recv = originals  # type: ignore[method-assign]
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # of distributed tensors, which still names this rank's groups
+
+
+class _PretendedSum(HostSum):
+    """In place of memory that ranks share: collectives, whose bytes are counted. The ranks are taken to be on one host,
+    of which it is only a question how much memory gradients take on their way."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.size = dist.get_world_size(group)
+        self.waited_s = self.sent_bytes = 0.0
+        self.memory = torch.empty(0)
+
+    def sum(self, values: Tensor, factor: float = 1.0) -> Tensor:
+        dist.all_reduce(values, group=self._group)
+        return values.mul_(factor)
+
+    def gather(self, mine: Tensor) -> Tensor:
+        everyone = mine.new_empty(self.size * mine.numel())
+        dist.all_gather_single(everyone, mine, self._group)
+        return everyone.view(self.size, *mine.shape)
+
+    def close(self) -> None:
+        """There is nothing to leave."""
+
+
+class _PretendedMessages(HostMessages):
+    """The same messages through the same memory. The other ranks are played at once: they read what is sent, and have
+    sent what is expected; what they send is whatever the receiver's tensor held."""
+
+    def __init__(self, group: dist.ProcessGroup, handled: Handled) -> None:
+        rank, pairs = dist.get_rank(group), {}
+        for other in range(dist.get_world_size(group)):
+            if other != rank:
+                pairs[other] = socket.socketpair()
+        super().__init__(rank, {other: ours for other, (ours, _) in pairs.items()})
+        self._others = {other: HostMessages(other, {rank: theirs}) for other, (_, theirs) in pairs.items()}
+        self._own_rank, self._handled = rank, handled
+
+    def send(self, tensor: Tensor, to: int) -> Any:
+        began_s = time.thread_time()
+        sent = super().send(tensor, to)
+        self._handled.note(self._handled.send_s, tensor.nbytes, began_s)
+        began_s = time.thread_time()
+        self._others[to].receive(tensor, self._own_rank).wait()
+        self._handled.total_s += time.thread_time() - began_s
+        return sent
+
+    def receive(self, tensor: Tensor, sender: int) -> Any:
+        began_s = time.thread_time()
+        self._others[sender].send(tensor, self._own_rank)
+        self._handled.total_s += time.thread_time() - began_s
+        return _Arrived(super().receive(tensor, sender), tensor.nbytes, self._handled)
+
+    def close(self) -> None:
+        super().close()
+        for other in self._others.values():
+            other.close()
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """A message that is there. `message`: what the real thing would wait for."""
+
+    message: Any
+    size_bytes: int
+    handled: Handled
+
+    def wait(self) -> bool:
+        began_s = time.thread_time()
+        self.message.wait()
+        self.handled.note(self.handled.take_s, self.size_bytes, began_s)
+        return True
+
+
+def _made_to_answer(original: Callable[..., None]) -> Callable[..., None]:
+    """DDP wants to be handed what was reduced, and the pretended group hands over nothing."""
+
+    def reduce(group: Any, bucket: Any) -> Any:
+        dist.all_reduce(bucket.buffer(), group=group)
+        answer: torch.futures.Future[Tensor] = torch.futures.Future()
+        answer.set_result(bucket.buffer())
+        return answer
+
+    def made(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.register_comm_hook(self.process_group, lambda state, bucket: reduce(state, bucket))
+
+    return made
+
+
+def _post(rank: int, play: Play) -> tuple[Callable[..., None], Callable[..., int]]:
+    """`send` and `recv` of single messages, by which stages tell one another shapes; schedules use other means."""
+    for pair in [pair for pair in play.sent if pair[0] == rank]:
+        del play.sent[pair]  # this rank is played again
+    num_read: dict[int, int] = defaultdict(int)
+
+    def send(
+        tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
+    ) -> None:
+        if group_dst is not None:
+            play.sent[rank, dist.get_global_rank(group, group_dst)].append(tensor.detach().clone())
+
+    def recv(
+        tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
+    ) -> int:
+        if group_src is None:  # schedules vote so whether shapes are known, which all do
+            tensor.fill_(1)
+            return int(src or 0)
+        sender = dist.get_global_rank(group, group_src)
+        messages = play.sent.get((sender, rank), [])
+        if num_read[sender] == len(messages):
+            raise NotSaidYet
+        tensor.copy_(messages[num_read[sender]])
+        num_read[sender] += 1
+        return sender
+
+    return send, recv

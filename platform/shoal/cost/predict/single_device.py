@@ -1,0 +1,204 @@
+"""What one sample costs on one device, before any plan: parameters, arithmetic forward and backward, latency.
+
+Owns the isolation of a look at a Task (random numbers, threads) and the batches that it is looked at with. Called by
+`predict`. Starts no process, keeps nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.cost.measure.op_counter import metered
+from shoal.data import Batch, Data, Loader, LoaderSpec
+from shoal.parallel.model import Learnable
+from shoal.parallel.spmd.base import evaluating
+
+NUM_LATENCIES = 20
+LATENCY_BUDGET_S = 0.2
+WORTH_TIMING_S = 0.03  # a step that is shorter says little of how long a larger one takes
+_PARAMETERS_WITHOUT_PRODUCT = (nn.Embedding, nn.EmbeddingBag)
+
+
+class Costed(Learnable, Protocol):
+    """What is asked of a Task before it runs."""
+
+    def model(self) -> nn.Module:
+        """The model, with fresh weights."""
+        ...
+
+    def data(self) -> Data:
+        """The datasets."""
+        ...
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
+        """The optimiser; None: as the spec says."""
+        ...
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Of the whole model in one process, at `num_samples` a batch."""
+
+    parameters: int
+    trainable: int
+    num_samples: int
+    flops_forward: float
+    flops_backward: float
+    latency_s: float
+    sample_s: float
+    unknown: tuple[str, ...]
+
+
+@contextmanager
+def undisturbed(seed: int, threads: int) -> Iterator[None]:
+    """Random numbers begin at `seed` within, and go on afterwards as if nothing had been; so do torch's threads."""
+    states = random.getstate(), np.random.get_state(), torch.get_num_threads()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_num_threads(states[2])
+
+
+def first_batch(data: Data, num_samples: int, device: torch.device) -> Batch:
+    """The first samples of the training data, collated. Raises DataError when there are not so many."""
+    return _first(data, num_samples, device, drop_last=True)
+
+
+def first_samples(data: Data, most: int, device: torch.device) -> Batch:
+    """At most so many of the first samples of the training data, collated: all of them when there are fewer."""
+    return _first(data, most, device, drop_last=False)
+
+
+def _first(data: Data, num_samples: int, device: torch.device, *, drop_last: bool) -> Batch:
+    loader = Loader(
+        data.train,
+        batch_size=num_samples,
+        collate=data.collate,
+        shuffle=False,
+        drop_last=drop_last,
+        device=device,
+        spec=LoaderSpec(),
+    )
+    with loader:
+        return next(iter(loader))
+
+
+def look(task: Costed, model: nn.Module, data: Data, most: int, device: torch.device) -> Alone:
+    """Run the model forward and backward on so many samples as tell how long one takes, and forward on one.
+
+    Its modules are looked at in the modes that they are in, as they are trained: some may be frozen.
+
+    most: samples of a micro-batch: no more are tried
+    """
+    num_samples, seconds = 0, 0.0
+    while num_samples < most and seconds < WORTH_TIMING_S:
+        num_samples = min(most, max(2, 4 * num_samples))
+        batch = first_batch(data, num_samples, device)
+        _forward_backward(task, model, batch)
+        seconds = min(_seconds(task, model, batch, device) for _ in range(2))
+    sample_s = seconds / num_samples
+    with silent_modules(model) as silent, metered() as reading:
+        _forward_backward(task, model, batch)
+    model.zero_grad()
+    parameters = list(model.parameters())
+    return Alone(
+        parameters=sum(each.numel() for each in parameters),
+        trainable=sum(each.numel() for each in parameters if each.requires_grad),
+        num_samples=num_samples,
+        flops_forward=reading.flops_forward,
+        flops_backward=reading.flops_backward,
+        latency_s=_latency_s(task, model, first_batch(data, 1, device), device),
+        sample_s=sample_s,
+        unknown=(*sorted(reading.unknown), *silent),
+    )
+
+
+def _forward_backward(task: Costed, model: nn.Module, batch: Batch) -> None:
+    model.zero_grad()
+    task.loss(model(*task.inputs(batch)), batch).backward()
+
+
+def _seconds(task: Costed, model: nn.Module, batch: Batch, device: torch.device) -> float:
+    began_s = time.perf_counter()
+    _forward_backward(task, model, batch)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began_s
+
+
+def _latency_s(task: Costed, model: nn.Module, batch: Batch, device: torch.device) -> float:
+    """The median of some forward passes, after two that warm up."""
+    seconds: list[float] = []
+    inputs = task.inputs(batch)
+    with evaluating(model), torch.no_grad():
+        while len(seconds) < 5 or (len(seconds) < NUM_LATENCIES and sum(seconds) < LATENCY_BUDGET_S):
+            began_s = time.perf_counter()
+            model(*inputs)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - began_s)
+    return statistics.median(seconds[2:] or seconds)
+
+
+@contextmanager
+def silent_modules(model: nn.Module) -> Iterator[list[str]]:
+    """Names of modules with matrices of their own that no operator ever used, though they were called.
+
+    They compute where torch does not see it (NumPy, an extension): their arithmetic is unknown, and not 0.
+    """
+    silent: list[str] = []
+    owners = {
+        name: [each for each in module.parameters(recurse=False) if each.dim() >= 2]
+        for name, module in model.named_modules()
+        if not isinstance(module, _PARAMETERS_WITHOUT_PRODUCT)
+    }
+    called: set[str] = set()
+    modules = dict(model.named_modules())
+    watch = _Used()
+
+    def note(name: str) -> Any:
+        return lambda *_: called.add(name)
+
+    handles = [modules[name].register_forward_hook(note(name)) for name, held in owners.items() if held]
+    try:
+        with watch:
+            yield silent
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name in sorted(called):
+            if not any(each.untyped_storage().data_ptr() in watch.storages for each in owners[name]):
+                silent.append(f"{name or 'model'} ({type(modules[name]).__name__})")
+
+
+class _Used(torch.utils._python_dispatch.TorchDispatchMode):
+    """The storages that an operator has read, other than to look at them in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and torch._C._current_graph_task_id() == -1:
+            flat = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+            self.storages |= {each.untyped_storage().data_ptr() for each in flat if isinstance(each, Tensor)}
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,63 @@
+"""One step of a ParallelModel on this rank, as numbers of the cost table.
+
+The same reading is taken in a dry run and in a running Trainer: what differs is whether the other ranks are real.
+Called by `dry_run` and `probe`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.cost.measure.memory import bytes_of, growth, local, state_of, storages_of
+from shoal.cost.measure.op_counter import metered
+from shoal.parallel.model import ParallelModel
+
+
+@contextmanager
+def metering(
+    model: ParallelModel, optimizer: Optimizer, is_pretended: bool = False, average: Sequence[Tensor] = ()
+) -> Iterator[dict[str, float]]:
+    """Read the one step in the body; the numbers are there when it has ended.
+
+    average: of the weights, which is held all the time
+    """
+    found: dict[str, float] = {}
+    state = state_of(model.modules, optimizer)
+    parameters = [parameter for _, parameter in model.named_parameters()]
+    device = next((each.device for each in state["parameters"]), torch.device("cpu"))
+    buckets = _kept_gradients(parameters)
+    held = [*state["parameters"], *state["optimizer"], *average]
+    past_group_bytes = model.sent_past_group_bytes
+    with growth(device) as grown, metered(grown, held, buckets, is_pretended, model.host_memory) as reading:
+        yield found
+    found |= {
+        "parameters_rank": float(sum(local(parameter).numel() for parameter in parameters)),
+        "flops_rank": reading.flops,
+        "memory_parameters": float(bytes_of(state["parameters"])),
+        "memory_gradients": float(bytes_of(_gradients(parameters))),
+        "memory_optimizer": float(bytes_of(state["optimizer"])),
+        "memory_average": float(bytes_of(average)),
+        "memory_activations": float(reading.saved_bytes),
+        "memory_peak": float(reading.held_bytes + grown.peak_bytes),
+        "sent_bytes": reading.sent_bytes + model.sent_past_group_bytes - past_group_bytes,
+    }
+
+
+def _kept_gradients(parameters: list[torch.nn.Parameter]) -> list[torch.UntypedStorage]:
+    """Clear the gradients, as the step will, and tell what memory of theirs stays: the buckets of DDP."""
+    storages = {id(each): each for gradient in _gradients(parameters) for each in storages_of(gradient)}
+    references = [weakref.ref(each) for each in storages.values()]
+    storages.clear()
+    for parameter in parameters:
+        parameter.grad = None
+    return [storage for storage in (reference() for reference in references) if storage is not None]
+
+
+def _gradients(parameters: list[torch.nn.Parameter]) -> Iterator[Tensor]:
+    return (parameter.grad for parameter in parameters if parameter.grad is not None)

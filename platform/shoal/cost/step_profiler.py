@@ -1,0 +1,149 @@
+"""What a running Trainer's steps cost, measured on a few of them.
+
+Owns the counting of a life's first steps: some to warm up, some on the clock, and one looked at operator by operator.
+Then all is told; where steps are short, more are on the clock, and it is told again. All others run as if there were no
+probe. Called by the Trainer, on every rank at the same steps.
+
+The bubble of a step is the share of its schedule in which ranks do not compute. A rank that has done its last action
+before the others leaves the schedule, and waits later: in `clip`, or for the first message of the next step. So the
+schedule is as long as it is on the rank that is in it for longest.
+
+    probe = CostProbe(model, optimizer, world)
+    with probe.step():                    # around train_step, clip and optimizer.step
+        ...
+    if probe.is_due:                      # true once or twice, on every rank alike
+        journal.event(MEASURED, **probe.measured().details())
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.cost.cost_table import CostTable, most
+from shoal.cost.step_profile import metering
+from shoal.parallel.comm.world import World
+from shoal.parallel.model import ParallelModel
+
+WARM, TIMED = 3, 7
+LONG_S, MOST_MORE = 1.0, 60  # a few short steps say more of the machine's moment than of the plan: go on for so long
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One step on one rank: seconds of all of it, of its pipeline schedules, and of what the rank computed in them.
+
+    pipeline: which one of several that are fed other samples; its ranks wait for each other
+    """
+
+    pipeline: int
+    step_s: float
+    busy_s: float
+    scheduled_s: float
+
+
+class CostProbe:
+    """One for each rank and life of a run.
+
+    num_metered: of steps that are not all alike, how many to look at; more than one are averaged
+    average:     of the weights, which is held besides
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: Optimizer,
+        world: World,
+        num_metered: int = 1,
+        average: Sequence[Tensor] = (),
+    ) -> None:
+        self._model, self._optimizer, self._world, self._average = model, optimizer, world, average
+        self._num_metered, self._metered_steps = num_metered, list[dict[str, float]]()
+        self._num_seen, self._num_timed = 0, TIMED
+        self._timed_steps: list[Timed] = []
+        self._found: dict[str, float] = {}
+        self._num_told = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something is measured that nobody has asked for yet."""
+        return bool(self._found) and not self.is_done and len(self._timed_steps) == self._num_timed
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the probe can be dropped."""
+        return self._num_told == 2
+
+    def step(self) -> AbstractContextManager[object]:
+        """The context of the next step."""
+        self._num_seen += 1
+        if self._num_seen <= WARM or self.is_due or self.is_done:
+            return nullcontext()
+        return self._timed() if len(self._timed_steps) < self._num_timed else self._metered()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        busy_s, scheduled_s = sum(self._model.busy_by_stage.values()), self._model.scheduled_s
+        began_s = self._now_s()
+        yield
+        step_s = self._now_s() - began_s
+        busy_s = sum(self._model.busy_by_stage.values()) - busy_s
+        self._timed_steps.append(Timed(self._model.data_rank, step_s, busy_s, self._model.scheduled_s - scheduled_s))
+
+    @contextmanager
+    def _metered(self) -> Iterator[None]:
+        with metering(self._model, self._optimizer, average=self._average) as found:
+            yield
+        self._metered_steps.append(found)
+        if len(self._metered_steps) == self._num_metered:
+            self._found = _together(self._metered_steps)
+
+    def _now_s(self) -> float:
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+        return time.perf_counter()
+
+    def measured(self) -> CostTable:
+        """The table of all ranks. Collective."""
+        self._num_told += 1
+        typical = statistics.median if self._num_metered == 1 else statistics.mean
+        self._found["step_s"] = typical(timed.step_s for timed in self._timed_steps)
+        everyone = self._world.gather((self._found, self._timed_steps))
+        longest_s = max(found["step_s"] for found, _ in everyone)
+        more = min(MOST_MORE, int(LONG_S / longest_s) - self._num_timed)
+        self._num_timed += max(0, more)
+        if more <= 0:
+            self._num_told = 2
+        ranks = {rank: found for rank, (found, _) in enumerate(everyone)}
+        values = most(ranks)
+        if self._model.busy_by_stage:
+            steps = zip(*(timed_steps for _, timed_steps in everyone), strict=True)
+            values["bubble"] = statistics.median(bubble(step) for step in steps)
+        return CostTable(values, ranks=ranks)
+
+
+def _together(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """What a step does on average, and holds at most."""
+    combined: dict[str, float] = {}
+    for name in steps[0]:
+        values = [step[name] for step in steps]
+        combined[name] = max(values) if name.startswith(("memory", "parameters")) else statistics.mean(values)
+    return combined
+
+
+def bubble(step: Sequence[Timed]) -> float:
+    """The share of one step's schedules in which its ranks have waited.
+
+    step: as each rank has timed it
+    """
+    longest_s: dict[int, float] = {}
+    for rank in step:
+        longest_s[rank.pipeline] = max(rank.scheduled_s, longest_s.get(rank.pipeline, 0.0))
+    return 1.0 - sum(rank.busy_s for rank in step) / sum(longest_s[rank.pipeline] for rank in step)

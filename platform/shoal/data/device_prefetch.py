@@ -1,0 +1,96 @@
+"""Brings batches to the device, so that the copy runs while the device computes. Called by the loader."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.batch_tree import map_tensors
+from shoal.data.dataset import Batch
+
+
+class Mover(Protocol):
+    """Brings batches to a device, in two halves; `ahead` batches are begun before the current one is finished."""
+
+    ahead: int
+
+    def begin(self, batch: Batch) -> Any: ...
+
+    def finish(self, moving: Any) -> Batch: ...
+
+
+class Here:
+    """The CPU: a batch is used where it lies."""
+
+    ahead = 0
+
+    def begin(self, batch: Batch) -> Any:
+        return batch
+
+    def finish(self, moving: Any) -> Batch:
+        return moving
+
+
+class Elsewhere:
+    """A device without streams of its own: a plain copy."""
+
+    ahead = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def begin(self, batch: Batch) -> Any:
+        return map_tensors(batch, lambda tensor: tensor.to(self._device))
+
+    def finish(self, moving: Any) -> Batch:
+        return moving
+
+
+class _OnItsWay(NamedTuple):
+    batch: Batch
+    arrived: torch.cuda.Event
+
+
+class ToCuda:
+    """One batch ahead, through pinned memory, on a stream of its own; the computing stream waits for its arrival.
+
+    The pinned memory is torch's own pool, which keeps a block until the copy out of it is over.
+    """
+
+    ahead = 1
+
+    def __init__(self, device: torch.device, pin: bool) -> None:
+        self._device, self._pin = device, pin
+        self._stream = torch.cuda.Stream(device)
+
+    def begin(self, batch: Batch) -> _OnItsWay:
+        with torch.cuda.stream(self._stream):
+            moved = map_tensors(batch, self._copy)
+            return _OnItsWay(moved, self._stream.record_event())
+
+    def finish(self, moving: _OnItsWay) -> Batch:
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_event(moving.arrived)
+        # memory of one stream, used on another: it may not be given out again before that use is over
+        map_tensors(moving.batch, lambda tensor: tensor.record_stream(computing))
+        return moving.batch
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        held = tensor.pin_memory() if self._pin and can_be_pinned(tensor) else tensor
+        return held.to(self._device, non_blocking=True)
+
+
+def can_be_pinned(tensor: Tensor) -> bool:
+    """Memory of the host that is not pinned yet: what a dataset has put on a device already needs no copy."""
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_pinned()
+
+
+def mover(device: torch.device, pin: bool | None) -> Mover:
+    """How batches get to this device."""
+    if device.type == "cpu":
+        return Here()
+    if device.type == "cuda":
+        return ToCuda(device, pin is not False)
+    return Elsewhere(device)

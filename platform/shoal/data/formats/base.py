@@ -1,0 +1,128 @@
+"""What every format of files has in common: opened in the process that reads, and whole batches in one go.
+
+Called by the formats beside it. Never keeps a file open across a pickle or a fork.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.data.sampling.sampler import Indices
+from shoal.errors import DataError
+
+Place = TypeVar("Place")
+Fields = Mapping[str, str] | Sequence[str]
+
+
+class FileDataset(ABC):
+    """A map-style dataset in files. The constructor looks at the files, so that what is wrong with them is said before
+    any worker starts, and closes them again; they are opened for reading where the first batch is made."""
+
+    deterministic = True  # draws no random numbers
+
+    def __init__(self, paths: Sequence[Path], num_samples: int) -> None:
+        self.paths, self.num_samples = tuple(paths), num_samples
+        self._opened: tuple[int, Any] | None = None  # (process id, what `_open` gave)
+        if not num_samples:
+            raise DataError("data", str(self.paths[0]), "is empty")
+
+    @abstractmethod
+    def _open(self) -> Any:
+        """What the batches are read from, in this process."""
+
+    @abstractmethod
+    def batch(self, indices: Indices) -> Any:
+        """The samples as one batch, in this order. Raises DataError."""
+
+    @abstractmethod
+    def shapes(self) -> dict[str, str]:
+        """What a sample is made of: dtype, shape and, within a file, place by name. Part of the fingerprint."""
+
+    @property
+    def _files(self) -> Any:
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = (os.getpid(), self._open())
+        return self._opened[1]
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Any:
+        if not -self.num_samples <= index < self.num_samples:
+            raise IndexError(index)
+        return first_of(self.batch(np.array([index % self.num_samples])))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}
+
+
+def existing(path: str | Path, field: str = "path") -> Path:
+    """The absolute path of a file or folder that is there. Raises DataError."""
+    found = Path(path).expanduser().absolute()
+    if not found.exists():
+        near = found.parent if found.parent.exists() else Path.cwd()
+        raise DataError(field, str(path), "does not exist", f"looked from {Path.cwd()}; {near} is there")
+    return found
+
+
+def names_and_places(fields: Fields) -> tuple[dict[str, str], bool]:
+    """{name in the batch: place in the file}, and whether a batch is a dict (a mapping was given) or a tuple."""
+    if isinstance(fields, str) or not fields:
+        raise DataError(
+            "fields", fields, "names nothing to read", "give a list of names, or {name in the batch: place}"
+        )
+    if isinstance(fields, Mapping):
+        return dict(fields), True
+    return named(fields), False
+
+
+def named(places: Sequence[Place]) -> dict[str, Place]:
+    """Each place of a list under its own name; one that comes again gets primes, so that a tuple has it as often."""
+    names: dict[str, Place] = {}
+    for place in places:
+        name = str(place)
+        while name in names:
+            name += "'"
+        names[name] = place
+    return names
+
+
+def equally_long(lengths: Mapping[str, int], path: Path) -> int:
+    """The one length of all fields. Raises DataError when they differ."""
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise DataError("data", str(path), f"is ragged: its fields have unequal lengths ({listed})")
+    return next(iter(lengths.values()))
+
+
+def as_tensor(values: np.ndarray[Any, Any], name: str) -> Tensor:
+    """A tensor over the array's memory where torch knows the dtype (native byte order is made). Raises DataError."""
+    if not values.dtype.isnative:
+        values = values.astype(values.dtype.newbyteorder("="))
+    try:
+        return torch.from_numpy(values)
+    except TypeError as error:
+        remedy = "leave it out, or turn it into numbers in a dataset of your own"
+        raise DataError("fields", name, f"has dtype {values.dtype}, which no tensor can hold", remedy) from error
+
+
+def structured(tensors: dict[str, Tensor], as_dict: bool) -> Any:
+    """The batch: a dict, or a tuple in the same order."""
+    return tensors if as_dict else tuple(tensors.values())
+
+
+def first_of(batch: Any) -> Any:
+    """The one sample of a batch of one."""
+    if isinstance(batch, Mapping):
+        return {name: first_of(value) for name, value in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(first_of(value) for value in batch)
+    return batch[0]

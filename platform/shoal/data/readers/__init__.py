@@ -1,0 +1,1 @@
+"""How samples are read: by index, or from an iterable."""

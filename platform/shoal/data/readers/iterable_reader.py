@@ -1,0 +1,260 @@
+"""Makes batches from an iterable dataset: the same ones for any number of ranks and workers, where that is possible.
+
+    plain      `__iter__`: every reader goes through the whole stream and keeps its share of each global batch, so that
+               batch k is the k-th B samples of the stream, as with a map-style dataset
+    sharded    `shard(index, count)` and `__len__` (of the whole): an iterable of one share; each of ranks x workers
+               reads its own. For training only; as many batches are made as every share of an equal division holds
+    batching   `batches(batch_size, *, epoch, drop_last, share)`: this rank's batches, made elsewhere (Ray Data)
+
+A dataset, or its iterator, with `state_dict` and `load_state_dict` (torchdata's `Stateful`) is restored from its state;
+any other is brought to its place by reading over what was given before. `set_epoch(epoch)` is called where there is
+one. Called by the loader, in the training process or in a worker.
+
+What `shard` itself draws at random is the same on every rank and worker, so that an order which it divides is one
+order; what its iterables draw follows from the place of this rank's part in the epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import default_collate, default_convert
+
+from shoal.batch_tree import tensors_of
+from shoal.data.dataset import Batch, Collate, Source, length_of, offers
+from shoal.data.readers.map_reader import Ended, Made, seed_all, unreadable
+from shoal.data.sampling.sampler import EPOCH_BEFORE, Share, StreamRequest
+from shoal.errors import ConfigError, DataError
+
+
+@dataclass
+class StreamReader(ABC):
+    """What the three kinds have in common. `_at` is the place in the epoch, in global samples."""
+
+    source: Source
+    collate: Collate | None
+    seed: int
+    batch_size: int  # global
+    share: Share
+    drop_last: bool
+    num_workers: int  # 0 and 1 alike: one reader for the rank
+
+    is_alike = False  # whether every rank and worker sees the same stream, so that the place of one is that of all
+
+    def __post_init__(self) -> None:
+        self.draws = self.collate is not None or not getattr(self.source, "deterministic", False)
+        self.stride = max(self.num_workers, 1)
+        self._at = 0
+        self._iterator: Iterator[Any] = iter(())
+        self._holder: Any = None  # what has a state: the iterator, or what it is of
+
+    def read(self, request: StreamRequest) -> Made | Ended:
+        """The batch of the request; this reader's requests come in order. Raises DataError."""
+        try:
+            if request.restart:
+                self._begin(request)
+            while self._at < request.position and self._take(request):
+                pass
+            return self._make(request)
+        except Exception as error:  # the dataset is the user's code: whatever it raises is said as the data's
+            raise unreadable(error, self.source, None) from error
+
+    @property
+    def counts_epochs(self) -> bool:
+        """Whether the dataset's state may know which epoch it is, which nobody tells it."""
+        return self.is_alike and not hasattr(self.source, "set_epoch")
+
+    def close(self) -> None:
+        """Let the stream go: a generator that is left half-way ends now, and not when the interpreter does."""
+        left, self._iterator = self._iterator, iter(())
+        if isinstance(left, Generator):  # anything else may be the dataset itself, which somebody reads again
+            left.close()
+
+    def _begin(self, request: StreamRequest) -> None:
+        self._at = self._first(request)
+        self._seed(request, 0)
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(request.epoch)
+        stream = self._open(request)
+        self._seed(request, self._own())
+        self._iterator = iter(stream)
+        if request.state is not None:
+            self._at, state = copy.deepcopy(request.state)  # who takes it up may go on to change it
+            if _is_stateful(self._iterator):
+                self._iterator.load_state_dict(state)  # type: ignore[attr-defined]
+            elif _is_stateful(stream):
+                stream.load_state_dict(state)
+                self._iterator = iter(stream)
+            if self._at == EPOCH_BEFORE:
+                deque(self._iterator, maxlen=0)  # what made no whole batch there
+                self._at = self._first(request)
+                self._seed(request, self._own())
+                self._iterator = iter(stream)
+        self._holder = next((each for each in (self._iterator, stream) if _is_stateful(each)), None)
+
+    def _first(self, request: StreamRequest) -> int:
+        return 0
+
+    def _take(self, request: StreamRequest, wanted: int | None = None) -> list[Any]:
+        """The next samples of the stream, at most up to the request's position, or as many as `wanted`."""
+        self._seed(request, self._own())
+        taken = list(islice(self._iterator, wanted or self._unread(request)))
+        self._at += self._advance(len(taken))
+        return taken
+
+    def _seed(self, request: StreamRequest, place: int) -> None:
+        """What the dataset draws follows from its place. One that draws nothing leaves the process's numbers alone:
+        nobody would put them back, see `Inline`."""
+        if self.draws:
+            seed_all(self.seed, request.epoch, place)
+
+    def _own(self) -> int:
+        """The place of what is read next: of those who read different samples, no two have the same."""
+        each = self.batch_size // self.share.size
+        return self._at if self.is_alike else self._at + self.share.rank * each
+
+    def _state(self) -> tuple[int, Any] | None:
+        """As it is now: the dataset's own, which it may go on to change, is copied."""
+        return None if self._holder is None else (self._at, copy.deepcopy(self._holder.state_dict()))
+
+    def _unread(self, request: StreamRequest) -> int:
+        return min(self.batch_size, request.position - self._at)
+
+    def _advance(self, num_taken: int) -> int:
+        return num_taken
+
+    @abstractmethod
+    def _open(self, request: StreamRequest) -> Any:
+        """The iterable that this reader goes through."""
+
+    @abstractmethod
+    def _make(self, request: StreamRequest) -> Made | Ended:
+        """The batch at the place that has been reached."""
+
+    def _collated(self, samples: list[Any]) -> Batch:
+        collate: Collate = self.collate or default_collate
+        return collate(samples)
+
+    def _name(self) -> str:
+        return type(self.source).__name__
+
+
+class PlainReader(StreamReader):
+    """Goes through the whole stream, and keeps this rank's share."""
+
+    is_alike = True
+
+    def _open(self, request: StreamRequest) -> Any:
+        return self.source if hasattr(self.source, "__iter__") else self.source.shard(0, 1)
+
+    def _make(self, request: StreamRequest) -> Made | Ended:
+        samples = self._take(request, self.batch_size)
+        if len(samples) < self.batch_size:
+            self._check_length()
+        if not samples or (self.drop_last and len(samples) < self.batch_size):
+            return Ended(self._at)
+        part = self.share.of(len(samples))
+        mine = samples[part] or samples[-1:]  # a rank without a share takes part with a filler
+        if self.collate is not None:  # all have read the same, and each collates a part of its own
+            self._seed(request, -1 - (self._at - len(samples) + part.start))
+        return Made(self._collated(mine), part.stop - part.start, len(samples), None, self._state())
+
+    def _check_length(self) -> None:
+        length = length_of(self.source)
+        if length is not None and self._at < length:
+            problem = f"has yielded {self._at} samples, and says that it has {length}"
+            raise DataError("data", self._name(), problem, "let its __len__ tell the truth")
+
+
+class ShardReader(StreamReader):
+    """Goes through one share of the stream, of which nobody else sees anything."""
+
+    def _open(self, request: StreamRequest) -> Any:
+        shard = self.share.rank * self.stride + request.position // self.batch_size % self.stride
+        return self.source.shard(shard, self.share.size * self.stride)
+
+    def _first(self, request: StreamRequest) -> int:
+        return request.position // self.batch_size % self.stride * self.batch_size
+
+    def _unread(self, request: StreamRequest) -> int:
+        return self.batch_size // self.share.size
+
+    def _advance(self, num_taken: int) -> int:
+        return self.batch_size * self.stride
+
+    def _make(self, request: StreamRequest) -> Made | Ended:
+        each = self.batch_size // self.share.size
+        of_each_share = len(self.source) // (self.share.size * self.stride)
+        if request.position // self.batch_size >= of_each_share // each * self.stride:
+            return Ended(len(self.source))
+        samples = self._take(request, each)
+        if len(samples) < each:
+            problem = f"yields too few samples: one of its shares has less than {of_each_share}"
+            raise DataError("data", self._name(), problem, "let shard() divide equally, and __len__ tell the truth")
+        return Made(self._collated(samples), each, self.batch_size, None, self._state())
+
+
+class BatchesReader(StreamReader):
+    """Takes batches as they are made elsewhere."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_workers:
+            problem = f"{self._name()} makes its batches in processes of its own"
+            raise ConfigError("loader.workers", self.num_workers, problem, "set loader.workers=0")
+        if self.collate is not None:
+            raise ConfigError("collate", self.collate, f"{self._name()} gives batches, not samples", "leave it out")
+
+    def _open(self, request: StreamRequest) -> Any:
+        size = self.batch_size // self.share.size
+        return self.source.batches(size, epoch=request.epoch, drop_last=self.drop_last, share=self.share)
+
+    def _unread(self, request: StreamRequest) -> int:
+        return 1
+
+    def _advance(self, num_taken: int) -> int:
+        return self.batch_size
+
+    def _make(self, request: StreamRequest) -> Made | Ended:
+        taken = self._take(request, 1)
+        if not taken:
+            return Ended(0)
+        batch = default_convert(taken[0])
+        num_samples = num_samples_of(batch)
+        return Made(batch, num_samples, num_samples * self.share.size, None, self._state())
+
+
+def stream_reader(
+    source: Source,
+    collate: Collate | None,
+    seed: int,
+    batch_size: int,
+    share: Share,
+    drop_last: bool,
+    num_workers: int,
+) -> StreamReader:
+    """The reader for this kind of iterable."""
+    kind: type[StreamReader] = PlainReader
+    if hasattr(source, "batches"):
+        kind = BatchesReader
+    elif drop_last and offers(source, "shard"):
+        kind = ShardReader
+        if length_of(source) is None:
+            problem = "has shard(), but no length: ranks could not agree on the number of steps"
+            raise ConfigError("data", type(source).__name__, problem, "give it __len__, of the whole")
+    return kind(source, collate, seed, batch_size, share, drop_last, num_workers)
+
+
+def num_samples_of(batch: Batch) -> int:
+    """Dimension 0 of the first tensor in a batch."""
+    return next(tensors_of(batch)).shape[0]
+
+
+def _is_stateful(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")

@@ -1,0 +1,185 @@
+"""Makes the batch that was asked for, from a map-style dataset, and says which samples it could not read.
+
+Called by the loader in the training process, or by a worker process; the answer is the same in both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Subset, TensorDataset, default_collate, default_convert
+
+from shoal.data.dataset import Batch, Collate, Source, offers
+from shoal.data.sampling.sampler import Indices, MapRequest, Request
+from shoal.errors import DataError, ShoalError
+
+NUM_NAMED = 8  # sample indices that an error message lists
+
+
+class Made(NamedTuple):
+    """A batch, this rank's samples in it, and the samples of the whole global batch. `state` is of an iterable."""
+
+    batch: Batch
+    num_samples: int
+    num_global: int
+    indices: Indices | None
+    state: Any = None
+
+
+class Ended(NamedTuple):
+    """In place of a batch: the iterable has no more of them."""
+
+    num_items: int  # that it gave in this epoch, as far as this reader has seen
+
+
+class Reader(Protocol):
+    """Makes batches. Picklable, so that a worker process can do it."""
+
+    draws: bool  # whether the dataset may draw random numbers
+
+    def read(self, request: Any) -> Made | Ended:
+        """What is asked for. Raises DataError."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it reads from."""
+        ...
+
+
+class Inline:
+    """Reads in the training process, when a batch is asked for. The process's random numbers are left as they were."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._plan: Iterator[Request] = iter(())
+
+    def restart(self, plan: Iterator[Request], turn: int = 0) -> None:
+        """Follow this plan from now on."""
+        self._plan = plan
+
+    def next(self) -> Made | Ended:
+        """What the plan's next request asks for. Raises DataError."""
+        request = next(self._plan)
+        if not self._reader.draws:
+            return self._reader.read(request)
+        with random_state_kept():
+            return self._reader.read(request)
+
+    def pids(self) -> list[int]:
+        """None but this."""
+        return []
+
+    def close(self) -> None:
+        """Let go of what is read from."""
+        self._reader.close()
+
+
+class MapReader:
+    """Reads a map-style dataset, a whole batch at once where the dataset can.
+
+    Random numbers that a dataset draws (augmentation) follow from (seed, epoch, the sample): the same for any number of
+    workers and of ranks, and after a resume. Where it reads a whole batch at once, and where the dataset draws none
+    (`deterministic = True`) and the collate function may, from the batch's first sample.
+    """
+
+    def __init__(self, source: Source, collate: Collate | None, seed: int) -> None:
+        self._source, self._collate, self._seed = source, collate, seed
+        self._is_tensors, self._reads_many = _is_tensors(source), _reads_many(source)
+        self._makes_batches = collate is None and offers(source, "batch")
+        self._source_draws = not (getattr(source, "deterministic", False) or self._is_tensors)
+        self.draws = self._source_draws or collate is not None
+
+    def read(self, request: MapRequest) -> Made:
+        """The batch of the request. Raises DataError naming the samples."""
+        try:
+            batch = self._make(request.epoch, request.indices)
+        except Exception as error:  # the dataset is the user's code: whatever it raises is said with its samples
+            raise unreadable(error, self._source, request.indices) from error
+        return Made(batch, request.num_samples, request.num_global, request.indices)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _make(self, epoch: int, indices: Indices) -> Batch:
+        source = self._source
+        if self._collate is None and self._is_tensors:
+            chosen = torch.from_numpy(indices if indices.flags.writeable else indices.copy())
+            rows = ((tensor, chosen.to(tensor.device)) for tensor in source.tensors)
+            return tuple(tensor.index_select(0, places) for tensor, places in rows)  # a quarter of tensor[chosen]
+        listed = indices.tolist()
+        if self.draws:
+            seed_all(self._seed, epoch, listed[0])
+        if self._makes_batches:
+            return default_convert(source.batch(indices))
+        many = self._reads_many
+        samples = source.__getitems__(listed) if many else [self._sample(epoch, index) for index in listed]
+        if isinstance(samples, list) and len(samples) != len(listed):
+            problem = f"gives {len(samples)} samples where {len(listed)} are asked for"
+            raise DataError(
+                "data", type(source).__name__, problem, "give one for each index: its __getitems__ does not"
+            )
+        collate: Collate = self._collate or default_collate
+        return collate(samples)
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        if self._source_draws:
+            seed_all(self._seed, epoch, index)
+        return self._source[index]
+
+
+def _is_tensors(source: Source) -> bool:
+    """Whether it is a TensorDataset whose samples are nothing but rows of its tensors: a subclass may augment them."""
+    if not isinstance(source, TensorDataset) or offers(source, "batch") or hasattr(source, "__getitems__"):
+        return False
+    return type(source).__getitem__ is TensorDataset.__getitem__
+
+
+def _reads_many(source: Source) -> bool:
+    """Whether it has a `__getitems__` of its own: torch's Subset has one whatever it is of, and reads one by one."""
+    while type(source) is Subset:
+        source = source.dataset
+    return hasattr(source, "__getitems__")
+
+
+def unreadable(error: Exception, source: Source, indices: Indices | None) -> DataError:
+    """`error` as one of the data's, with the samples that it belongs to."""
+    place = "" if indices is None else f" (in samples {name_samples(indices)})"
+    if isinstance(error, DataError):
+        return DataError(error.field, error.value, error.problem + place, error.remedy)
+    words = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
+    remedy = "" if indices is None else f"try dataset[{int(indices[0])}] and its neighbours by hand"
+    return DataError("data", type(source).__name__, f"cannot be read{place}: {words}", remedy)
+
+
+def name_samples(indices: Indices) -> str:
+    """A few of them, for a message."""
+    named = ", ".join(str(index) for index in indices[:NUM_NAMED].tolist())
+    return f"{named}, ... {len(indices)} in all" if len(indices) > NUM_NAMED else named
+
+
+def seed_all(seed: int, epoch: int, index: int) -> None:
+    """Every random number that a dataset may draw, of torch, `random` and NumPy, follows from these. Takes 10 µs."""
+    digest = hashlib.blake2b(b"%d %d %d" % (seed, epoch, index), digest_size=12).digest()
+    words = struct.unpack("<III", digest)
+    torch.default_generator.manual_seed(words[0])
+    random.seed(words[1])
+    np.random.seed(words[2])
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """What is drawn within changes nothing outside."""
+    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        np.random.set_state(kept[2])

@@ -1,0 +1,1 @@
+"""Which samples come in which order, and on which worker."""

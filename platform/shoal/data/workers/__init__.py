@@ -1,0 +1,1 @@
+"""Loader processes, and how batches are transferred from them."""

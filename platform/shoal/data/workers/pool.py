@@ -1,0 +1,215 @@
+"""The worker processes of a loader: requests go out in turn, batches come back in the same order.
+
+| queue | capacity | what blocks | who unblocks | close() |
+|---|---|---|---|---|
+| of one worker | `prefetch` requests and batches | `next`, until the oldest batch is there | the worker | ends it |
+
+Called by the loader. Starts processes without forking: safe beside threads and process groups.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from typing import Any, NamedTuple
+
+from shoal.data.loader_spec import LoaderSpec
+from shoal.data.readers.map_reader import Ended, Made, Reader, name_samples
+from shoal.data.sampling.sampler import Request
+from shoal.data.workers.shm_transfer import pack, receive, send, send_packed
+from shoal.data.workers.worker_main import Failure, Origin
+from shoal.errors import Closed, ConfigError, DataError
+
+_IN_WORKER = "SHOAL_DATA_WORKER"
+# Ctrl-C, and what torchrun, Slurm and systemd send to every process, is for the training process, which still wants
+# batches until it has saved. The imports that follow take a second.
+_BOOT = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from shoal.data.workers.worker_main import main; main(int(sys.argv[2]))"
+)
+_GRACE_S = 0.5
+_ENDING_S = 10.0  # for a worker that has let go of its socket to end: how it did is then known
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", _IN_WORKER), "1")
+
+
+class WorkerTrace(Exception):
+    """The cause of an error that happened in a worker: its traceback there."""
+
+
+class _Worker(NamedTuple):
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+
+
+class WorkerPool:
+    """`spec.workers` processes that read for one loader. They start with the first plan."""
+
+    def __init__(self, reader: Reader, spec: LoaderSpec) -> None:
+        self._spec = spec
+        self._descriptor, modules = _packed(reader, spec.workers)
+        self._end_descriptor = weakref.finalize(self, os.close, self._descriptor)
+        self._origins = _origins(modules)
+        self._workers: list[_Worker] = []
+        self._end_workers: weakref.finalize[..., WorkerPool] | None = None
+        self._plan: Iterator[Request] = iter(())
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self._turn = 0
+        self._is_matched = True  # whether what is waited for is what will come: not after an interruption in between
+
+    def restart(self, plan: Iterator[Request], turn: int = 0) -> None:
+        """Follow this plan from now on; its first request goes to worker `turn`, counted modulo the workers."""
+        if not self._end_descriptor.alive:
+            raise Closed("the loader is closed")
+        if not self._is_matched:
+            self._end()
+        self._is_matched = False  # until all that was asked for has come
+        try:
+            while self._waiting:
+                self._receive()
+        except (DataError, EOFError):
+            self._end()
+        self._is_matched = True
+        if not self._workers:
+            self._start()
+        self._plan, self._turn = plan, turn
+
+    def next(self) -> Made | Ended:
+        """What the oldest request asked for. Raises DataError when there is no such batch or no such worker."""
+        self._is_matched = False  # until it is
+        self._ask()
+        number, request = self._waiting[0]
+        try:
+            made: Made | Ended | Failure = self._receive()
+        except EOFError:
+            raise self._died(number, request) from None
+        if isinstance(made, Failure):
+            self._is_matched = True
+            raise made.error from WorkerTrace(f"\n{made.trace}")
+        self._ask()
+        self._is_matched = True
+        return made
+
+    def close(self) -> None:
+        """End the processes. May be called again."""
+        self._end()
+        self._end_descriptor()
+
+    def pids(self) -> list[int]:
+        """Of the processes that are running."""
+        return [worker.process.pid for worker in self._workers]
+
+    def _ask(self) -> None:
+        """Give every worker as much to do as it may have before it."""
+        while len(self._waiting) < self._spec.workers * self._spec.prefetch:
+            number, request = self._turn % self._spec.workers, next(self._plan)
+            self._waiting.append((number, request))
+            self._turn += 1
+            with suppress(ConnectionError):  # it died: said when its batch is due
+                send(self._workers[number].connection, request)
+
+    def _receive(self) -> Any:
+        number, request = self._waiting.popleft()
+        try:
+            return receive(self._workers[number].connection)
+        except TimeoutError:
+            problem = f"worker {number} has made no batch for {self._spec.timeout_s:g} s{_samples_of(request)}"
+            self._end()
+            raise DataError("data", "dataset", problem, "raise loader.timeout_s if that is how long it takes") from None
+
+    def _died(self, number: int, request: Request) -> DataError:
+        process = self._workers[number].process
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDING_S)
+        code = process.returncode
+        self._end()
+        if code is None:
+            problem = f"its worker process {number} (pid {process.pid}) has closed its socket{_samples_of(request)}"
+            return DataError("data", "dataset", problem, "let the dataset close no files but its own")
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        problem = f"its worker process {number} (pid {process.pid}) {how} while it made a batch{_samples_of(request)}"
+        remedy = "its own words are above"
+        if code == -signal.SIGKILL:
+            remedy = "if memory ran out, lower loader.workers or loader.prefetch"
+        return DataError("data", "dataset", problem, remedy)
+
+    def _start(self) -> None:
+        if _IN_WORKER in os.environ:
+            remedy = 'put what starts the training under `if __name__ == "__main__":`'
+            raise ConfigError("loader.workers", self._spec.workers, "asked for within a worker", remedy)
+        self._end_workers = weakref.finalize(self, _end, self._workers)
+        for _ in range(self._spec.workers):
+            ours, theirs = socket.socketpair()
+            arguments = [json.dumps(sys.path), str(theirs.fileno())]
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _BOOT, *arguments],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, **_ONE_THREAD},
+                )
+            ours.settimeout(self._spec.timeout_s)
+            self._workers.append(_Worker(process, ours))
+            send(ours, self._origins)
+            send_packed(ours, self._descriptor)
+
+    def _end(self) -> None:
+        self._waiting.clear()
+        if self._end_workers is not None:
+            self._end_workers()
+        self._workers = []
+
+
+def _end(workers: list[_Worker]) -> None:
+    """Close the sockets, which ends the workers; one that is too busy to notice soon is killed."""
+    deadline_s = time.monotonic() + _GRACE_S
+    for worker in workers:
+        worker.connection.close()
+    for worker in workers:
+        try:
+            worker.process.wait(max(deadline_s - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            worker.process.kill()
+            worker.process.wait()
+
+
+def _packed(reader: Reader, num_workers: int) -> tuple[int, set[str]]:
+    try:
+        return pack(reader)
+    except Exception as error:  # whatever a user's object raises is why it cannot travel
+        problem = f"the dataset cannot be handed to worker processes: {type(error).__name__}: {error}"
+        remedy = "define it, and its collate function, at the top of a file, open files lazily, or set loader.workers=0"
+        raise ConfigError("loader.workers", num_workers, problem, remedy) from error
+
+
+def _origins(modules: set[str]) -> list[Origin]:
+    """The modules that a fresh process would not find by name."""
+    found = []
+    for name in sorted(modules):
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        spec = getattr(module, "__spec__", None)
+        if name == "__main__" and spec is not None:
+            found.append(Origin(name, None, spec.name))
+        elif name == "__main__" and file is None:
+            problem = "the dataset is defined in an interactive session, which worker processes cannot see"
+            raise ConfigError("loader.workers", name, problem, "put it into a file, or set loader.workers=0")
+        elif file is not None and "." not in name:
+            by_name = PathFinder.find_spec(name)
+            if name == "__main__" or by_name is None or by_name.origin != file:
+                found.append(Origin(name, os.path.abspath(file), None))
+    return found
+
+
+def _samples_of(request: Request) -> str:
+    return "" if request.indices is None else f" of samples {name_samples(request.indices)}"

@@ -1,0 +1,101 @@
+"""A process that makes batches: the reader comes once, then requests come and batches go, until the socket closes.
+
+Started by the pool with `python -c`, so that the training script is not run again. Ends with the training process,
+however that ends: it holds the other end of the socket.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal.data.readers.map_reader import name_samples
+from shoal.data.workers.shm_transfer import receive, send
+from shoal.errors import ConfigError, DataError
+
+
+class Origin(NamedTuple):
+    """Where a module is loaded from that the worker could not import by its name: a file, or another name."""
+
+    name: str
+    file: str | None
+    other_name: str | None
+
+
+class Failure(NamedTuple):
+    """In place of a batch: why there is none, and where that happened."""
+
+    error: ConfigError
+    trace: str
+
+
+def main(descriptor: int) -> None:
+    """Serve requests over the socket until it closes."""
+    torch.set_num_threads(1)
+    with socket.socket(fileno=descriptor) as connection:
+        try:
+            answer = _prepare(connection)
+            while True:
+                request = receive(connection)
+                _answer(connection, answer(request))
+        except (EOFError, BrokenPipeError):
+            return
+
+
+def _prepare(connection: socket.socket) -> Callable[[Any], Any]:
+    """What answers requests: the reader, or, where it cannot be loaded here, the reason."""
+    origins: list[Origin] = receive(connection)
+    try:
+        for origin in origins:
+            _load(origin)
+        reader = receive(connection, private=True)
+    except EOFError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a user's module: whatever it raises is the answer
+        words = f"cannot be loaded in a worker: {type(error).__name__}: {error}"
+        remedy = "import it in a fresh Python, or set loader.workers=0"
+        refused = error if isinstance(error, ConfigError) else DataError("data", "dataset", words, remedy)
+        failure = Failure(refused, traceback.format_exc())
+        return lambda request: failure
+
+    def answer(request: Any) -> Any:
+        try:
+            return reader.read(request)
+        except ConfigError as error:  # everything that a reader raises
+            return Failure(error, traceback.format_exc())
+
+    return answer
+
+
+def _answer(connection: socket.socket, made: Any) -> None:
+    try:
+        send(connection, made)
+    except (EOFError, BrokenPipeError):
+        raise
+    except Exception as error:  # noqa: BLE001 - a batch that pickle or memory does not take: said in its place
+        named = "" if getattr(made, "indices", None) is None else f" of samples {name_samples(made.indices)}"
+        problem = f"a batch{named} cannot be handed over by a worker: {type(error).__name__}: {error}"
+        refused = DataError("data", "dataset", problem, "make it of tensors, arrays and texts, or set loader.workers=0")
+        send(connection, Failure(refused, traceback.format_exc()))
+
+
+def _load(origin: Origin) -> None:
+    if origin.other_name is not None:
+        sys.modules[origin.name] = importlib.import_module(origin.other_name)
+        return
+    assert origin.file is not None
+    # not "__main__", so that a script's `if __name__ == "__main__":` part does not run here
+    name = "__mp_main__" if origin.name == "__main__" else origin.name
+    spec = importlib.util.spec_from_file_location(name, origin.file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = sys.modules[origin.name] = module
+    spec.loader.exec_module(module)

@@ -1,0 +1,190 @@
+"""The bodies of inference over HTTP: a request into arrays, outputs into an answer; JSON, binary, or some of each.
+
+Called by the REST application, one codec for each model. No HTTP: the one header that matters, the length of the JSON
+object before the tensors' bytes (Inference-Header-Content-Length), is a number here. Complaints are InferenceErrors:
+400 for what is not a request, 422 for a tensor that does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from shoal.errors import InferenceError
+from shoal.open_inference.binary_tensors import from_binary, to_binary
+from shoal.open_inference.datatypes import NUMPY
+from shoal.open_inference.json_tensors import from_json, to_json
+from shoal.open_inference.messages import (
+    NO_DATA,
+    InferRequest,
+    InferResponse,
+    InputTensor,
+    OutputTensor,
+    Parameters,
+    TensorMetadata,
+)
+from shoal.open_inference.request_schema import Expectation
+
+NO_PARAMETERS: Parameters = {}
+# What would need a part of the protocol that is not served: to ignore it would answer something else than was asked.
+REFUSED_PARAMETERS = ("shared_memory_region", "classification")
+
+_decode_request = msgspec.json.Decoder(InferRequest).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class Decoded(msgspec.Struct, frozen=True, gc=False):
+    """A request whose every tensor fits.
+
+    outputs: names of those that are wanted; None for all
+    binary:  whether outputs go back as bytes, unless `binary_of` says otherwise of one
+    """
+
+    id: str | None
+    parameters: Parameters
+    inputs: dict[str, np.ndarray]
+    num_rows: int
+    outputs: frozenset[str] | None
+    binary: bool
+    binary_of: Mapping[str, bool]
+
+
+class InferCodec:
+    """Reads requests for, and writes answers of, one model. For any thread."""
+
+    def __init__(
+        self, model_name: str, inputs: Sequence[TensorMetadata], outputs: Sequence[TensorMetadata], max_rows: int
+    ) -> None:
+        self._model_name, self._outputs = model_name, outputs
+        self._expectation = Expectation(inputs, outputs, max_rows)
+        self.takes_bytes = any(spec.datatype == "BYTES" for spec in inputs)  # whose elements are read one by one
+
+    def decode(self, body: bytes, header_length: int | None = None) -> Decoded:
+        """Read a request. `header_length`: of the JSON object, when bytes of tensors follow it.
+
+        The arrays of binary tensors are views of `body`. Raises InferenceError (400, 422).
+        """
+        if header_length == 0:
+            return self._decode_raw(body)
+        rest = memoryview(b"")
+        if header_length is not None:
+            if header_length > len(body):
+                problem = f"Inference-Header-Content-Length = {header_length}: the body has {len(body)} bytes"
+                raise InferenceError(400, problem)
+            rest = memoryview(body)[header_length:]
+        try:
+            request = _decode_request(body if header_length is None else memoryview(body)[:header_length])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InferenceError(400, f"not an inference request: {error}") from None
+        arrays: dict[str, np.ndarray] = {}
+        for tensor in request.inputs:
+            self._expectation.declare(tensor.name, tensor.datatype, tensor.shape, arrays)
+            if tensor.parameters is None and tensor.data is not NO_DATA:
+                arrays[tensor.name] = from_json(tensor.name, tensor.datatype, tensor.shape, tensor.data)
+            else:
+                size = _binary_size(tensor, len(rest))
+                arrays[tensor.name] = _read(tensor, None if size is None else rest[:size])
+                rest = rest[size or 0 :]
+        if len(rest):
+            raise InferenceError(400, f"the body goes on for {len(rest)} bytes after the last tensor")
+        num_rows = self._expectation.complete(arrays)
+        parameters = request.parameters or NO_PARAMETERS
+        binary = _flag(parameters, "binary_data_output", False)
+        if not request.outputs:
+            return Decoded(request.id, parameters, arrays, num_rows, None, binary, {})
+        wanted = self._expectation.wanted(output.name for output in request.outputs)
+        binary_of = {}
+        for output in request.outputs:
+            of_output = output.parameters or NO_PARAMETERS
+            _refuse(of_output, f"output {output.name!r}")
+            binary_of[output.name] = _flag(of_output, "binary_data", binary)
+        return Decoded(request.id, parameters, arrays, num_rows, wanted, binary, binary_of)
+
+    def encode(
+        self, request: Decoded, version: int, outputs: Mapping[str, np.ndarray]
+    ) -> tuple[bytes, list[memoryview | bytes]]:
+        """The JSON object of the answer, and the bytes of its binary tensors (views of the arrays), in order.
+
+        Raises InferenceError (422) for an output that JSON cannot hold.
+        """
+        tensors: list[OutputTensor] = []
+        parts: list[memoryview | bytes] = []
+        for spec in self._outputs:
+            name, datatype = spec.name, spec.datatype
+            if request.outputs is not None and name not in request.outputs:
+                continue
+            array = outputs[name]
+            assert array.dtype == NUMPY[datatype], f"output {name!r}: expected {datatype}, got {array.dtype}"
+            if request.binary_of.get(name, request.binary):
+                part = to_binary(datatype, array)
+                parts.append(part)
+                tensors.append(OutputTensor(name, list(array.shape), datatype, {"binary_data_size": len(part)}))
+            else:
+                data = to_json(name, datatype, array)
+                tensors.append(OutputTensor(name, list(array.shape), datatype, None, data))
+        return _encode(InferResponse(self._model_name, str(version), tensors, request.id)), parts
+
+    def _decode_raw(self, body: bytes) -> Decoded:
+        """A body that is one row of the one input and nothing else; the answer is binary."""
+        inputs = list(self._expectation.inputs.values())
+        if len(inputs) != 1:
+            names = ", ".join(map(repr, self._expectation.inputs))
+            raise InferenceError(
+                400, f"Inference-Header-Content-Length = 0 is for models of one input; here are {names}"
+            )
+        spec = inputs[0]
+        shape = [1, *spec.shape[1:]]
+        if spec.datatype == "BYTES" and shape != [1] * len(shape):
+            raise InferenceError(400, f"input {spec.name!r}: the raw body of BYTES is one element, got {spec.shape}")
+        if shape.count(-1) > 1:
+            raise InferenceError(400, f"input {spec.name!r}: a raw body does not tell its shape: {spec.shape}")
+        if spec.datatype == "BYTES":
+            array = np.empty(1, dtype=object)
+            array[0] = body
+            array = array.reshape(shape)
+        else:
+            row_bytes = NUMPY[spec.datatype].itemsize
+            for size in shape:
+                row_bytes *= 1 if size == -1 else size
+            shape = [len(body) // row_bytes if size == -1 else size for size in shape]
+            array = from_binary(spec.name, spec.datatype, shape, body)
+        arrays: dict[str, np.ndarray] = {}
+        self._expectation.declare(spec.name, spec.datatype, shape, arrays)
+        return Decoded(None, NO_PARAMETERS, {spec.name: array}, 1, None, True, {})
+
+
+def _binary_size(tensor: InputTensor, available_bytes: int) -> int | None:
+    """How many of the bytes behind the JSON object belong to this tensor; None when its data is in the JSON."""
+    parameters = tensor.parameters or NO_PARAMETERS
+    _refuse(parameters, f"input {tensor.name!r}")
+    size = parameters.get("binary_data_size")
+    if size is None:
+        return None
+    if type(size) is not int or not 0 <= size <= available_bytes:
+        expected = f"expected at most {available_bytes}, which is what follows the JSON object"
+        raise InferenceError(400, f"input {tensor.name!r}: binary_data_size = {str(size)[:40]}: {expected}")
+    return size
+
+
+def _read(tensor: InputTensor, binary: memoryview | None) -> np.ndarray:
+    if (binary is None) == (tensor.data is NO_DATA):
+        remedy = "give data, or binary_data_size and the bytes behind the JSON object; one of both"
+        raise InferenceError(400, f"not an inference request: input {tensor.name!r}: {remedy}")
+    if binary is None:
+        return from_json(tensor.name, tensor.datatype, tensor.shape, tensor.data)
+    return from_binary(tensor.name, tensor.datatype, tensor.shape, binary)
+
+
+def _refuse(parameters: Parameters, where: str) -> None:
+    for parameter in REFUSED_PARAMETERS:
+        if parameters.get(parameter):
+            raise InferenceError(400, f"{where}: the parameter {parameter!r} is of an extension that is not served")
+
+
+def _flag(parameters: Parameters, name: str, default: bool) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise InferenceError(400, f"parameter {name} = {str(value)[:40]}: expected true or false")
+    return value

@@ -1,0 +1,1 @@
+"""How ranks reach each other: the process group, and shared memory between ranks of one host."""

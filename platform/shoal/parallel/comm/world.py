@@ -1,0 +1,122 @@
+"""The processes that train together: who this one is, its device, and how the group speaks.
+
+`World` is made once at the start of a process: alone, from torchrun's environment variables, or from a group that
+somebody else has formed (Ray Train). Called by the Trainer, which closes what it opened.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from shoal.errors import ConfigError
+from shoal.parallel.comm.interface import speak_towards
+
+T = TypeVar("T")
+CUDA_BACKEND = "cpu:gloo,cuda:nccl"
+TIMEOUT_S = 300.0  # of a collective; a rank that died is noticed much sooner, by its closed connection
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers. torch.distributed is initialised exactly when `size` is above 1.
+
+    local_rank: among the processes of this host, which is also the index of its device
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    local_rank: int = 0
+    _owns_group: bool = field(default=False, repr=False)
+
+    @classmethod
+    def alone(cls, device: str = "auto") -> World:
+        """One process, no group."""
+        return cls(0, 1, choose_device(device, 0))
+
+    @classmethod
+    def from_environment(cls, device: str = "auto", backend: str | None = None) -> World:
+        """As torchrun says (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...); alone where it says nothing."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return cls.alone(device)
+        rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+        chosen = choose_device(device, local)
+        has_others = int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size
+        speak_towards(os.environ.get("MASTER_ADDR", ""), has_others)
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
+        # torchrun keeps its store over restarts, with the addresses of ranks that are dead.
+        life = f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        dist.init_process_group(
+            backend or backend_for(chosen),
+            store=dist.PrefixStore(life, store),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+        return cls(rank, size, chosen, local, _owns_group=True)
+
+    @classmethod
+    def joined(cls, device: str = "auto", local_rank: int = 0) -> World:
+        """The group that this process is in already; alone when it is in none."""
+        if not dist.is_initialized():
+            return cls.alone(device)
+        return cls(dist.get_rank(), dist.get_world_size(), choose_device(device, local_rank), local_rank)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes for all."""
+        return self.rank == 0
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank. Collective."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device if self.device.type == "cuda" else None)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in order of rank, on every rank. Collective."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective."""
+        if self.size > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leave the group, if this made it. Idempotent."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def choose_device(device: str, index: int) -> torch.device:
+    """`auto` is CUDA where there is one. Raises ConfigError for a device that this machine does not have."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError("device", device, "there is no CUDA device here", "use device=cpu, or auto")
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError("device", device, f"is no device ({error})", "use auto, cpu or cuda") from None
+
+
+def backend_for(device: torch.device) -> str:
+    """The process group's back end for tensors on `device`; CPU tensors (objects, checkpoints) always have gloo."""
+    return CUDA_BACKEND if device.type == "cuda" else "gloo"

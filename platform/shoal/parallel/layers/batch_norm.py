@@ -1,0 +1,170 @@
+"""Batch normalisation over all data ranks: the statistics are those of the global micro-batch, as in one process.
+
+`nn.SyncBatchNorm` does the same on CUDA only. One collective forward (each rank's count, mean and variance) and one
+backward. Called by every plan with more than one data rank, when it is made.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.errors import PlanError
+from shoal.parallel.comm.shm_all_reduce import HostSum
+
+_OWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+class DataRanks:
+    """The ranks that share a global batch, and the seconds that this one has waited for the others.
+
+    on_host: how they sum when all of them are on one host; None when not, or when that is not wanted
+    """
+
+    def __init__(self, group: dist.ProcessGroup, on_host: HostSum | None = None) -> None:
+        self.group, self.on_host = group, on_host
+        self.size = dist.get_world_size(group)
+        self._waited_s = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        return self._waited_s + (self.on_host.waited_s if self.on_host else 0.0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataRanks:
+        return self  # a copy of a model speaks with the same ranks
+
+    def told_on(self, device: torch.device) -> torch.device:
+        """Where they gather what only their hosts ask for: there, if anything carries it, else on their own device."""
+        is_told_by_host = self.on_host is not None or "gloo" in dist.get_backend_config(self.group)
+        return torch.device("cpu") if is_told_by_host else device
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """Every rank's values, [R, *mine]."""
+        if self.on_host:
+            return self.on_host.gather(mine)
+        start_s = time.perf_counter()
+        everyone = mine.new_empty(self.size * mine.numel())
+        dist.all_gather_single(everyone, mine.view(-1), self.group)
+        self._waited_s += time.perf_counter() - start_s
+        return everyone.view(self.size, *mine.shape)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over the ranks, in place."""
+        if self.on_host:
+            return self.on_host.sum(values)
+        start_s = time.perf_counter()
+        dist.all_reduce(values, group=self.group)
+        self._waited_s += time.perf_counter() - start_s
+        return values
+
+
+class GlobalBatchNorm(_BatchNorm):
+    """Put before the class of a layer, which keeps all that it has but its forward (and its name, and its hooks).
+
+    ranks: None while this one tries the model alone
+    """
+
+    ranks: DataRanks | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        normalised: Tensor
+        normalised, mean, variance, count = _Normalise.apply(input, self.eps, self.ranks)  # type: ignore[no-untyped-call]
+        if self.track_running_stats:
+            self._track(mean, variance, count)
+        if not self.affine:
+            return normalised.to(input.dtype)
+        shape = [1, -1, *(1 for _ in input.shape[2:])]
+        scaled = normalised * self.weight.view(shape)
+        # torch's own type knows nothing of BatchNorm(bias=False)
+        bias: Tensor | None = self.bias
+        return (scaled if bias is None else scaled + bias.view(shape)).to(input.dtype)
+
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1.0 / float(self.num_batches_tracked)
+        with torch.no_grad():
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+            unbiased = variance * (count / (count - 1).clamp(min=1))  # of one value, which is tried alone, 0
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) over [N, C, ...], the moments being those of all ranks' values together."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, eps: float, ranks: DataRanks | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        dims = [0, *range(2, input.ndim)]
+        variance, mean = torch.var_mean(values, dims, correction=0)
+        count = mean.new_tensor([values.numel() / values.shape[1]])
+        mine = torch.cat([count, mean, variance])
+        everyone = ranks.gather(mine) if ranks is not None else mine[None]
+        counts, means, variances = everyone.split([1, len(mean), len(mean)], dim=1)  # [R, 1], [R, C], [R, C]
+        share = counts / counts.sum()
+        mean = (share * means).sum(0)
+        variance = (share * (variances + (means - mean).square())).sum(0)
+        shape = [1, -1, *(1 for _ in dims[1:])]
+        scale = (variance + eps).rsqrt().view(shape)
+        normalised = (values - mean.view(shape)) * scale
+        total = counts.sum()
+        ctx.save_for_backward(normalised, scale, total)
+        ctx.ranks, ctx.dims, ctx.dtype = ranks, dims, input.dtype
+        ctx.mark_non_differentiable(mean, variance, total)
+        return normalised, mean, variance, total
+
+    @staticmethod
+    @once_differentiable  # the sums over the ranks are of no graph
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        normalised, scale, total = ctx.saved_tensors
+        grad: Tensor = grads[0]
+        sums = torch.stack([grad.sum(ctx.dims), (grad * normalised).sum(ctx.dims)])  # [2, C]
+        if ctx.ranks is not None:
+            sums = ctx.ranks.sum(sums)
+        mean_grad, mean_product = (sums / total).view(2, *scale.shape)
+        return (scale * (grad - mean_grad - normalised * mean_product)).to(ctx.dtype), None, None
+
+
+def check_batch_norm(model: nn.Module) -> None:
+    """Raises PlanError, naming the layer, for a batch normalisation that several data ranks cannot compute together."""
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm):
+            continue
+        if module.running_mean is None:
+            problem = "has no running statistics: an evaluation would normalise by what each share of a batch has"
+            raise PlanError("model", name, problem, "use track_running_stats=True, nn.GroupNorm, or one data rank")
+        if type(module).forward not in _OWN_FORWARDS:
+            problem = f"is a {type(module).__name__}, a batch normalisation whose forward is not torch's own"
+            remedy = "let a module of your own call an nn.BatchNorm and do the rest, or use one data rank"
+            raise PlanError("model", name, problem, remedy)
+
+
+def globalise_batch_norm(model: nn.Module, ranks: DataRanks | None) -> None:
+    """Let every batch normalisation of `model` speak with the other data ranks, in place.
+
+    ranks: None before they are known: for passes that this rank makes alone, and of which one sample is enough
+    """
+    classes: dict[type[_BatchNorm], type[_BatchNorm]] = {}  # layers that were of one are of one again
+    for module in model.modules():
+        if not isinstance(module, _BatchNorm):
+            continue
+        if not isinstance(module, GlobalBatchNorm):
+            layer = type(module)
+            if layer not in classes:
+                classes[layer] = type(f"Global{layer.__name__}", (GlobalBatchNorm, layer), {})
+            module.__class__ = classes[layer]
+        assert isinstance(module, GlobalBatchNorm)
+        module.ranks = ranks

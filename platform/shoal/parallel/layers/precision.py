@@ -1,0 +1,65 @@
+"""Reduced precision: autocast, and the scale that keeps fp16 gradients from vanishing.
+
+Parameters, gradients and the optimiser stay in fp32 in every plan; what autocast lists is computed in bf16 or fp16.
+Called by every plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from shoal.errors import PlanError
+from shoal.parallel.spec import Precision
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_precision(precision: Precision, device: str) -> None:
+    """Raises PlanError when `device` cannot train in this precision."""
+    if precision == "fp16" and device != "cuda":
+        raise PlanError("parallel.precision", precision, f"is for CUDA, not for {device}", "use bf16 or fp32")
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """The context of the forward pass and of the loss."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=_DTYPES[precision])
+
+
+class LossScale:
+    """The factor of an fp16 loss: halved when gradients overflow, doubled after `growth_steps` without.
+
+    Unlike a GradScaler, which skips the step of the optimiser, a plan repeats the step with the smaller factor: what it
+    hands to the Trainer is always the gradient of the whole batch.
+    """
+
+    LEAST = 1.0
+
+    def __init__(self, initial: float = 65536.0, growth_steps: int = 2000) -> None:
+        self.value = initial
+        self._growth_steps, self._good_steps = growth_steps, 0
+
+    def state_dict(self) -> dict[str, float]:
+        """What a later life needs to go on, ready for JSON."""
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
+
+    def update(self, is_finite: bool) -> bool:
+        """Whether the gradients may be used: they are finite, or nothing can be done about it."""
+        if is_finite:
+            self._good_steps += 1
+            if self._good_steps == self._growth_steps:
+                self.value, self._good_steps = self.value * 2, 0
+            return True
+        self._good_steps = 0
+        if self.value <= self.LEAST:
+            return True
+        self.value /= 2
+        return False

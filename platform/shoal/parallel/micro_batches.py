@@ -1,0 +1,47 @@
+"""The division of a batch into micro-batches. Called by every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from shoal.batch_tree import map_tensors, num_samples
+from shoal.errors import PlanError
+
+
+def micro_batches(batch: Any, parts: int) -> list[Any]:
+    """`batch` in `parts` micro-batches of equal size; micro-batch m takes every `parts`-th sample, from the m-th.
+
+    Ranks hold contiguous shares of a global batch. Taken with a stride, the micro-batches m of all ranks together are
+    the samples m, m + parts, ... of the global batch, in order: the same ones for any number of ranks, so that batch
+    statistics and dropout masks of a micro-batch are those of one process.
+
+    Raises PlanError when the samples cannot be divided.
+    """
+    if parts == 1:
+        return [batch]
+    size = num_samples(batch)
+    if size % parts:
+        problem = f"cannot be divided into {parts} micro-batches"
+        raise PlanError("batch_size", size, problem, "change batch_size, accumulate or micro_batches")
+    return [map_tensors(batch, partial(_every, first=first, stride=parts)) for first in range(parts)]
+
+
+def _every(tensor: Tensor, first: int, stride: int) -> Tensor:
+    return tensor[first::stride] if tensor.ndim else tensor
+
+
+def pieces(batch: Any, parts: int) -> Iterator[tuple[Any, float]]:
+    """At most `parts` contiguous pieces of any batch, each with its share of the samples."""
+    size = num_samples(batch)
+    each = max(1, -(-size // parts))
+    for begin in range(0, size, each):
+        end = min(size, begin + each)
+        yield map_tensors(batch, partial(_rows, begin=begin, end=end)), (end - begin) / size
+
+
+def _rows(tensor: Tensor, begin: int, end: int) -> Tensor:
+    return tensor[begin:end] if tensor.ndim else tensor

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: where the model is split, its stages, and their schedules."""

@@ -1,0 +1,397 @@
+"""Pipeline parallel: each rank holds some stages of the model, and micro-batches pass through them on a schedule.
+
+The schedules are those of torch.distributed.pipelining; a stage is the model's own forward between two cuts. Gradients
+are those of one process that accumulates over the same micro-batches. A parameter that several stages use lies on the
+rank of each, and its gradients are summed over them, so that the copies stay equal. Batch statistics are those of a
+micro-batch, over all data ranks. Called by `parallelize`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from shoal.batch_tree import num_samples
+from shoal.errors import ConfigError, PlanError
+from shoal.parallel.build import make_mesh
+from shoal.parallel.comm.shm_p2p import HostMessages
+from shoal.parallel.comm.world import World
+from shoal.parallel.layers.batch_norm import DataRanks, globalise_batch_norm
+from shoal.parallel.layers.dropout import seed_dropout
+from shoal.parallel.layers.precision import autocast
+from shoal.parallel.micro_batches import micro_batches, pieces
+from shoal.parallel.model import Learnable, ParallelModel, measured
+from shoal.parallel.pipeline.groups import Groups, receive, send, sum_gradients
+from shoal.parallel.pipeline.partition import Layout, lay_out
+from shoal.parallel.pipeline.schedules import SPLITTING, check, stage_ranks
+from shoal.parallel.pipeline.stage_forward import GatedModel, View, views_of
+from shoal.parallel.pipeline.stage_shapes import Schedules, form_of
+from shoal.parallel.pipeline.stage_weights import Weights, check_copies
+from shoal.parallel.pipeline.stages import Clock, StageDraws, StageModule, build_schedule
+from shoal.parallel.spec import Degrees, ParallelSpec
+from shoal.parallel.spmd.base import evaluating
+from shoal.parallel.spmd.buffer_consistency import check_buffers
+from shoal.parallel.spmd.fsdp import shard
+from shoal.parallel.spmd.fsdp_blocks import find_blocks
+from shoal.parallel.spmd.fsdp_consistency import Usage
+from shoal.parallel.state import gradients, state_dict
+from shoal.parallel.state.module_snapshot import attributes_kept
+from shoal.parallel.tensor.apply import agreed_plan, part_dropouts, split_layers
+
+
+def build_pipeline(
+    model: nn.Module,
+    learnable: Learnable,
+    spec: ParallelSpec,
+    degrees: Degrees,
+    world: World,
+    example: Any,
+    seed: int,
+) -> ParallelModel:
+    """This rank's stages of `model`. Collective. Raises PlanError, on every rank, when it cannot be cut or run so."""
+    num_micro_batches = spec.num_micro_batches(degrees)
+    _check(spec, degrees, num_micro_batches)
+    model.to(world.device)
+    if degrees.data > 1:
+        globalise_batch_norm(model, None)  # a micro-batch may be of one sample, which has no statistics of its own
+    ranks = stage_ranks(spec.schedule, degrees.pipeline)
+    batch = micro_batches(example, spec.accumulate * num_micro_batches)[0]
+    layout = lay_out(model, learnable, batch, len(ranks), world, lambda: autocast(spec.precision, world.device))
+    held = {ranks[stage] for stages in layout.parameters.values() for stage in stages}
+    for rank in range(degrees.pipeline):
+        if rank not in held:
+            cuts = [cut.module for cut in layout.cuts]
+            raise PlanError("pipeline_cuts", cuts, f"leave rank {rank} without a parameter", "cut elsewhere")
+    check_copies(model, layout, ranks)
+    mesh = make_mesh(degrees, world) if degrees.tensor > 1 or degrees.is_sharded else None
+    if mesh is None or degrees.tensor == 1:
+        return Pipelined(model, learnable, spec, degrees, world, layout, mesh, seed)
+    plan = agreed_plan(model, learnable, degrees.tensor, world, batch)
+    split_layers(model, plan, mesh["tensor"])
+    pipelined = Pipelined(model, learnable, spec, degrees, world, layout, mesh, seed)
+    part_dropouts(model, plan, mesh["tensor"])
+    return pipelined
+
+
+def _check(spec: ParallelSpec, degrees: Degrees, num_micro_batches: int) -> None:
+    check(spec.schedule, degrees.pipeline, num_micro_batches, degrees.is_sharded)
+    if spec.precision == "fp16":
+        raise PlanError("parallel.precision", spec.precision, "does not go with a pipeline", "use bf16")
+    if spec.compile and spec.schedule in SPLITTING:
+        problem = f"the schedule {spec.schedule} splits the backward pass, which compiled modules do not allow"
+        raise PlanError("parallel.compile", True, problem, "use compile=false, or schedule=1f1b")
+
+
+class Pipelined(ParallelModel):
+    """The stages of this rank. The ranks of one pipeline are fed the same samples.
+
+    layout: what each stage has
+    clock:  what this rank computed, and how long its schedules took
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        learnable: Learnable,
+        spec: ParallelSpec,
+        degrees: Degrees,
+        world: World,
+        layout: Layout,
+        mesh: DeviceMesh | None,
+        seed: int,
+    ) -> None:
+        self.layout, self.clock, self.modules = layout, Clock(), [model]
+        self.data_rank, self.num_data_ranks = degrees.coordinates(world.rank).data, degrees.data
+        self._model, self._learnable, self._spec, self._degrees, self._world = model, learnable, spec, degrees, world
+        self._groups = Groups(degrees, world.rank)
+        self._rank, self._stage_ranks = self._groups.at.pipeline, stage_ranks(spec.schedule, degrees.pipeline)
+        own = [stage for stage, rank in enumerate(self._stage_ranks) if rank == self._rank]
+        self._has_last = len(self._stage_ranks) - 1 in own
+        self._num_micro_batches = spec.num_micro_batches(degrees)
+        self._messages: HostMessages | None = None
+        if self._groups.pipeline is not None and spec.goes_through_memory(world.device.type):
+            self._messages = HostMessages.form(self._groups.pipeline)
+        self._data_ranks = DataRanks(self._groups.data) if self._groups.data is not None else None
+        if self._data_ranks is not None:
+            globalise_batch_norm(model, self._data_ranks)
+        calls, cuts = layout.calls, layout.cuts
+        self._draws = StageDraws(seed, self.data_rank, degrees.data, world.device, calls, cuts)
+        seed_dropout(model, self._draws)
+        blocks = _shard_blocks(model, layout, own, mesh, spec) if mesh is not None and degrees.is_sharded else []
+        self._sharded = {f"{path}.{name}" for path, block in blocks for name, _ in block.named_parameters()}
+        self._usage = Usage(blocks, self._data_ranks, spec.dynamic) if blocks and self._data_ranks is not None else None
+        self._weights = Weights(model, layout, self._stage_ranks, self._rank)
+        ties = [(self._groups.among(ranks), names) for ranks, names in self._weights.tied.items()]
+        kept = self._weights.kept
+        self._ties = [(group, [kept[name] for name in names]) for group, names in ties if group is not None]
+        compiled: list[str] = []
+        if spec.compile:
+            begun = [name for name, stage in layout.blocks.items() if stage in own]
+            compiled = _compile(model, begun, views_of(calls, cuts))
+        self._gated = GatedModel(model, views_of(calls, cuts, _watched(model, compiled)))
+        self._stages = {each: StageModule(each, self._weights.of_stage(each), self._compute) for each in own}
+        self._schedules = Schedules(self._data_ranks if degrees.is_sharded else None, world.device)
+        self._handed: dict[int, Tensor] = {}  # by stage, a tensor like those that it hands on, without memory
+        self._batches: list[Any] = []  # under way
+        self._step, self._first_index = 0, 0
+        self._names: list[str] = []  # of what evaluate gives
+        self._reduced_s = 0.0
+
+    # -- a step
+
+    def train_step(self, batch: Any, step: int) -> Tensor:
+        gradients.clear(self._weights.kept.values())
+        self._step = step
+        batches = micro_batches(batch, self._spec.accumulate * self._num_micro_batches)
+        losses: list[Tensor] = []
+        for first in range(0, len(batches), self._num_micro_batches):
+            self._first_index, self._batches = first, batches[first : first + self._num_micro_batches]
+            losses += self._run(self._schedule(self._batches[0]))
+        self._batches = []
+        self._check_usage([(name, each) for name, each in self._weights.kept.items() if name in self._sharded])
+        self._reduce()
+        if not losses:
+            return torch.zeros((), device=self._world.device)
+        return torch.stack(losses).detach().sum()
+
+    def _run(self, schedule: Any) -> list[Tensor]:
+        """One schedule, start to end; the losses on the rank of the last stage."""
+        losses: list[Tensor] = []
+        index = torch.arange(self._num_micro_batches)
+        began_s = self.clock.now_s()
+        try:
+            schedule.step(index, target=index, losses=losses, return_outputs=False)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, Exception) and "failed to run forward" in str(error):
+                raise error.__cause__ from None  # what the model or the loss has raised
+            raise
+        self.clock.total_s += self.clock.now_s() - began_s
+        return losses
+
+    def _compute(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        batch = self._batches[micro_batch]
+        self._draws.begin_stage(stage, self._step, self._first_index + micro_batch, num_samples(batch))
+        with autocast(self._spec.precision, self._world.device):
+            handed: Tensor = self._gated.run(stage, self._learnable.inputs(batch), received)
+            if stage == len(self._stage_ranks) - 1:
+                return self._share_of_loss(self._learnable.loss(handed, batch))
+        expected = self._handed[stage]
+        if (handed.shape, handed.dtype) != (expected.shape, expected.dtype):
+            problem = f"was handed {list(handed.shape)} {handed.dtype}, not {list(expected.shape)} {expected.dtype}"
+            remedy = "a pipeline needs the same shapes in every pass over inputs of the same shapes"
+            raise PlanError("parallel.pipeline", self.layout.cuts[stage].module, problem, remedy)
+        # Schedules that split the backward pass cut what was handed on out of its graph, which no view can be.
+        is_view = handed._is_view()
+        handed = handed.clone(memory_format=torch.contiguous_format) if is_view else handed.contiguous()
+        return handed if handed.requires_grad else handed.detach().requires_grad_()
+
+    def _share_of_loss(self, loss: Tensor) -> Tensor:
+        if loss.ndim:
+            raise ConfigError("Task.loss", list(loss.shape), "is not a scalar", "return the mean over the samples")
+        return loss / (self._spec.accumulate * self._num_micro_batches)
+
+    def _schedule(self, batch: Any) -> Any:
+        """The schedule for micro-batches of this form; what stages hand on is found by a pass in evaluation mode."""
+        form = form_of(batch)
+        if self._schedules.must_try(form):
+            self._handed = {}
+            with evaluating(self._model):  # with gradients: fast paths may compute in other types
+                self._forward(batch)
+        if form not in self._schedules:
+            group, num_stages = self._groups.pipeline, len(self._stage_ranks)
+            assert group is not None
+            stages = (self._stages, self._handed, num_stages, self._num_micro_batches)
+            ways = (self._world.device, group, self.clock, self._messages)
+            self._schedules.keep(form, build_schedule(self._spec.schedule, *stages, *ways), self._handed)
+        made, self._handed = self._schedules.get(form)
+        return made
+
+    def _check_usage(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        if self._usage is not None:
+            self._usage.check(parameters, self._world.device)
+
+    def _reduce(self) -> None:
+        began_s = time.perf_counter()
+        if self._groups.data is not None:
+            others = [each for name, each in self._weights.kept.items() if name not in self._sharded]
+            sum_gradients(_trainable(others), self._groups.data, 1.0 / self.num_data_ranks)
+        for group, tied in self._ties:
+            sum_gradients(_trainable(tied), group)
+        self._reduced_s += time.perf_counter() - began_s
+
+    # -- evaluation
+
+    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
+        sums: list[Tensor] = []
+        self._handed = {}
+        # Data ranks that gather one another's parameters must all do so equally often, however many samples they have.
+        with evaluating(self._model), torch.no_grad():
+            for part, share in pieces(batch, 1 if self._degrees.is_sharded else self._num_micro_batches):
+                outputs = self._forward(part)
+                if self._has_last:
+                    with autocast(self._spec.precision, self._world.device):
+                        means = measured(self._learnable, outputs, part)
+                    names = list(means)
+                    sums.append(torch.stack([mean.double() for mean in means.values()]) * share)
+        self._check_usage([])
+        last = self._degrees.rank(self._groups.at._replace(pipeline=self._stage_ranks[-1]))
+        if not self._names:
+            box = [names if self._has_last else None]
+            dist.broadcast_object_list(box, last, self._groups.pipeline)
+            self._names = box[0] or []
+        blank = torch.zeros(len(self._names), dtype=torch.float64, device=self._world.device)
+        values = torch.stack(sums).sum(0) if self._has_last else blank
+        dist.broadcast(values, last, self._groups.pipeline)
+        values = values * num_samples if num_samples else torch.zeros_like(values)
+        return dict(zip(self._names, values.float().unbind(), strict=True))
+
+    def _forward(self, batch: Any) -> Any:
+        """The model's outputs, on the rank of the last stage; None elsewhere."""
+        group, inputs, handed = self._groups.pipeline, self._learnable.inputs(batch), None
+        assert group is not None
+        last = len(self._stage_ranks) - 1
+        for stage in self._stages:
+            before = self._stage_ranks[stage - 1] if stage else self._rank
+            if before != self._rank:
+                handed = receive(before, group, self._world.device)
+            if handed is not None:
+                self._handed[stage - 1] = _like(handed)
+            with autocast(self._spec.precision, self._world.device):
+                handed = self._gated.run(stage, inputs, handed)
+            if stage == last:
+                return handed
+            self._handed[stage] = _like(handed)
+            if self._stage_ranks[stage + 1] != self._rank:
+                send(handed.detach(), self._stage_ranks[stage + 1], group)
+                handed = None
+        return None
+
+    def total(self, values: Tensor) -> Tensor:
+        counts = self._has_last and self._groups.at.tensor == 0
+        summed = values.clone() if counts else torch.zeros_like(values)
+        dist.all_reduce(summed)
+        return summed
+
+    def clip(self, max_norm: float) -> Tensor:
+        norm = gradients.global_norm(self._weights.counted, self._world.device, self._groups.pipeline)
+        gradients.scale(self._weights.kept.values(), float((max_norm / (norm + 1e-6)).clamp(max=1.0)))
+        return norm
+
+    # -- state
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._weights.kept.items())
+
+    def model_state(self) -> dict[str, Any]:
+        return self._weights.state()
+
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        self._weights.load(state)
+
+    def optimizer_state(self, optimizer: Optimizer, *, to_fill: bool = False) -> dict[str, Any]:
+        return state_dict.optimizer_state(self.named_parameters(), optimizer, to_fill=to_fill)
+
+    def load_optimizer_state(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
+        state_dict.load_optimizer_state(self.named_parameters(), optimizer, values)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        whole = self._weights.whole()
+        if (self.data_rank, self._groups.at.tensor) != (0, 0):
+            return {}
+        return self._weights.gather(whole, self._rank, self._degrees.peers(self._world.rank, "pipeline"))
+
+    def check_buffers(self) -> None:
+        if self._data_ranks is not None:
+            saved = self._weights.state()
+            check_buffers({name: each for name, each in self._model.named_buffers() if name in saved}, self._data_ranks)
+
+    # -- time
+
+    @property
+    def busy_by_stage(self) -> dict[tuple[int, str], float]:
+        forward = {(stage, "forward"): seconds for stage, seconds in self.clock.forward_s.items()}
+        return forward | {(stage, "backward"): seconds for stage, seconds in self.clock.backward_s.items()}
+
+    @property
+    def scheduled_s(self) -> float:
+        return self.clock.total_s
+
+    @property
+    def handed_bytes(self) -> dict[int, int]:
+        """By each of this rank's stages but the last, the size of the tensor that it hands on, as last scheduled."""
+        return {stage: self._handed[stage].nbytes for stage in self._stages if stage in self._handed}
+
+    @property
+    def communication_s(self) -> float:
+        if self._world.device.type != "cpu":
+            return float("nan")  # the host does not wait for what the device does
+        return self.clock.total_s - self.clock.busy_s + self._reduced_s
+
+    def idle_share(self) -> float:
+        """Of the time of all schedules so far, the part in which ranks of this pipeline have waited. Collective.
+
+        They have been in a schedule for as long as the rank that was in it for longest: others leave it before its end.
+        """
+        if self._world.device.type != "cpu":
+            return float("nan")
+        group = self._groups.pipeline
+        busy_s, total_s = torch.tensor([self.clock.busy_s, self.clock.total_s], dtype=torch.float64).unbind()
+        dist.all_reduce(busy_s, group=group)
+        dist.all_reduce(total_s, dist.ReduceOp.MAX, group=group)
+        return 1.0 - float(busy_s / total_s) / dist.get_world_size(group)
+
+    @property
+    def sent_past_group_bytes(self) -> float:
+        return self._messages.sent_bytes if self._messages else 0.0
+
+    def close(self) -> None:
+        self._gated.remove()
+        self._schedules.clear()
+        if self._messages:
+            self._messages.close()
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=True)
+
+
+def _shard_blocks(
+    model: nn.Module, layout: Layout, own: list[int], mesh: DeviceMesh, spec: ParallelSpec
+) -> list[tuple[str, nn.Module]]:
+    """Shard the blocks that these stages alone use, and return them with their names. The rest stays whole."""
+    blocks = []
+    for path, block in find_blocks(model):
+        if all(set(layout.parameters[f"{path}.{name}"]) <= set(own) for name, _ in block.named_parameters()):
+            blocks.append((path, block))
+    with attributes_kept(model):
+        shard([block for _, block in blocks], mesh, spec.dynamic)
+    return blocks
+
+
+def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def _watched(model: nn.Module, compiled: list[str]) -> set[str]:
+    """Modules with parameters of their own, but for what lies within compiled blocks, which would ask no gate."""
+    named = dict(model.named_modules())
+    within = {inner for block in compiled for inner in named[block].modules() if inner is not named[block]}
+    own = {name for name, module in named.items() if any(True for _ in module.parameters(recurse=False))}
+    return {name for name in own if named[name] not in within}
+
+
+def _compile(model: nn.Module, blocks: list[str], views: list[View]) -> list[str]:
+    """Those of the blocks that run as a whole, or not at all: a compiled one would not ask the gates within it."""
+    gated = {name for view in views for name in view.actions}
+    compiled = [name for name in blocks if not any(each.startswith(f"{name}.") for each in gated)]
+    for name in compiled:
+        module = model.get_submodule(name)
+        module.forward = torch.compile(module.forward)
+    return compiled

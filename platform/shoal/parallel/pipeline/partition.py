@@ -1,0 +1,208 @@
+"""Which stage has which part of a model: decided on rank 0 from a survey of the model, proven, and told to all.
+
+Called by `pipeline`. Nothing of the model has changed when it returns or raises.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import PlanError
+from shoal.parallel.comm.world import World
+from shoal.parallel.model import Learnable, measured
+from shoal.parallel.pipeline.changed_buffers import changed_buffers, parted
+from shoal.parallel.pipeline.split_points import Call, Cut, Survey, choose, survey, undisturbed
+from shoal.parallel.pipeline.stage_forward import GatedModel, views_of, without
+from shoal.parallel.spmd.base import evaluating
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The stages of a model.
+
+    calls, cuts: of which the views of the stages are made
+    blocks:      modules that begin at a possible cut, with the stage that calls them first
+    parameters:  the stages that use a parameter, by its first name; the first stage where none does
+    buffers:     the stage that keeps a buffer, by each of its names
+    forward_s, backward_s: measured, of each stage and micro-batch, when the layout was made
+    """
+
+    calls: list[Call]
+    cuts: list[Cut]
+    blocks: dict[str, int]
+    parameters: dict[str, list[int]]
+    buffers: dict[str, int]
+    forward_s: list[float]
+    backward_s: list[float]
+
+
+def lay_out(
+    model: nn.Module,
+    learnable: Learnable,
+    batch: Any,
+    num_stages: int,
+    world: World,
+    context: Callable[[], Any],
+) -> Layout:
+    """The layout, the same on every rank. Collective. Raises PlanError, on every rank, when the model has none.
+
+    batch:   a micro-batch
+    context: of a forward pass (autocast)
+    """
+    answer: Layout | PlanError | None = None
+    if world.is_first:
+        try:
+            answer = _decide(model, learnable, batch, num_stages, world, context)
+        except PlanError as error:
+            answer = error
+    answer = world.broadcast(answer)
+    if isinstance(answer, PlanError):
+        raise answer
+    assert answer is not None
+    return answer
+
+
+def _decide(
+    model: nn.Module, learnable: Learnable, batch: Any, num_stages: int, world: World, context: Callable[[], Any]
+) -> Layout:
+    def run() -> Tensor:
+        with context():
+            return learnable.loss(model(*learnable.inputs(batch)), batch)
+
+    found = survey(model, run, world.device)
+    found.changed = changed_buffers(model, run, found.cuts)
+    wanted = learnable.pipeline_cuts()
+    refusal: PlanError | None = None
+    while True:
+        try:
+            cuts = choose(found, num_stages, wanted)
+        except PlanError as error:
+            if refusal is not None and wanted is None:
+                raise refusal from error
+            raise
+        refused = parted(found, _stages_of_parts(found, cuts), cuts)
+        if refused is None:
+            cut = _refuted(model, learnable, batch, found, cuts, context)
+            if cut is None:
+                return _layout(found, cuts)
+            refused = cut, _refusal(cut)
+        cut, refusal = refused
+        if wanted is not None:
+            raise refusal
+        found = _without_cut(found, cut)
+
+
+def _refusal(cut: Cut) -> PlanError:
+    problem = "what follows needs more of what came before than the tensor that is handed on"
+    remedy = "let blocks hand on one tensor, and derive masks and positions from the inputs; or use ddp or fsdp"
+    return PlanError("parallel.pipeline", cut.module, problem, remedy)
+
+
+def _refuted(
+    model: nn.Module, learnable: Learnable, batch: Any, found: Survey, cuts: Sequence[Cut], context: Callable[[], Any]
+) -> Cut | None:
+    """The first cut after which the model does not compute what it did; None when the stages make the same model.
+
+    Every stage runs with the parameters of all others, and what skipped calls return, not being numbers: once as in an
+    evaluation, whose outcome is known, and once as in training, where modules may depend on more.
+    """
+    with evaluating(model), context(), torch.no_grad():
+        expected = _judged(learnable, model(*learnable.inputs(batch)), batch)
+    gated = GatedModel(model, views_of(found.calls, cuts))
+    gated.filler = float("nan")
+    try:
+        with evaluating(model), context():
+            refused, judged = _run_in_stages(gated, learnable, batch, found, cuts)
+        if refused is None:
+            with undisturbed(model), context():
+                refused, _ = _run_in_stages(gated, learnable, batch, found, cuts)
+    finally:
+        gated.remove()
+    if refused is not None:
+        return refused
+    return None if torch.allclose(judged, expected, rtol=1e-3, atol=1e-5) else cuts[-1]
+
+
+def _run_in_stages(
+    gated: GatedModel, learnable: Learnable, batch: Any, found: Survey, cuts: Sequence[Cut]
+) -> tuple[Cut | None, Tensor]:
+    """The first cut after which something is not a number, or cannot be computed; and by what the model is judged."""
+    inputs = learnable.inputs(batch)
+    stages = _stages_of_parameters(found, cuts)
+    handed: Any = None
+    judged = torch.zeros(())
+    for stage, cut in enumerate([None, *cuts]):
+        received = None if cut is None else handed.detach().requires_grad_()
+        with without(gated.model, {name for name, users in stages.items() if stage not in users}, float("nan")):
+            try:
+                handed = gated.run(stage, inputs, received)
+                judged = _judged(learnable, handed, batch) if stage == len(cuts) else handed
+            except RuntimeError:  # a result or a shape that depends on what is not there
+                if cut is None:
+                    raise
+                return cut, judged
+        if cut is not None and judged.isnan().any():
+            return cut, judged
+    return None, judged
+
+
+def _judged(learnable: Learnable, outputs: Any, batch: Any) -> Tensor:
+    """The numbers by which a model is judged: the loss and the metrics."""
+    return torch.stack([each.detach().double() for each in measured(learnable, outputs, batch).values()])
+
+
+def _without_cut(found: Survey, refused: Cut) -> Survey:
+    """The survey with two parts made one."""
+    place = found.cuts.index(refused)
+    (forward_s, backward_s), (more_forward_s, more_backward_s) = found.cost_s[place : place + 2]
+    together = (forward_s + more_forward_s, backward_s + more_backward_s)
+
+    def merged(part: int) -> int:
+        return part - (part > place)
+
+    return Survey(
+        found.calls,
+        [cut for cut in found.cuts if cut != refused],
+        found.inner,
+        {name: sorted({merged(part) for part in parts}) for name, parts in found.parameters.items()},
+        {name: merged(part) for name, part in found.buffers.items()},
+        [*found.cost_s[:place], together, *found.cost_s[place + 2 :]],
+        found.unfit,
+        {name: sorted({merged(part) for part in parts}) for name, parts in found.changed.items()},
+    )
+
+
+def _stages_of_parameters(found: Survey, cuts: Sequence[Cut]) -> dict[str, list[int]]:
+    stage = _stages_of_parts(found, cuts)
+    return {name: sorted({stage[part] for part in parts}) or [0] for name, parts in found.parameters.items()}
+
+
+def _stages_of_parts(found: Survey, cuts: Sequence[Cut]) -> list[int]:
+    begins = [cut.call for cut in cuts]
+    return [0, *(bisect_right(begins, cut.call) for cut in found.cuts)]
+
+
+def _layout(found: Survey, cuts: list[Cut]) -> Layout:
+    stage = _stages_of_parts(found, cuts)
+    costs = [[0.0, 0.0] for _ in range(len(cuts) + 1)]
+    for part, (forward_s, backward_s) in enumerate(found.cost_s):
+        costs[stage[part]][0] += forward_s
+        costs[stage[part]][1] += backward_s
+    blocks: dict[str, int] = {}
+    for part, cut in enumerate(found.cuts, start=1):
+        blocks.setdefault(cut.module, stage[part])
+    return Layout(
+        found.calls,
+        cuts,
+        blocks,
+        _stages_of_parameters(found, cuts),
+        {name: stage[part] for name, part in found.buffers.items()},
+        [forward_s for forward_s, _ in costs],
+        [backward_s for _, backward_s in costs],
+    )

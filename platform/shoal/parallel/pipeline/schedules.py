@@ -1,0 +1,106 @@
+"""The pipeline schedules of torch.distributed.pipelining by Shoal's names: what each needs, and the order it works in.
+
+Called by `pipeline`, which runs them, and by `pipeline_bubble`, which predicts them. Forms no group and runs nothing.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from shoal.errors import PlanError
+from shoal.parallel.spec import ScheduleName
+
+CLASSES: dict[ScheduleName, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "looped_bfs": ScheduleLoopedBFS,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+SINGLE = ("gpipe", "1f1b")  # one stage for each rank; the others have two
+V_SHAPED = ("zbv", "dualpipev")  # the first rank has the first and the last stage, and so on inwards
+SPLITTING = ("interleaved_zero_bubble", "zbv", "dualpipev")  # gradients of inputs and of weights apart
+ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")  # work in rounds of about one micro-batch for each rank
+
+
+class Work(NamedTuple):
+    """One action of a rank: `F`orward, full `B`ackward, or the backward of `I`nputs and of `W`eights apart."""
+
+    stage: int
+    kind: Literal["F", "B", "I", "W"]
+    micro_batch: int
+
+
+def stage_ranks(schedule: ScheduleName, num_ranks: int) -> list[int]:
+    """The pipeline rank of each stage."""
+    once = list(range(num_ranks))
+    if schedule in SINGLE:
+        return once
+    return once + (once[::-1] if schedule in V_SHAPED else once)
+
+
+def check(schedule: ScheduleName, num_ranks: int, micro_batches: int, is_sharded: bool = False) -> None:
+    """Raises PlanError when the schedule cannot be made of so many ranks and micro-batches, or of sharded stages."""
+    if is_sharded and schedule in SPLITTING:
+        problem = f"the schedule {schedule} splits the backward pass, in which FSDP2 could not gather parameters"
+        raise PlanError("parallel.shard", True, problem, "use schedule=1f1b, or shard=false")
+    num_stages = len(stage_ranks(schedule, num_ranks))
+    least = num_stages if schedule in ("1f1b", "dualpipev") else 1
+    if micro_batches < least:
+        problem = f"the schedule {schedule} needs one for each of its {num_stages} stages"
+        raise PlanError("parallel.micro_batches", micro_batches, problem, f"use {least} or more")
+    rounds = max(1, micro_batches // num_ranks)
+    if schedule in ROUNDS and micro_batches % rounds:
+        problem = f"the schedule {schedule} cannot divide them into {rounds} rounds"
+        raise PlanError("parallel.micro_batches", micro_batches, problem, f"use a multiple of {num_ranks}")
+
+
+def order(schedule: ScheduleName, num_ranks: int, micro_batches: int) -> list[list[Work]]:
+    """What each rank computes, one after the other, as the schedule's own class plans it."""
+    check(schedule, num_ranks, micro_batches)
+    if schedule == "1f1b":  # torch 2.13 runs it from code; the order that it shows starts the last rank with 1 for 0
+        return [_one_forward_one_backward(rank, num_ranks, micro_batches) for rank in range(num_ranks)]
+    ranks = stage_ranks(schedule, num_ranks)
+    stand_ins = [
+        SimpleNamespace(
+            num_stages=len(ranks), group_size=num_ranks, group_rank=0, stage_index=stage, submod=nn.Identity()
+        )
+        for stage, rank in enumerate(ranks)
+        if rank == 0
+    ]
+    made = CLASSES[schedule](stand_ins[0] if schedule in SINGLE else stand_ins, micro_batches)
+    return [[work for action in made.pipeline_order[rank] for work in _works(action)] for rank in range(num_ranks)]
+
+
+def _one_forward_one_backward(rank: int, num_ranks: int, micro_batches: int) -> list[Work]:
+    ahead = min(micro_batches, num_ranks - rank)
+    works = [Work(rank, "F", index) for index in range(ahead)]
+    for index in range(micro_batches):
+        works.append(Work(rank, "B", index))
+        if ahead + index < micro_batches:
+            works.append(Work(rank, "F", ahead + index))
+    return works
+
+
+def _works(action: Any) -> list[Work]:
+    if action is None:
+        return []
+    if action.sub_actions is not None:
+        return [work for each in action.sub_actions for work in _works(each)]
+    if not action.is_compute_op:
+        return []
+    return [Work(action.stage_index, action.computation_type.value, action.microbatch_index)]

@@ -1,0 +1,391 @@
+"""Where a model can be cut into stages, found from one real pass, and where it should be, found by timing another.
+
+A cut lies just before a call of a module whose first tensor argument is all that the rest of the pass needs of what
+came before: no edge of the autograd graph crosses it, but to that tensor. So any model that is sequential in its calls
+can be cut, at whatever depth, with whatever code between its modules, and nothing is traced or rewritten. Called by
+`pipeline`. Knows no process group; leaves the model's weights, buffers, gradients and random state as they were.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from shoal.errors import PlanError
+from shoal.parallel.spmd.base import evaluating
+
+UNFIT = "is recomputed in the backward pass, or not called in evaluation"
+NUM_TIMED = 2  # passes, after one that warms up; the fastest counts
+
+
+@dataclass
+class Call:
+    """One call of a module during a pass. `last` is the last call within it: a call's inner ones follow it."""
+
+    module: str
+    last: int = -1
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Just before call number `call`, which takes the tensor that is handed over as `argument` (position or name).
+
+    size_bytes: of that tensor, for the micro-batch that the survey was made with
+    """
+
+    call: int
+    module: str
+    argument: int | str
+    size_bytes: int
+
+
+@dataclass
+class Survey:
+    """What one pass has shown: the parts between every possible cut, in order.
+
+    cuts:       between part i and part i + 1
+    inner:      other names of a cut: modules that take the same tensor
+    parameters: the parts in which a parameter is used, by its first name; [] where none does
+    buffers:    the part that computes with a buffer first
+    changed:    the parts that change a buffer, where any does
+    cost_s:     seconds of each part, forward and backward
+    unfit:      modules with which no stage can begin: the backward pass calls them again (activation checkpointing), or
+                evaluation does not call them (fast paths)
+    """
+
+    calls: list[Call]
+    cuts: list[Cut]
+    inner: dict[str, Cut]
+    parameters: dict[str, list[int]]
+    buffers: dict[str, int]
+    cost_s: list[tuple[float, float]] = field(default_factory=list)
+    unfit: set[str] = field(default_factory=set)
+    changed: dict[str, list[int]] = field(default_factory=dict)
+
+
+def survey(model: nn.Module, run: Callable[[], Tensor], device: torch.device) -> Survey:
+    """Find every possible cut, and what each part between two of them costs.
+
+    run: one pass over a micro-batch, giving the loss
+    """
+    with undisturbed(model), torch.enable_grad():
+        found = _find_cuts(model, run)
+        passes = [_timed_pass(model, run, found, device) for _ in range(NUM_TIMED + 1)]
+        model.zero_grad(set_to_none=True)
+        found.unfit |= _not_in_evaluation(model, run, found.calls)
+    found.cost_s = [(min(f for f, _ in part), min(b for _, b in part)) for part in zip(*passes, strict=True)]
+    return found
+
+
+def choose(found: Survey, num_stages: int, wanted: Sequence[str] | None) -> list[Cut]:
+    """The cuts between so many stages: those that the user wants, or those whose slowest stage is fastest.
+
+    Raises PlanError when there are too few places, or when a wanted one is none.
+    """
+    if wanted is not None:
+        return _wanted(found, num_stages, wanted)
+    places = _worthwhile(found)
+    if len(places) + 1 < num_stages:
+        named = ", ".join(found.cuts[place].module for place in places) or "none"
+        problem = (
+            f"needs {num_stages} stages, but the model can be cut at {len(places)} places only, where one tensor is "
+            f"handed on and parameters lie on both sides ({named})"
+        )
+        remedy = "use fewer stages, a schedule with one stage for each rank, or a model that is a chain of blocks"
+        if found.unfit:
+            remedy += ", without activation checkpointing"
+        raise PlanError("parallel.pipeline", num_stages, problem, remedy)
+    edges = [0, *(place + 1 for place in places), len(found.cost_s)]
+    costs = [sum(map(sum, found.cost_s[begin:end])) for begin, end in pairwise(edges)]
+    return [found.cuts[places[end - 1]] for end in balance(costs, num_stages)]
+
+
+def _worthwhile(found: Survey) -> list[int]:
+    """The cuts between which there always is a parameter."""
+    used = {part for parts in found.parameters.values() for part in parts}
+    places: list[int] = []
+    begin = 0
+    for place, cut in enumerate(found.cuts):
+        if cut.module in found.unfit:
+            continue
+        if any(begin <= part <= place for part in used) and any(part > place for part in used):
+            places.append(place)
+            begin = place + 1
+    return places
+
+
+def balance(costs: Sequence[float], num_stages: int) -> list[int]:
+    """Where stages after the first begin, so that the costliest of these contiguous stages is as cheap as can be."""
+    total = [0.0, *accumulate(costs)]
+    # best[j]: the smallest maximum of the first j parts in so many stages; begin[j]: where the last of these begins
+    best = list(total)
+    begins: list[list[int]] = []
+    for stages in range(2, num_stages + 1):
+        row, begin = [float("inf")] * len(total), [0] * len(total)
+        for end in range(stages, len(total)):
+            for start in range(stages - 1, end):
+                slowest = max(best[start], total[end] - total[start])
+                if slowest < row[end]:
+                    row[end], begin[end] = slowest, start
+        best = row
+        begins.append(begin)
+    found: list[int] = []
+    end = len(costs)
+    for begin in reversed(begins):
+        end = begin[end]
+        found.append(end)
+    return found[::-1]
+
+
+def _wanted(found: Survey, num_stages: int, wanted: Sequence[str]) -> list[Cut]:
+    if len(wanted) != num_stages - 1:
+        problem = f"names {len(wanted)} cuts for {num_stages} stages"
+        raise PlanError("pipeline_cuts", list(wanted), problem, f"name {num_stages - 1} of its modules")
+    known = found.inner | {cut.module: cut for cut in reversed(found.cuts)}
+    cuts: list[Cut] = []
+    for name in wanted:
+        if name not in known:
+            called = any(call.module == name for call in found.calls)
+            problem = "more than its first tensor is handed on there" if called else "no module of this name is called"
+            raise PlanError("pipeline_cuts", name, problem, f"cut at {', '.join(cut.module for cut in found.cuts)}")
+        if known[name].module in found.unfit:
+            raise PlanError("pipeline_cuts", name, UNFIT, "cut elsewhere, or do not checkpoint it")
+        cuts.append(known[name])
+    if sorted({cut.call for cut in cuts}) != [cut.call for cut in cuts]:
+        raise PlanError("pipeline_cuts", list(wanted), "are not in the order of the calls", "sort them, each once")
+    return cuts
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor] | None:
+    """The argument through which a chain hands on what it has computed: the first that has a gradient."""
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for position, value in named:
+        if isinstance(value, Tensor) and value.requires_grad:
+            return position, value
+    return None
+
+
+def with_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], position: int | str, value: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments but for one."""
+    if isinstance(position, str):
+        return args, kwargs | {position: value}
+    return (*args[:position], value, *args[position + 1 :]), kwargs
+
+
+@dataclass
+class _Entry:
+    """A candidate. `node` made the tensor that is handed on; what follows the call has greater sequence numbers."""
+
+    cut: Cut
+    node: Any
+    sequence: int
+
+
+class _Recorder:
+    """Hooks on every module that note calls, and the first tensor of each."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: list[Call] = []
+        self.entries: list[_Entry] = []
+        self.inner: dict[str, int] = {}
+        self._open: list[int] = []
+        self._places: dict[Any, int] = {}  # by the node of an entry: its index
+        self._names = {module: name for name, module in model.named_modules()}
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        index, name = len(self.calls), self._names[module]
+        torch.clear_autocast_cache()  # a weight that is cast once and used twice would be handed on beside the tensor
+        self.calls.append(Call(name))
+        self._open.append(index)
+        found = first_tensor(args, kwargs) if torch.is_grad_enabled() else None
+        if found is None:
+            return
+        position, tensor = found
+        if tensor.grad_fn in self._places:  # an earlier call, as of the module that encloses this, takes it already
+            self.inner.setdefault(name, self._places[tensor.grad_fn])
+            return
+        self._places[tensor.grad_fn] = len(self.entries)
+        now = _sequence(tensor.view_as(tensor).grad_fn)
+        size_bytes = tensor.numel() * tensor.element_size()
+        self.entries.append(_Entry(Cut(index, name, position, size_bytes), tensor.grad_fn, now))
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.calls[self._open.pop()].last = len(self.calls) - 1
+
+
+def _sequence(node: Any) -> int:
+    number: int = node._sequence_nr()
+    return number
+
+
+@contextmanager
+def _hooked(model: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any] | None = None) -> Iterator[None]:
+    handles = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
+    if leave is not None:
+        handles += [module.register_forward_hook(leave) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _find_cuts(model: nn.Module, run: Callable[[], Tensor]) -> Survey:
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    recorder = _Recorder(model)
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)  # so that the graph shows where it is used
+        with _hooked(model, recorder.enter, recorder.leave):
+            loss = run()
+        crossed, used = _walk(loss, recorder.entries)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    valid = [not each for each in crossed]
+    part_of = [0, *accumulate(int(each) for each in valid)]  # by the number of entries that came before
+    cuts = [entry.cut for entry, each in zip(recorder.entries, valid, strict=True) if each]
+    inner = {name: recorder.entries[place].cut for name, place in recorder.inner.items() if valid[place]}
+    parts = {parameter: sorted({part_of[place] for place in places}) for parameter, places in used.items()}
+    called = _first_calls(recorder.calls, [cut.call for cut in cuts])
+    parameters: dict[str, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        parameters[name] = parts.get(parameter) or ([called[owner]] if owner in called else [])
+    firsts = {module: name for name, module in model.named_modules()}
+    buffers = {
+        f"{prefix}.{name}" if prefix else name: called.get(firsts[module], 0)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, _ in module.named_buffers(recurse=False)
+    }
+    return Survey(recorder.calls, cuts, inner, parameters, buffers)
+
+
+def _walk(loss: Tensor, entries: list[_Entry]) -> tuple[list[bool], dict[Tensor, set[int]]]:
+    """Which candidates have edges across them to another node than their own, and which parts use a parameter."""
+    sequences = [entry.sequence for entry in entries]
+    place_of = {entry.node: place for place, entry in enumerate(entries)}
+    crossings = [0] * (len(entries) + 1)  # differences: of the edges that begin or cease to be across
+    used: dict[Tensor, set[int]] = {}
+    waiting: list[Any] = [loss.grad_fn]
+    seen = {loss.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            end = bisect_left(sequences, _sequence(node))
+            if hasattr(following, "variable"):
+                used.setdefault(following.variable, set()).add(end)
+                continue
+            begin = min(end, bisect_left(sequences, _sequence(following)))
+            crossings[begin] += 1
+            crossings[end] -= 1
+            own = place_of.get(following)
+            if own is not None and begin <= own < end:
+                crossings[own] -= 1
+                crossings[own + 1] += 1
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return [count > 0 for count in accumulate(crossings)][: len(entries)], used
+
+
+def _first_calls(calls: Sequence[Call], cut_calls: list[int]) -> dict[str, int]:
+    """The part in which a module is called first."""
+    first: dict[str, int] = {}
+    for index, call in enumerate(calls):
+        first.setdefault(call.module, bisect_right(cut_calls, index))
+    return first
+
+
+def _timed_pass(
+    model: nn.Module, run: Callable[[], Tensor], found: Survey, device: torch.device
+) -> list[tuple[float, float]]:
+    """Seconds of each part, forward and backward. The first pass warms up, and finds what is recomputed."""
+    cuts = found.cuts
+    places = {cut.call: place for place, cut in enumerate(cuts)}
+    reached_s: dict[int, float] = {}  # by the backward pass, which runs through the parts in order
+    began_s: list[float] = []
+    num_calls = 0
+    names = {module: name for name, module in model.named_modules()}
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal num_calls
+        if num_calls == len(found.calls):
+            found.unfit.add(names[module])
+            return
+        place = places.get(num_calls)
+        num_calls += 1
+        if place is None:
+            return
+        began_s.append(_now_s(device))
+        argument = cuts[place].argument
+        handed = kwargs[argument] if isinstance(argument, str) else args[argument]
+        if handed.requires_grad:
+            handed.register_hook(lambda gradient: reached_s.__setitem__(place, _now_s(device)))
+
+    began_s.append(_now_s(device))
+    with _hooked(model, enter):
+        loss = run()
+        began_s.append(_now_s(device))
+        loss.backward()
+    ended_s = _now_s(device)
+    forward_s = [after - before for before, after in pairwise(began_s)]
+    moments_s = [ended_s, *(reached_s.get(place, ended_s) for place in range(len(cuts))), began_s[-1]]
+    return list(zip(forward_s, (before - after for before, after in pairwise(moments_s)), strict=True))
+
+
+def _not_in_evaluation(model: nn.Module, run: Callable[[], Tensor], calls: Sequence[Call]) -> set[str]:
+    """Modules that evaluation calls more or less often than training."""
+    names = {module: name for name, module in model.named_modules()}
+    counts: Counter[str] = Counter()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module in names:
+            counts[names[module]] += 1
+
+    hook = register_module_forward_pre_hook(enter)  # a module's own hooks would keep it from its fast path
+    try:
+        with evaluating(model), torch.no_grad():
+            run()
+    finally:
+        hook.remove()
+    trained = Counter(call.module for call in calls)
+    return {name for name in counts | trained if counts[name] != trained[name]}
+
+
+def _now_s(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Whatever passes run within: buffers, gradients and random state are as before."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            for parameter, _ in gradients:
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

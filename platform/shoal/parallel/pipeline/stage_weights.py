@@ -1,0 +1,127 @@
+"""Which of a model's weights lie on a rank of a pipeline, under the names that they have in the whole model.
+
+Called by `pipeline`. Frees what lies elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.errors import PlanError, SpecMismatch
+from shoal.parallel.pipeline.partition import Layout
+from shoal.parallel.pipeline.stage_forward import hollow
+from shoal.parallel.state.state_dict import assign, full_tensor
+
+
+class Weights:
+    """This rank's part of the model.
+
+    kept:    parameters by their first names, those of other ranks that this one holds copies of included
+    counted: those of them that this rank answers for: where a norm is taken, each counts once
+    tied:    names of parameters that several pipeline ranks hold, by those ranks, in the same order everywhere
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, stage_ranks: list[int], rank: int) -> None:
+        self._model, self._layout, self._stage_ranks, self._rank = model, layout, stage_ranks, rank
+        holders = {name: sorted({stage_ranks[stage] for stage in stages}) for name, stages in layout.parameters.items()}
+        first_names = {parameter: name for name, parameter in model.named_parameters()}
+        self._first = {
+            name: first_names[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        hollow(model, {name for name, ranks in holders.items() if rank in ranks})
+        everything = dict(model.named_parameters())
+        self.kept = {name: everything[name] for name, ranks in holders.items() if rank in ranks}
+        self._owners = {name: stage_ranks[stages[0]] for name, stages in layout.parameters.items()}
+        self.counted = [parameter for name, parameter in self.kept.items() if self._owners[name] == rank]
+        self.tied: dict[tuple[int, ...], list[str]] = {}
+        for name, ranks in holders.items():
+            if len(ranks) > 1:
+                self.tied.setdefault(tuple(ranks), []).append(name)
+
+    def of_stage(self, stage: int) -> list[nn.Parameter]:
+        """What the stage computes with."""
+        return [parameter for name, parameter in self.kept.items() if stage in self._layout.parameters[name]]
+
+    def state(self) -> dict[str, Any]:
+        """Parameters that lie here under all their names, and the persistent buffers that are kept here."""
+        return {name: value for name, value in self._model.state_dict().items() if self._lies_here(name)}
+
+    def load(self, values: Mapping[str, Any]) -> None:
+        """Raises SpecMismatch, naming the first tensor that is missing, strange or of another shape."""
+        mine = self.state()
+        for name in [*mine, *values]:
+            if name not in mine or name not in values:
+                problem = "is not in this stage" if name not in mine else "is missing"
+                raise SpecMismatch(f"model.{name}", "", problem, "load it into the model that it was saved from")
+            if isinstance(mine[name], Tensor) and mine[name].shape != values[name].shape:
+                problem = f"the model has {list(mine[name].shape)}"
+                remedy = "load it into the model of these weights"
+                raise SpecMismatch(f"model.{name}", list(values[name].shape), problem, remedy)
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                assign(mine[name], value)
+
+    def whole(self) -> dict[str, Any]:
+        """The model's state, what lies here not split over ranks. Collective over those that share it."""
+        return {
+            name: full_tensor(value) if isinstance(value, DTensor) and self._lies_here(name) else value
+            for name, value in self._model.state_dict().items()
+        }
+
+    def gather(self, values: Mapping[str, Any], rank: int, global_ranks: list[int]) -> dict[str, Tensor]:
+        """The whole model's state on the CPU of global rank 0, which must be the first of `global_ranks`; else {}.
+
+        values: what `whole` gave
+
+        One tensor after the other comes to rank 0. Collective over `global_ranks`, the ranks of one pipeline.
+        """
+        whole: dict[str, Tensor] = {}
+        for name, value in values.items():
+            first = self._first.get(name, name)
+            if not isinstance(value, Tensor):
+                continue
+            if first != name and first in whole:
+                whole[name] = whole[first]
+                continue
+            owner = self._owner(name)
+            if owner == 0 and rank == 0:
+                whole[name] = value.detach().to("cpu", copy=True)
+            elif rank == 0:
+                whole[name] = torch.empty(value.shape, dtype=value.dtype)
+                if value.numel():
+                    dist.recv(_bytes(whole[name]), global_ranks[owner])
+            elif rank == owner and first == name and value.numel():
+                dist.send(_bytes(value.detach().cpu().contiguous()), global_ranks[0])
+        return whole
+
+    def _owner(self, name: str) -> int:
+        first = self._first.get(name)
+        if first is not None:
+            return self._owners[first]
+        return self._stage_ranks[self._layout.buffers.get(name, 0)]
+
+    def _lies_here(self, name: str) -> bool:
+        first = self._first.get(name)
+        return first in self.kept if first is not None else self._owner(name) == self._rank
+
+
+def check_copies(model: nn.Module, layout: Layout, stage_ranks: list[int]) -> None:
+    """Raises PlanError for a layer that changes its weight when it is called, of which another rank has a copy."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
+            continue
+        ranks = {stage_ranks[stage] for stage in layout.parameters[names[id(module.weight)]]}
+        if len(ranks) > 1:
+            problem = f"has a max_norm, and pipeline ranks {sorted(ranks)} use its weight: one alone would shorten it"
+            raise PlanError("model", name, problem, "normalise what it gives in the forward pass")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,156 @@
+"""One rank's stages as torch.distributed.pipelining runs them, and the seconds that each computes.
+
+Called by `pipeline`. What a stage computes is the model's own forward, see `pipeline_views`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from shoal.parallel.comm.shm_p2p import HostMessages
+from shoal.parallel.layers.dropout import Draws, mixed
+from shoal.parallel.pipeline.schedules import CLASSES, SINGLE
+from shoal.parallel.pipeline.split_points import Call, Cut
+from shoal.parallel.spec import ScheduleName
+
+# (stage, micro-batch, what the stage before handed on) -> what is handed on, or the loss to be differentiated
+Compute = Callable[[int, int, Tensor | None], Tensor]
+
+
+@dataclass
+class Clock:
+    """Seconds, as `now_s` tells them: of whole schedules, and of what this rank's stages computed in them, by stage."""
+
+    now_s: Callable[[], float] = time.perf_counter
+    total_s: float = 0.0
+    forward_s: dict[int, float] = field(default_factory=dict)
+    backward_s: dict[int, float] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.total_s = 0.0
+        self.forward_s.clear()
+        self.backward_s.clear()
+
+    @property
+    def busy_s(self) -> float:
+        return sum(self.forward_s.values()) + sum(self.backward_s.values())
+
+
+class StageModule(nn.Module):
+    """A stage for torch: its parameters, and its computation of one micro-batch."""
+
+    def __init__(self, stage: int, parameters: list[nn.Parameter], compute: Compute) -> None:
+        super().__init__()
+        self._stage, self._held, self._compute = stage, parameters, compute
+        self.micro_batch = 0
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of this stage: the modules belong to the model, of which other stages run other parts."""
+        return iter(self._held)
+
+    def forward(self, received: Tensor) -> Tensor:
+        """received: from the stage before; on the first stage, nothing of interest."""
+        if self._stage == 0:
+            return self._compute(0, self.micro_batch, None)
+        received = received.view_as(received)
+        if received.requires_grad:
+            received.register_hook(lambda gradient: gradient.contiguous())  # as it must be to be sent
+        return self._compute(self._stage, self.micro_batch, received)
+
+
+class TimedStage(PipelineStage):
+    """A stage that tells its module which micro-batch is computed, and how long it took."""
+
+    clock: Clock
+    submod: StageModule
+    messages: HostMessages | None = None
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._carried(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._carried(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._carried(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._carried(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _carried(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        return self.messages.take_over(ops) if self.messages is not None else ops
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.submod.micro_batch = fwd_chunk_id
+        return self._timed(self.clock.forward_s, super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        self._timed(self.clock.backward_s, super().backward_one_chunk, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        self._timed(self.clock.backward_s, super().backward_weight_one_chunk, *args, **kwargs)
+
+    def _timed(self, spent_s: dict[int, float], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began_s = self.clock.now_s()
+        result = function(*args, **kwargs)
+        spent_s[self.stage_index] = spent_s.get(self.stage_index, 0.0) + self.clock.now_s() - began_s
+        return result
+
+
+class StageDraws(Draws):
+    """What is random in stages: dropout draws the masks that it draws in one process with the same micro-batches."""
+
+    def __init__(
+        self, seed: int, data_rank: int, num_data_ranks: int, device: torch.device, calls: list[Call], cuts: list[Cut]
+    ) -> None:
+        super().__init__(seed, data_rank, num_data_ranks, device)
+        self._before = [Counter(crc32(call.module.encode()) for call in calls[: cut.call]) for cut in cuts]
+
+    def begin_stage(self, stage: int, step: int, micro_step: int, num_samples: int) -> None:
+        """What is drawn from here on belongs to this stage's part of a micro-step."""
+        self.begin(step, micro_step, num_samples)
+        if stage > 0:
+            torch.manual_seed(mixed(self.seed, step, micro_step, self.data_rank, stage))
+            for layer, count in self._before[stage - 1].items():  # calls that other stages have made
+                self._calls[(*self._key, layer)] = count - 1
+
+
+def build_schedule(
+    name: ScheduleName,
+    modules: dict[int, StageModule],
+    shapes: dict[int, Tensor],
+    num_stages: int,
+    num_micro_batches: int,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    clock: Clock,
+    messages: HostMessages | None,
+) -> Any:
+    """The schedule over this rank's stages, for tensors of these shapes.
+
+    shapes:   by stage, an empty tensor like the one that it hands on
+    messages: what carries them; the group itself when None
+    """
+    index, loss = torch.empty(1, dtype=torch.int64), torch.empty((), device="meta", requires_grad=True)
+    stages = []
+    for stage, module in sorted(modules.items()):
+        takes = shapes[stage - 1] if stage else index
+        gives = shapes[stage] if stage < num_stages - 1 else loss
+        made = TimedStage(module, stage, num_stages, device, takes, gives, group=group)
+        made.clock, made.messages = clock, messages
+        stages.append(made)
+    # The loss is computed within the last stage, whose outputs may be anything; what torch takes for it is the output.
+    # Gradients are scaled there, too.
+    first = stages[0] if name in SINGLE else stages
+    return CLASSES[name](first, num_micro_batches, loss_fn=lambda output, _: output, scale_grads=False)

@@ -1,0 +1,296 @@
+"""The whole model in one process; and what all plans do alike that hold a model whose forward pass is one call.
+
+`Replicated` and `Sharded` change what is called and when gradients are exchanged. Called by `parallelize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from types import CodeType, FunctionType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.batch_tree import num_samples
+from shoal.errors import ConfigError, PlanError
+from shoal.parallel.comm.collective_timer import Waiting
+from shoal.parallel.comm.shm_all_reduce import HostSum
+from shoal.parallel.comm.world import World
+from shoal.parallel.layers.batch_norm import DataRanks, globalise_batch_norm
+from shoal.parallel.layers.dropout import Draws, seed_dropout
+from shoal.parallel.layers.precision import LossScale, autocast
+from shoal.parallel.micro_batches import micro_batches
+from shoal.parallel.model import Learnable, ParallelModel, measured
+from shoal.parallel.spec import ParallelSpec
+from shoal.parallel.spmd.buffer_consistency import check_buffers
+from shoal.parallel.state import gradients
+from shoal.parallel.state import state_dict as state
+from shoal.parallel.state.module_snapshot import remembered
+
+_kinds = count()  # of modules that were compiled in this process
+
+
+class Whole(ParallelModel):
+    """A model that each rank calls as a whole; alone, or (with `data_group`) beside ranks with other samples."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        learnable: Learnable,
+        spec: ParallelSpec,
+        world: World,
+        seed: int,
+        data_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.module = model
+        self.modules = [model]
+        self.data_rank = dist.get_rank(data_group) if data_group else 0
+        self.num_data_ranks = dist.get_world_size(data_group) if data_group else 1
+        self._learnable, self._spec, self._world = learnable, spec, world
+        self._data_group = data_group
+        self._on_host: HostSum | None = None
+        if data_group is not None and spec.goes_through_memory(world.device.type):
+            self._on_host = HostSum.form(data_group)
+        self._ranks = DataRanks(data_group, self._on_host) if data_group else None
+        if self._ranks:
+            globalise_batch_norm(model, self._ranks)
+        self._draws = Draws(seed, self.data_rank, self.num_data_ranks, world.device)
+        seed_dropout(model, self._draws)
+        self._forward: nn.Module = model
+        self._scale = LossScale() if spec.precision == "fp16" else None
+        self._know_trainable()
+
+    # -- a step
+
+    def train_step(self, batch: Any, step: int) -> Tensor:
+        if self._scale is None:
+            return self._gradients(batch, step)
+        take_back = remembered(self.module)
+        while True:
+            loss = self._gradients(batch, step)
+            gradients.scale(self._trainable, 1.0 / self._scale.value)
+            if self._scale.update(bool(gradients.global_norm(self._trainable, self._world.device).isfinite())):
+                return loss
+            take_back()  # running statistics have had this batch: once is enough
+
+    def _know_trainable(self) -> None:
+        self._trainable = trainable(self.module)
+        self._frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
+
+    def _gradients(self, batch: Any, step: int) -> Tensor:
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                self._refuse_thawed()
+        for parameter in self._trainable:
+            parameter.grad = None
+        accumulate = self._spec.accumulate
+        if accumulate == 1:
+            return self._micro_step(batch, step, 0)
+        parts = micro_batches(batch, accumulate)
+        losses = []
+        for index, part in enumerate(parts):
+            with self._exchange(index == accumulate - 1):
+                losses.append(self._micro_step(part, step, index))
+        return torch.stack(losses).mean()
+
+    def _refuse_thawed(self) -> NoReturn:
+        frozen = {id(parameter) for parameter in self._frozen}
+        name = next(name for name, each in self.named_parameters() if id(each) in frozen and each.requires_grad)
+        raise PlanError("model", name, "was frozen when the run began, and is not now", "thaw it in Task.model()")
+
+    def _micro_step(self, batch: Any, step: int, index: int) -> Tensor:
+        self._draws.begin(step, index, num_samples(batch))
+        with autocast(self._spec.precision, self._world.device):
+            outputs = self._forward(*self._learnable.inputs(batch))
+            loss = self._learnable.loss(outputs, batch)
+        if loss.ndim:
+            raise ConfigError("Task.loss", list(loss.shape), "is not a scalar", "return the mean over the samples")
+        scaled = loss if self._spec.accumulate == 1 else loss / self._spec.accumulate
+        self._backward(scaled if self._scale is None else scaled * self._scale.value)
+        return loss.detach()
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def _exchange(self, last: bool) -> AbstractContextManager[object]:
+        """The context of a micro-step: gradients are exchanged in the last one only."""
+        return nullcontext()
+
+    # -- evaluation
+
+    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
+        with evaluating(self.module), torch.no_grad(), autocast(self._spec.precision, self._world.device):
+            outputs = self.module(*self._learnable.inputs(batch))
+            means = measured(self._learnable, outputs, batch)
+        if not num_samples:
+            return {name: torch.zeros_like(mean, dtype=torch.float32) for name, mean in means.items()}
+        return {name: mean.float() * num_samples for name, mean in means.items()}
+
+    def total(self, values: Tensor) -> Tensor:
+        if self._data_group is None:
+            return values
+        summed = values.clone()
+        dist.all_reduce(summed, group=self._data_group)
+        return summed
+
+    def clip(self, max_norm: float) -> Tensor:
+        return gradients.clip(self._trainable, max_norm, self._world.device)
+
+    def check_buffers(self) -> None:
+        if self._ranks is not None:
+            saved = self.module.state_dict()
+            check_buffers({name: each for name, each in self.module.named_buffers() if name in saved}, self._ranks)
+
+    @property
+    def sent_past_group_bytes(self) -> float:
+        return self._on_host.sent_bytes if self._on_host else 0.0
+
+    @property
+    def host_memory(self) -> list[Tensor]:
+        return [self._on_host.memory] if self._on_host else []
+
+    def close(self) -> None:
+        if self._on_host:
+            self._on_host.close()
+
+    # -- state
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters()
+
+    def model_state(self) -> dict[str, Any]:
+        return self.module.state_dict()
+
+    def load_model_state(self, values: dict[str, Any]) -> None:
+        state.load_model_state(self.module, values)
+
+    def optimizer_state(self, optimizer: Optimizer, *, to_fill: bool = False) -> dict[str, Any]:
+        return state.optimizer_state(self.named_parameters(), optimizer, to_fill=to_fill)
+
+    def load_optimizer_state(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
+        state.load_optimizer_state(self.named_parameters(), optimizer, values)
+
+    def scale_state(self) -> dict[str, float]:
+        return {} if self._scale is None else self._scale.state_dict()
+
+    def load_scale_state(self, state: dict[str, float]) -> None:
+        if self._scale is not None and state:
+            self._scale.load_state_dict(state)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        return state.full_weights(self.model_state(), keep=self._world.is_first)
+
+
+class Watched(Whole):
+    """Of which torch's own code calls the collectives: they are timed from outside."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._waiting = Waiting(self._world.device)
+
+    def train_step(self, batch: Any, step: int) -> Tensor:
+        with self._waiting.counted():
+            return super().train_step(batch, step)
+
+    @property
+    def communication_s(self) -> float:
+        return self._waiting.waited_s + (self._on_host.waited_s if self._on_host else 0.0)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode within; afterwards each layer is in the mode that it was in (some may be frozen)."""
+    training = [each for each in module.modules() if each.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
+
+
+class Single(Whole):
+    """One process alone."""
+
+    def __init__(self, model: nn.Module, learnable: Learnable, spec: ParallelSpec, world: World, seed: int) -> None:
+        super().__init__(model.to(world.device), learnable, spec, world, seed)
+        if spec.compile:
+            compile_module(self.module)
+
+    @property
+    def communication_s(self) -> float:
+        return 0.0
+
+
+def compile_module(module: nn.Module) -> None:
+    """torch.compile, in place. What cannot be compiled raises PlanError at the first call, and never runs slowly.
+
+    Not by `module.compile()`, which silently leaves PyTorch's own modules (a Sequential, say) as they are.
+    """
+    module._compiled_call_impl = _compiled(module, lambda *args, **kwargs: module._call_impl(*args, **kwargs))
+
+
+def compile_forward(module: nn.Module) -> None:
+    """As `compile_module`, but hooks stay outside: what FSDP and pipelines do around a block would break its graph."""
+    forward = module.forward
+    module.forward = _compiled(module, lambda *args, **kwargs: forward(*args, **kwargs))
+
+
+def _compiled(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    kind = _kind_of(module, function)
+    compiled = torch.compile(FunctionType(kind.code, function.__globals__, closure=function.__closure__))
+    before = _num_graphs()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            output = compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise _not_compiled(module, f"{type(error).__name__}: {error}") from error
+        if not kind.has_graph and _num_graphs() == before:
+            raise _not_compiled(module, "no graph was made of it")
+        kind.has_graph = True
+        return output
+
+    return call
+
+
+@dataclass
+class _Kind:
+    """What modules that are alike share, so that they are compiled once.
+
+    torch.compile keeps its graphs by code object, a few (8) for each; past that it silently compiles no more. So those
+    that are not alike must not share one.
+    """
+
+    code: CodeType
+    has_graph: bool = False
+
+
+def _kind_of(module: nn.Module, function: Callable[..., Any]) -> _Kind:
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+    return _kind(function.__code__, f"{module} {shapes}")
+
+
+@cache
+def _kind(code: CodeType, description: str) -> _Kind:
+    return _Kind(code.replace(co_name=f"compiled_{next(_kinds)}"))  # torch remembers by name which sizes have changed
+
+
+def _num_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _not_compiled(module: nn.Module, reason: str) -> PlanError:
+    problem = f"{type(module).__name__} cannot be compiled ({reason})"
+    return PlanError("parallel.compile", True, problem, "use compile=false")

@@ -1,0 +1,40 @@
+"""Whether data ranks still hold the same buffers: a layer may change them by what it sees of its own share of a batch.
+
+Batch normalisation does not (see `batch_norm`); other running statistics, codebooks and normalisers do. Called by plans
+with several data ranks, when a Trainer asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from shoal.errors import PlanError
+from shoal.parallel.layers.batch_norm import DataRanks
+from shoal.parallel.state.gradients import local
+
+# Of a buffer's norm: hosts of several kinds round differently, samples differ by far more.
+TOLERANCE = 1e-5
+
+
+def check_buffers(buffers: Mapping[str, Tensor], ranks: DataRanks) -> None:
+    """Raises PlanError, on all ranks or none, for the first buffer that is not the same on all of them. Collective."""
+    if not buffers:
+        return
+    everyone = ranks.gather(torch.stack([_sums(local(buffer)) for buffer in buffers.values()]))  # [R, B, 2]
+    first = everyone[0]
+    alike = (everyone - first).abs() <= TOLERANCE * first[:, 1:]
+    alike |= everyone.isfinite().logical_not() & (everyone.isfinite() == first.isfinite())
+    different = alike.all(-1).logical_not().nonzero().tolist()
+    if different:
+        rank, place = different[0]
+        problem = f"is a buffer that data ranks 0 and {rank} have made different ones of, each by its own samples"
+        remedy = "leave it as it is in training, or use one data rank; persistent=False if nothing depends on it"
+        raise PlanError("model", list(buffers)[place], problem, remedy)
+
+
+def _sums(buffer: Tensor) -> Tensor:
+    values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).detach().double()
+    return torch.stack([values.sum(), values.square().sum().sqrt()])

@@ -1,0 +1,115 @@
+"""Data parallel: each rank holds the whole model and a share of the batch, and gradients are averaged.
+
+By PyTorch's DistributedDataParallel as they appear; between CPU ranks of one host all at once, see `flat_gradients`.
+Buffers are not broadcast: running statistics of batch normalisation are equal on every rank already, and what else
+training changes must be, see `batch_norm` and `buffers`. Called by `parallelize`.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.errors import PlanError
+from shoal.parallel.comm.world import World
+from shoal.parallel.layers.batch_norm import globalise_batch_norm
+from shoal.parallel.micro_batches import micro_batches
+from shoal.parallel.model import Learnable
+from shoal.parallel.spec import ParallelSpec
+from shoal.parallel.spmd.base import Whole, compile_module
+from shoal.parallel.spmd.gradient_buffer import FlatGradients
+from shoal.parallel.state.module_snapshot import unchanged
+
+
+class Replicated(Whole):
+    """DDP. Whether it must look for unused parameters at each step is found by trying one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        learnable: Learnable,
+        spec: ParallelSpec,
+        world: World,
+        example: Any,
+        seed: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        model.to(world.device)
+        globalise_batch_norm(model, None)  # a share may be of one sample, which has no statistics of its own
+        order = _order_of_gradients(model, learnable, micro_batches(example, spec.accumulate)[0])
+        super().__init__(model, learnable, spec, world, seed, group)
+        self._may_skip = spec.dynamic or not all(world.gather(len(set(order)) == len(self._trainable)))
+        self._waited_s = 0.0 if world.device.type == "cpu" else float("nan")  # CUDA's waits are not this process's
+        self._complete_s: float | None = None
+        if self._on_host:
+            self._flat = FlatGradients(self._trainable, self._on_host)
+            _take_those_of_first(model, group)
+            if spec.compile:
+                compile_module(model)
+            return
+        self._forward = self._ddp = DistributedDataParallel(
+            model,
+            process_group=group,
+            forward_sync_buffers=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self._may_skip,
+        )
+        if spec.compile:
+            compile_module(self._ddp)
+        if world.device.type == "cpu" and order:
+            order[-1].register_post_accumulate_grad_hook(self._last_gradient)
+
+    def _gradients(self, batch: Any, step: int) -> Tensor:
+        loss = super()._gradients(batch, step)
+        if not self._may_skip and any(parameter.grad is None for parameter in self._trainable):
+            name = next(name for name, each in self.named_parameters() if each.requires_grad and each.grad is None)
+            problem = f"{name} had a gradient at first, and has none in this step"
+            raise PlanError("parallel.dynamic", False, problem, "say parallel.dynamic=true when layers may be skipped")
+        if self._on_host:
+            self._flat.average(self._may_skip)
+        return loss
+
+    def _last_gradient(self, parameter: Tensor) -> None:
+        """Nothing is left to compute: what backward still takes is waiting for the other ranks."""
+        self._complete_s = time.perf_counter()
+
+    def _backward(self, loss: Tensor) -> None:
+        self._complete_s = None
+        super()._backward(loss)
+        self._waited_s += time.perf_counter() - (self._complete_s or time.perf_counter())
+
+    def _exchange(self, last: bool) -> AbstractContextManager[object]:
+        return nullcontext() if last or self._on_host else self._ddp.no_sync()
+
+    @property
+    def communication_s(self) -> float:
+        return self._waited_s + (self._ranks.waited_s if self._ranks else 0.0)
+
+
+def _take_those_of_first(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Begin with the first rank's parameters and buffers. Collective."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            whole = tensor.contiguous()  # may be itself
+            dist.broadcast(whole.view(-1).view(torch.uint8), group_src=0, group=group)  # Gloo does not know every type
+            tensor.copy_(whole)
+
+
+def _order_of_gradients(model: nn.Module, learnable: Learnable, batch: Any) -> list[nn.Parameter]:
+    """The parameters that get a gradient from `batch`, in that order. Leaves the model as it was."""
+    order: list[nn.Parameter] = []
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks = [each.register_post_accumulate_grad_hook(order.append) for each in parameters]
+    with unchanged(model), torch.random.fork_rng():
+        learnable.loss(model(*learnable.inputs(batch)), batch).backward()
+    for hook in hooks:
+        hook.remove()
+    for parameter in parameters:
+        parameter.grad = None
+    return order

@@ -1,0 +1,95 @@
+"""Sharded data parallel: each rank holds a part of every parameter, gradient and optimiser state.
+
+PyTorch's FSDP2 (`fully_shard`) does the work: a block's parameters are gathered just before they are used, and its
+gradients are averaged and scattered just after. Over a mesh of [replicate, shard], each copy is sharded (HSDP);
+with one rank for each copy this is plain data parallel, for layers that are split already. Called by `parallelize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_map_only
+
+from shoal.parallel.comm.world import World
+from shoal.parallel.model import Learnable
+from shoal.parallel.spec import ParallelSpec
+from shoal.parallel.spmd.base import Watched, compile_forward
+from shoal.parallel.spmd.fsdp_blocks import find_blocks
+from shoal.parallel.spmd.fsdp_consistency import Usage
+from shoal.parallel.state.module_snapshot import attributes_kept
+
+
+class Sharded(Watched):
+    """FSDP2. Blocks are compiled one by one, as their parameters come and go between them.
+
+    Data ranks must call the same blocks in the same order and, without `dynamic`, use the same parameters: what differs
+    is a PlanError at the end of the step. With `dynamic`, a parameter that some ranks did not use counts as zero there
+    (and where nobody used it: its gradient is zero, not None).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        learnable: Learnable,
+        spec: ParallelSpec,
+        world: World,
+        seed: int,
+        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(model, learnable, spec, world, seed, group)
+        blocks = list(find_blocks(model))
+        for block in [block for _, block in blocks] if spec.compile and blocks else [model] * spec.compile:
+            compile_forward(block)
+        with attributes_kept(model):
+            shard([*(block for _, block in blocks), model], mesh, spec.dynamic)
+            model.to(world.device)  # what is not sharded: buffers
+        self._know_trainable()
+        assert self._ranks is not None
+        self._usage = Usage([*blocks, ("", model)], self._ranks, spec.dynamic)
+
+    def _gradients(self, batch: Any, step: int) -> Tensor:
+        loss = super()._gradients(batch, step)
+        named = [(name, each) for name, each in self.named_parameters() if each.requires_grad]
+        self._usage.check(named, self._world.device)
+        return loss
+
+    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
+        sums = super().evaluate(batch, num_samples)
+        self._usage.check([], self._world.device)
+        return sums
+
+    @contextmanager
+    def _delayed(self) -> Iterator[None]:
+        assert isinstance(self.module, FSDPModule)
+        self.module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.module.set_requires_gradient_sync(True)
+
+    def _exchange(self, last: bool) -> AbstractContextManager[Any]:
+        return super()._exchange(last) if last else self._delayed()
+
+
+def shard(parts: Iterable[nn.Module], mesh: DeviceMesh, dynamic: bool) -> None:
+    """Shard each of `parts`, in place, over [replicate, shard] of the mesh; inner ones come first. Collective.
+
+    dynamic: whether a parameter that a rank has not used counts as zero there
+    """
+    names = ("replicate", "shard") if mesh["replicate"].size() > 1 else ("shard",)
+    for part in parts:
+        part.register_forward_hook(_without_views)
+        fully_shard(part, mesh=mesh[names]).set_reduce_scatter_unused_params(dynamic)
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """FSDP2 watches what its modules give; changing a view of it in place would escape its notice."""
+    return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)

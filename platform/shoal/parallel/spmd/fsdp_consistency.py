@@ -1,0 +1,72 @@
+"""What ranks with other samples use of a sharded model in a step, which must be the same for all of them.
+
+FSDP2 gathers a block's parameters when it is called, and adds up those gradients that are there: ranks that call other
+blocks, or use other parameters of one, would take one parameter's values for another's. Called by plans that shard, at
+the end of a step, before anything is made of its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal.errors import PlanError
+from shoal.parallel.layers.batch_norm import DataRanks
+
+
+class Usage:
+    """The blocks that this rank calls, in order, and the parameters that have a gradient afterwards.
+
+    blocks:     with their names; of those that are sharded each
+    may_differ: whether a parameter may have a gradient on some ranks only, as it is zero on the others
+    """
+
+    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], ranks: DataRanks, may_differ: bool) -> None:
+        self._names = [name for name, _ in blocks]
+        self._ranks, self._may_differ = ranks, may_differ
+        self._calls: list[int] = []
+        for index, (_, block) in enumerate(blocks):
+            block.register_forward_pre_hook(partial(self._note, index))
+
+    def _note(self, index: int, module: nn.Module, args: Any) -> None:
+        self._calls.append(index)
+
+    def check(self, parameters: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> None:
+        """Compare all since the last check with the other data ranks. Collective.
+
+        parameters: those that may have got a gradient; none after an evaluation
+        device:     of the model
+
+        Raises PlanError, on all of the ranks or none.
+        """
+        calls, self._calls = self._calls, []
+        has = [] if self._may_differ else [parameter.grad is not None for _, parameter in parameters]
+        sums = [crc32(repr(calls).encode()), crc32(bytes(has))]
+        mine = torch.tensor(sums, device=self._ranks.told_on(device))
+        everyone = self._ranks.gather(mine)
+        if bool((everyone == everyone[0]).all()):
+            return
+        used = [name for (name, _), is_used in zip(parameters, has, strict=False) if is_used]
+        self._refuse([self._names[index] for index in calls], used)
+
+    def _refuse(self, calls: list[str], used: list[str]) -> None:
+        found: list[Any] = [None] * self._ranks.size
+        dist.all_gather_object(found, (calls, used), group=self._ranks.group)
+        (first_calls, first_used), *others = found
+        for rank, (their_calls, their_used) in enumerate(others, start=1):
+            for block, other in zip_longest(first_calls, their_calls, fillvalue="no other"):
+                if block != other:
+                    problem = f"data rank 0 has called the block {block}, and data rank {rank} {other} in its place"
+                    remedy = "shards need the same blocks on all ranks: use ddp with parallel.dynamic=true"
+                    raise PlanError("parallel.shard", True, problem, remedy)
+            for name in sorted({*first_used} ^ {*their_used}):
+                problem = f"{name} has a gradient on one of the data ranks 0 and {rank}, and none on the other"
+                remedy = "say parallel.dynamic=true when ranks may use other parameters, which are zero then"
+                raise PlanError("parallel.dynamic", False, problem, remedy)

@@ -1,0 +1,283 @@
+"""Which layers tensor ranks split among themselves, found by watching a model work and proven by trying.
+
+Linear layers that read one tensor (q, k, v; gate and up) followed by another (o; down) form a pair: the first are split
+by columns, the second by rows, and what lies between works on a part of the features. Whether it may is tried: the
+module that holds the pair is run on each part alone, and the parts that reach the second layer must be those of what
+reached it before. Nothing between them may need a gradient of its own, be drawn at random, or be used elsewhere: each
+rank would have that of its part alone. What does not pass is left whole, with the reason. Needs no process group;
+called by `check_plan` and `tensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from shoal.batch_tree import map_tensors
+from shoal.errors import PlanError
+from shoal.parallel.model import Learnable
+from shoal.parallel.state.module_snapshot import is_hooked, unchanged
+from shoal.parallel.tensor.dataflow import is_seen_elsewhere, is_used_elsewhere
+from shoal.parallel.tensor.trace import LinearCall, Pair, Trace, traced
+from shoal.parallel.tensor.verify import Split, try_pair
+
+# A layer without a partner is split where that is worth a collective of its own: it holds a share of all parameters,
+# and has many times more entries than features, as the ends of a language model.
+LEAST_SHARE, LEAST_RATIO = 0.1, 4
+TRIED_SAMPLES = 2
+
+# How a layer is split. `column` and `row` belong together; the others stand alone: what they give is whole again.
+STYLES = ("column", "row", "column_gathered", "vocabulary")
+_REASONS = {
+    nn.RNNBase: "recurrent layers are not split",
+    nn.MultiheadAttention: "its projections are not called as layers",
+    nn.modules.conv._ConvNd: "convolutions are not split",
+    nn.modules.batchnorm._BatchNorm: "normalisations are not split",
+    nn.LayerNorm: "normalisations are not split",
+}
+_SHOWN = "what lies between them is used elsewhere as well, where a part would not do"
+
+
+@dataclass
+class TensorPlan:
+    """What is split, and what changes with it.
+
+    styles:   layer -> one of STYLES
+    changes:  (module, attribute) -> its value on each rank: numbers of heads
+    dropouts: dropout layers that see a part of the features -> the dimension of these
+    written:  split layers whose outputs the model changes in place
+    whole:    layers with parameters that every rank holds whole -> why
+    """
+
+    styles: dict[str, str] = field(default_factory=dict)
+    changes: dict[tuple[str, str], int] = field(default_factory=dict)
+    dropouts: dict[str, int] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
+    whole: dict[str, str] = field(default_factory=dict)
+
+    def add(self, split: Split) -> None:
+        self.styles |= {call.name: "column" for call in split.pair.columns} | {split.pair.row.name: "row"}
+        self.changes |= split.changes
+        self.dropouts |= split.dropouts
+
+
+def tensor_plan(model: nn.Module, learnable: Learnable, size: int, example: Any = None) -> TensorPlan:
+    """The user's plan, or one found; split `size` ways. Without an example, a user's plan is checked for sizes only.
+
+    Raises PlanError naming the layer that cannot be split, its size and a remedy; or when nothing can be.
+    """
+    given = learnable.tensor_plan()
+    styles = _given_styles(model, given, size) if given is not None else {}
+    if example is None:
+        return TensorPlan(styles)
+    few = map_tensors(example, lambda tensor: tensor[:TRIED_SAMPLES] if tensor.ndim else tensor)
+    device = next(model.parameters()).device
+    few = map_tensors(few, lambda tensor: tensor.to(device))
+    with unchanged(model):
+        trace = traced(model, learnable.inputs(few), lambda outputs: learnable.loss(outputs, few))
+        plan = _tried(trace, styles, size) if given is not None else _found(trace, size)
+    plan.written = trace.written & plan.styles.keys()
+    _explain(model, plan)
+    if not plan.styles:
+        listed = "; ".join(f"{name or 'the model itself'}: {reason}" for name, reason in list(plan.whole.items())[:4])
+        remedy = "change the layer's size or the degree, use fsdp, or write Task.tensor_plan()"
+        raise PlanError("parallel.tensor", size, f"no layer can be split ({listed})", remedy)
+    return plan
+
+
+def _given_styles(model: nn.Module, given: dict[str, str], size: int) -> dict[str, str]:
+    """{layer: style}: the first pattern that matches a layer's name counts."""
+    styles: dict[str, str] = {}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
+    for pattern, style in given.items():
+        if style not in STYLES:
+            raise PlanError(f"tensor_plan.{pattern}", style, "is no style", f"use one of {', '.join(STYLES)}")
+        matching = [name for name in layers if fnmatchcase(name, pattern)]
+        if not matching:
+            problem = "matches no linear layer and no embedding"
+            raise PlanError("tensor_plan", pattern, problem, f"there are {', '.join(list(layers)[:8])}")
+        for name in matching:
+            if (misfit := _misfit(layers[name], style, size)) is not None:
+                remedy = "change its size or parallel.tensor, or leave it out of the plan"
+                raise PlanError("parallel.tensor", size, f"{name} {misfit}", remedy)
+            styles.setdefault(name, style)
+    return styles
+
+
+def _misfit(layer: nn.Module, style: str, size: int) -> str | None:
+    """Why `layer` cannot be split so; None when its sizes allow it."""
+    if isinstance(layer, nn.Embedding) != (style == "vocabulary"):
+        return f"is a {type(layer).__name__}, which cannot be split by {style}"
+    if any(map(is_hooked, layer.parameters())):
+        return "has a parameter with a hook, which a part of its gradient would pass by"
+    if isinstance(layer, nn.Embedding):
+        if layer.max_norm is not None or layer.padding_idx is not None or layer.sparse:
+            return "has a max_norm, a padding_idx or sparse gradients, and cannot be split"
+        number, what = layer.num_embeddings, "entries"
+    else:
+        assert isinstance(layer, nn.Linear)
+        number, what = (layer.in_features, "inputs") if style == "row" else (layer.out_features, "outputs")
+    return f"has {number} {what}, which {size} ranks cannot share" if number % size else None
+
+
+def _tried(trace: Trace, styles: dict[str, str], size: int) -> TensorPlan:
+    """A user's plan, proven: each row layer belongs to the column layers called since the last one."""
+    plan = TensorPlan({name: style for name, style in styles.items() if style not in ("column", "row")})
+    columns: list[LinearCall] = []
+    pairs: list[Pair] = []
+    for call in trace.linears:
+        if styles.get(call.name) == "column":
+            columns.append(call)
+        elif styles.get(call.name) == "row":
+            if not columns:
+                raise PlanError("tensor_plan", call.name, "is split by rows, and no layer before it by columns")
+            split = try_pair(trace, Pair(tuple(columns), call), size)
+            if isinstance(split, str):
+                raise PlanError("tensor_plan", call.name, split, "leave these layers out of the plan")
+            plan.add(split)
+            pairs.append(split.pair)
+            columns = []
+    for name, style in styles.items():
+        if name not in plan.styles:
+            partner = "no layer split by rows follows it" if style == "column" else "it is not called as a layer"
+            raise PlanError("tensor_plan", name, partner, "use column_gathered, or leave it out")
+    if shown := _shown(trace, pairs):
+        names = [name for pair in shown for name in pair.names]
+        raise PlanError("tensor_plan", names, _SHOWN, "leave these layers out of the plan")
+    _keep_tied_together(trace.model, plan)
+    if is_used_elsewhere(trace, list(plan.styles)):
+        raise PlanError("tensor_plan", list(plan.styles), "a weight of these is used outside its layer's call")
+    return plan
+
+
+def _found(trace: Trace, size: int) -> TensorPlan:
+    plan = TensorPlan()
+    splits: list[Split] = []
+    tied = _tied(trace.model)
+    runs = _runs(trace.linears)
+    index = 0
+    while index < len(runs):
+        pairs = [pair for pair in _candidates(runs, index) if not tied & set(pair.names)]
+        split = next((each for pair in pairs if (each := _attempt(trace, pair, size, plan)) is not None), None)
+        if split is None:
+            index += 1
+            continue
+        splits.append(split)
+        names = set(split.pair.names)
+        while index < len(runs) and names & {call.name for call in runs[index]}:
+            index += 1
+    shown = _shown(trace, [split.pair for split in splits])
+    for pair in shown:
+        plan.whole |= dict.fromkeys(pair.names, _SHOWN)
+    splits = [split for split in splits if split.pair not in shown]
+    lone = _lone_layers(trace, plan, {name for split in splits for name in split.pair.names}, size)
+    groups = [split.pair.names for split in splits] + [[name] for name in lone]
+    if is_used_elsewhere(trace, [name for names in groups for name in names]):
+        elsewhere = {name for names in groups if is_used_elsewhere(trace, names) for name in names}
+        plan.whole |= dict.fromkeys(elsewhere, "a weight of it is used outside its layer's call")
+        splits = [split for split in splits if not elsewhere & set(split.pair.names)]
+        lone = {name: style for name, style in lone.items() if name not in elsewhere}
+    for split in splits:
+        plan.add(split)
+    plan.styles |= lone
+    _keep_tied_together(trace.model, plan)
+    return plan
+
+
+def _shown(trace: Trace, pairs: list[Pair]) -> list[Pair]:
+    """Those of which what lies between the layers is used elsewhere, too."""
+    shown: list[Pair] = []
+    while (left := [pair for pair in pairs if pair not in shown]) and is_seen_elsewhere(trace, left):
+        shown += [pair for pair in left if is_seen_elsewhere(trace, [pair])] or left
+    return shown
+
+
+def _runs(calls: list[LinearCall]) -> list[list[LinearCall]]:
+    """The calls, those that follow one another with the same input together."""
+    runs: list[list[LinearCall]] = []
+    for call in calls:
+        if runs and runs[-1][-1].input is call.input:
+            runs[-1].append(call)
+        else:
+            runs.append([call])
+    return runs
+
+
+def _candidates(runs: list[list[LinearCall]], index: int) -> Iterator[Pair]:
+    """A run and the next layer; or two runs (the queries, and the keys and values of another sequence) and the next."""
+    columns: list[LinearCall] = []
+    for last in (index, index + 1):
+        if last + 1 >= len(runs):
+            return
+        columns += runs[last]
+        row = runs[last + 1]
+        if len(row) == 1 and any(call.module.out_features == row[0].module.in_features for call in columns):
+            yield Pair(tuple(columns), row[0])
+
+
+def _attempt(trace: Trace, pair: Pair, size: int, plan: TensorPlan) -> Split | None:
+    """The pair, split; None, and the reason noted, when it cannot be."""
+    for call in (*pair.columns, pair.row):
+        problem = _misfit(call.module, "row" if call is pair.row else "column", size)
+        if problem is not None:
+            plan.whole.setdefault(call.name, problem)
+            return None
+    split = try_pair(trace, pair, size)
+    if isinstance(split, str):
+        plan.whole.setdefault(pair.columns[0].name, split)
+        return None
+    return split
+
+
+def _lone_layers(trace: Trace, plan: TensorPlan, paired: set[str], size: int) -> dict[str, str]:
+    """Large embeddings and large linear layers without a partner: the ends of a language model."""
+    styles: dict[str, str] = {}
+    total = sum(parameter.numel() for parameter in trace.model.parameters())
+    for name, module in trace.model.named_modules():
+        if name in paired or type(module) not in (nn.Linear, nn.Embedding) or name not in trace.called:
+            continue
+        assert isinstance(module, (nn.Linear, nn.Embedding))
+        style = "vocabulary" if isinstance(module, nn.Embedding) else "column_gathered"
+        entries, features = module.weight.shape
+        if module.weight.numel() < LEAST_SHARE * total or entries < LEAST_RATIO * features:
+            plan.whole.setdefault(name, "has no partner, and is too small to be split alone")
+        elif (problem := _misfit(module, style, size)) is not None:
+            plan.whole.setdefault(name, problem)
+        else:
+            styles[name] = style
+    return styles
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """The layers that share a parameter with another."""
+    holders: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
+    return {name for names in holders.values() if len(names) > 1 for name in names}
+
+
+def _keep_tied_together(model: nn.Module, plan: TensorPlan) -> None:
+    """Layers that share a weight are split alike, over dimension 0, or not at all."""
+    holders: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    for names in holders.values():
+        if len(names) > 1 and not all(plan.styles.get(name) in ("column_gathered", "vocabulary") for name in names):
+            for name in names:
+                if plan.styles.pop(name, None) is not None:
+                    others = ", ".join(other for other in names if other != name)
+                    plan.whole[name] = f"shares a weight with {others}, which is not split alike"
+
+
+def _explain(model: nn.Module, plan: TensorPlan) -> None:
+    """Every other module with parameters of its own is left whole."""
+    for name, module in model.named_modules():
+        if name in plan.styles:
+            plan.whole.pop(name, None)
+        elif next(iter(module.parameters(recurse=False)), None) is not None:
+            reasons = (reason for kind, reason in _REASONS.items() if isinstance(module, kind))
+            plan.whole.setdefault(name, next(reasons, "no pair of linear layers that it belongs to"))

@@ -1,0 +1,228 @@
+"""Watching a model work on a few samples: which linear layers it calls, in which order, and what passes through them.
+
+It is run twice, in this process alone, and left as it was: in evaluation mode without gradients, and as it is trained,
+with a graph that tells where gradients would go. Called by `tensor_plan`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.parallel.layers.dropout import SeededDropout
+from shoal.parallel.spmd.base import evaluating
+from shoal.parallel.state.module_snapshot import unchanged
+
+# The layers whose masks do not come from the generators that all parts share.
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, SeededDropout)
+# What the code of a model raises when its tensors are not of the shape that it expects.
+MISFITS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest value; else 1e-4
+
+
+@dataclass(eq=False)
+class LinearCall:
+    """The first call of a linear layer."""
+
+    name: str
+    module: nn.Linear
+    input: Tensor
+
+
+@dataclass
+class TrainedCall:
+    """One call of a linear layer in training.
+
+    read, gave:    what stands in the graph of gradients behind the input, and for the output; None without gradients
+    drawn_before:  how often random numbers had been drawn when it was entered
+    drawn_after:   ... and when it was left
+    has_gradients: whether autograd was recording
+    """
+
+    name: str
+    read: Node | None
+    gave: Node | None
+    drawn_before: int
+    drawn_after: int
+    has_gradients: bool
+
+
+@dataclass
+class Trace:
+    """What a model did with a few samples.
+
+    loss:     of what the model makes of these samples
+    linears:  in order of their first calls
+    trained:  every call of a linear layer, in training
+    written:  linear layers and embeddings whose outputs are changed in place there
+    entered:  the arguments of each module's first call, for those that hold several linear layers
+    dropouts: the shape that each dropout layer was first given
+    called:   how often each module was called
+    """
+
+    model: nn.Module
+    inputs: tuple[Any, ...]
+    loss: Callable[[Any], Tensor]
+    linears: list[LinearCall] = field(default_factory=list)
+    trained: list[TrainedCall] = field(default_factory=list)
+    written: set[str] = field(default_factory=set)
+    entered: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    dropouts: dict[str, torch.Size] = field(default_factory=dict)
+    called: Counter[str] = field(default_factory=Counter)
+    output: Any = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Layers split by columns, and the one that follows them, split by rows."""
+
+    columns: tuple[LinearCall, ...]
+    row: LinearCall
+
+    @property
+    def names(self) -> list[str]:
+        return [*(call.name for call in self.columns), self.row.name]
+
+
+def traced(model: nn.Module, inputs: tuple[Any, ...], loss: Callable[[Any], Tensor]) -> Trace:
+    """Run `model` once in each mode, and note what is called, in which order, with what."""
+    trace = Trace(model, inputs, loss)
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+
+    def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = names[module]
+        holds = sum(type(each) is nn.Linear for each in module.modules())
+        if holds > 1 and name not in trace.entered:
+            trace.entered[name] = copy.deepcopy((args, kwargs))
+
+    def leaving(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        name = names[module]
+        trace.called[name] += 1
+        if trace.called[name] > 1:
+            return
+        if type(module) is nn.Linear and args:
+            trace.linears.append(LinearCall(name, module, args[0]))
+        elif type(module) in DROPOUTS:
+            trace.dropouts[name] = output.shape
+
+    with looking(model), ExitStack() as hooks:
+        for module in names:
+            hooks.callback(module.register_forward_pre_hook(entering, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(leaving).remove)
+        trace.output = model(*inputs)
+    _train(trace)
+    return trace
+
+
+def _train(trace: Trace) -> None:
+    """Note every call of a linear layer, as the model is trained."""
+    model, calls = trace.model, trace.trained
+    outputs: list[tuple[str, Tensor]] = []
+    drawn = _Drawn(next(model.parameters()).device)
+
+    def entering(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            read = _node(*args, *kwargs.values())
+            calls.append(TrainedCall(name, read, None, drawn.times(), 0, torch.is_grad_enabled()))
+
+        return note
+
+    def leaving(name: str) -> Callable[..., Tensor]:
+        def note(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            copied = output.clone()  # it stays in the graph, whatever is done to it in place
+            outputs.append((name, copied))
+            if type(module) is nn.Linear:
+                calls[-1].gave = _node(copied)
+                calls[-1].drawn_after = drawn.times()
+            return copied
+
+        return note
+
+    with training(model), ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if type(module) is nn.Linear:
+                hooks.callback(module.register_forward_pre_hook(entering(name), with_kwargs=True).remove)
+            if type(module) in (nn.Linear, nn.Embedding):
+                hooks.callback(module.register_forward_hook(leaving(name), prepend=True).remove)
+        model(*trace.inputs)
+    trace.written = {name for name, output in outputs if output._version}
+
+
+def _node(tensor: Tensor) -> Node | None:
+    return get_gradient_edge(tensor).node if tensor.requires_grad else None
+
+
+class _Drawn:
+    """Tells whether random numbers have been drawn, by the states of the generators that all ranks of a group share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._times = 0
+        self._last = self._state()
+
+    def times(self) -> int:
+        """A number that is larger than before when some have been drawn since."""
+        state = self._state()
+        self._times += not torch.equal(state, self._last)
+        self._last = state
+        return self._times
+
+    def _state(self) -> Tensor:
+        state = torch.random.get_rng_state()
+        if self._device.type != "cuda":
+            return state
+        return torch.cat([state, torch.cuda.get_rng_state(self._device)])
+
+
+def largest(tensor: Tensor) -> float:
+    """Of the finite numbers, without their signs; 0 when there is none."""
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def alike(found: Tensor, expected: Tensor, scale: float) -> bool:
+    """Whether both have the same numbers, as far as those of `scale` are exact, and NaN at the same places."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if not (found.is_floating_point() or found.is_complex()):
+        return torch.equal(found, expected)
+    atol = TOLERANCE.get(found.dtype, 1e-4) * scale
+    return torch.allclose(found, expected, rtol=0.0, atol=atol, equal_nan=True)
+
+
+@contextmanager
+def looking(model: nn.Module) -> Iterator[None]:
+    """Evaluation, without gradients, through the layers' own forward methods."""
+    with _undisturbed(), evaluating(model), torch.no_grad():
+        yield
+
+
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """As it is trained, with gradients; but for dropout layers, which are seeded, and statistics of so few samples."""
+    with unchanged(model), _undisturbed(), ExitStack() as modes, torch.enable_grad():
+        for module in model.modules():
+            if type(module) in DROPOUTS or isinstance(module, _BatchNorm):
+                modes.enter_context(evaluating(module))
+        yield
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Random numbers go on afterwards as if nothing had been; no fast path passes a layer by."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)

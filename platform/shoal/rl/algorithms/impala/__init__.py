@@ -1,0 +1,1 @@
+"""IMPALA (1802.01561): configuration, loss and update."""

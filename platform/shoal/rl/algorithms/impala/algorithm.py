@@ -1,0 +1,133 @@
+"""IMPALA: one learner, many actors that lag behind it (Espeholt et al., arXiv:1802.01561).
+
+Read top to bottom: the loss as a pure function, one update; the config is in `impala_config`. Called by the learner;
+knows no clock, device, run or Ray.
+Legend: N steps, S segments laid end to end, B = S segments padded to T = the longest one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ShoalError
+from shoal.rl.algorithms.impala.config import ImpalaConfig
+from shoal.rl.algorithms.vtrace import vtrace
+
+
+class Batch(NamedTuple):
+    """S segments laid end to end: observations [N+S, *obs] (one more a segment), actions, rewards and behaviour
+    log_probabilities [N], lengths_B int64 [S], terminated_B bool [S]."""
+
+    observations: Tensor
+    actions: Tensor
+    rewards: Tensor
+    log_probabilities: Tensor
+    lengths_B: Tensor
+    terminated_B: Tensor
+
+
+class Losses(NamedTuple):
+    """Scalars; `total` is what is minimised, means over the N steps."""
+
+    total: Tensor
+    policy: Tensor
+    value: Tensor
+    entropy: Tensor
+
+
+class NonFiniteLoss(ShoalError):
+    """The loss or its gradient became NaN or infinite: the update was not applied."""
+
+
+def batch_of(
+    observations: np.ndarray,
+    actions: np.ndarray,
+    rewards: np.ndarray,
+    log_probabilities: np.ndarray,
+    lengths: np.ndarray,
+    terminated: np.ndarray,
+) -> Batch:
+    """Tensors from the arrays of an experience batch; observations become float32."""
+    return Batch(
+        torch.from_numpy(np.array(observations, np.float32)),
+        torch.from_numpy(np.array(actions)),
+        torch.from_numpy(np.array(rewards)),
+        torch.from_numpy(np.array(log_probabilities)),
+        torch.from_numpy(np.array(lengths)),
+        torch.from_numpy(np.array(terminated)),
+    )
+
+
+def impala_loss(logits: Tensor, values: Tensor, batch: Batch, config: ImpalaConfig) -> Losses:
+    """The loss of §4.2: policy gradient with V-trace advantages, squared error to V-trace targets, entropy bonus.
+
+    logits [N+S, num_actions] and values [N+S] are the learner's, for every observation; differentiable in both.
+    """
+    num_segments, longest = len(batch.lengths_B), int(batch.lengths_B.max())
+    # Observation rows: segment b starts at sum(lengths[:b]) + b and has lengths[b] + 1 rows, the last the bootstrap.
+    num_rows_B = batch.lengths_B + 1
+    end_B = num_rows_B.cumsum(0)
+    step_rows = torch.ones(len(values), dtype=torch.bool).index_fill_(0, end_B - 1, False).nonzero().squeeze(-1)
+    column_of_row = torch.repeat_interleave(torch.arange(num_segments), num_rows_B)
+    place_of_row = (torch.arange(len(values)) - (end_B - num_rows_B)[column_of_row]) * num_segments + column_of_row
+    place = place_of_row[step_rows]  # of each step in the flat [T+1, B] grid
+
+    log_policy = torch.log_softmax(logits.index_select(0, step_rows), -1)
+    log_pi = log_policy.gather(-1, batch.actions.unsqueeze(-1)).squeeze(-1)
+    entropy = -(log_policy.exp() * log_policy).sum(-1).mean()
+
+    discounts = torch.full_like(batch.rewards, config.discount)
+    last_of_terminated = (batch.lengths_B.cumsum(0) - 1)[batch.terminated_B]
+    discounts[last_of_terminated] = 0.0
+    per_step = torch.stack(
+        [log_pi.detach() - batch.log_probabilities, discounts, batch.rewards, torch.ones_like(batch.rewards)]
+    )
+    size = (longest + 1) * num_segments
+    grids = per_step.new_zeros(4, size).index_copy_(1, place, per_step).view(4, longest + 1, num_segments)
+    values_T1B = values.new_zeros(size).index_copy_(0, place_of_row, values.detach()).view(longest + 1, num_segments)
+    log_rhos_TB, discounts_TB, rewards_TB, mask_TB = grids[:, :-1]
+    trace = vtrace(
+        log_rhos_TB, discounts_TB, rewards_TB, values_T1B, mask_TB, config.rho_bar, config.c_bar, config.lambda_
+    )
+    advantages = trace.advantages_TB.flatten()[place]
+    if config.normalize_advantages:
+        advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+    policy_loss = -(advantages * log_pi).mean()
+    value_loss = 0.5 * (trace.targets_TB.flatten()[place] - values.index_select(0, step_rows)).square().mean()
+    total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
+    return Losses(total, policy_loss, value_loss, entropy)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, config: ImpalaConfig) -> dict[str, float]:
+    """One gradient step on `batch`. Returns metrics. Raises NonFiniteLoss, leaving the weights as they were."""
+    metrics = _gradients(model, batch, config)
+    bad = [name for name, value in metrics.items() if not np.isfinite(value)]
+    if bad:
+        raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower impala.learning_rate or check the rewards")
+    optimizer.step()
+    return metrics
+
+
+def is_finite(model: nn.Module, batch: Batch, config: ImpalaConfig) -> bool:
+    """Whether `update` could learn from `batch`; leaves the weights as they are."""
+    return bool(np.isfinite(list(_gradients(model, batch, config).values())).all())
+
+
+def _gradients(model: nn.Module, batch: Batch, config: ImpalaConfig) -> dict[str, float]:
+    """Put the clipped gradients of the loss into the model; the metrics of an update."""
+    logits, values = model(batch.observations)
+    losses = impala_loss(logits, values, batch, config)
+    model.zero_grad(set_to_none=True)
+    losses.total.backward()
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    return {
+        "learner/loss": losses.total.item(),
+        "learner/policy_loss": losses.policy.item(),
+        "learner/value_loss": losses.value.item(),
+        "learner/entropy": losses.entropy.item(),
+        "learner/grad_norm": grad_norm.item(),
+    }

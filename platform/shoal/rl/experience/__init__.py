@@ -1,0 +1,1 @@
+"""Received segments: the queue and its durable ledger."""

@@ -1,0 +1,224 @@
+"""The bounded queue between the gateway and the learner, and the batch in which experience leaves it.
+
+Called by the gateway (put) and by the learner, directly or through Ray (take, settle). Every segment that goes in
+comes out exactly once: settled by the learner, or dropped with a reason in the ledger.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Condition
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from shoal.errors import Closed, LedgerUnwritable
+from shoal.rl.experience.segment_ledger import ActorKey, Ledger
+from shoal.weights import decode_tensors, encode_tensors
+from shoal.wire.segment import DropReason, Segment
+
+UNWRITABLE_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class ExperienceBatch:
+    """S segments laid end to end; N steps in all. Legend: S segments, N = sum of lengths.
+
+    observations [N+S, *obs] (each segment has one more observation than steps), actions [N, *act], rewards [N],
+    log_probabilities [N], versions [N], lengths int64 [S], terminated bool [S]; lease_id is what `settle` wants back.
+    """
+
+    lease_id: int
+    observations: np.ndarray
+    actions: np.ndarray
+    rewards: np.ndarray
+    log_probabilities: np.ndarray
+    versions: np.ndarray
+    lengths: np.ndarray
+    terminated: np.ndarray
+
+    @classmethod
+    def of(cls, lease_id: int, segments: list[Segment]) -> ExperienceBatch:
+        """Lay segments end to end."""
+        return cls(
+            lease_id,
+            np.concatenate([segment.observations for segment in segments]),
+            np.concatenate([segment.actions for segment in segments]),
+            np.concatenate([segment.rewards for segment in segments]),
+            np.concatenate([segment.log_probabilities for segment in segments]),
+            np.concatenate([segment.versions for segment in segments]),
+            np.array([segment.num_steps for segment in segments], np.int64),
+            np.array([segment.terminated for segment in segments], np.bool_),
+        )
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.rewards)
+
+    def to_bytes(self) -> bytes:
+        """The batch on its way to another process."""
+        return encode_tensors({**vars(self), "lease_id": np.array([self.lease_id])})
+
+    @classmethod
+    def from_bytes(cls, payload: bytes) -> ExperienceBatch:
+        """What `to_bytes` made; the arrays lie over `payload`."""
+        arrays = decode_tensors(payload)
+        return cls(lease_id=int(arrays.pop("lease_id")[0]), **arrays)
+
+    def oldest_versions(self) -> np.ndarray:
+        """The oldest weights version in each segment. [S]"""
+        starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
+        oldest: np.ndarray = np.minimum.reduceat(self.versions, starts)
+        return oldest
+
+    def select(self, keep: np.ndarray) -> ExperienceBatch:
+        """The batch without the segments where `keep` (bool [S]) is false."""
+        steps = np.repeat(keep, self.lengths)
+        rows = np.repeat(keep, self.lengths + 1)
+        return ExperienceBatch(
+            self.lease_id,
+            self.observations[rows],
+            self.actions[steps],
+            self.rewards[steps],
+            self.log_probabilities[steps],
+            self.versions[steps],
+            self.lengths[keep],
+            self.terminated[keep],
+        )
+
+
+class BatchRequest(NamedTuple):
+    """What a learner wants: `min_steps` or more, and all that is queued up to `max_steps` (to within one segment) or
+    `max_segments`; after `timeout_s`, whatever there is, or nothing when `is_patient`. `number` grows with every
+    request of one consumer, so that one that was given up and is still on its way takes nothing."""
+
+    min_steps: int
+    max_steps: int
+    max_segments: int
+    timeout_s: float
+    number: int = 0
+    is_patient: bool = False
+
+
+class ExperienceSource(Protocol):
+    """Where a learner gets experience from. Fulfilled by ExperienceQueue and by Ray's remote gateway."""
+
+    def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
+        """Lease a batch, or None when nothing came in time. `consumer` names one life of the learner: the leases of
+        any other are revoked."""
+        ...
+
+    def settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+        """Answer for a lease: each of its S segments was dropped for a reason, or consumed (None).
+
+        May be said again. False: the lease was revoked, because another life of the learner has taken over. Raises
+        LedgerUnwritable when it cannot be written down now: say it again.
+        """
+        ...
+
+
+class ExperienceQueue:
+    """Segments on their way to the learner, first in, first out.
+
+    | capacity            | what blocks             | who unblocks               | close()                           |
+    |---------------------|-------------------------|----------------------------|-----------------------------------|
+    | `capacity` segments | `take`, up to timeout_s | `put`, or `close()`        | the rest is dropped as SHUTDOWN,  |
+    |                     | `put` never: False      |                            | `take` gives None, `put` raises   |
+    """
+
+    def __init__(self, capacity: int, ledger: Ledger) -> None:
+        self.capacity = capacity
+        self.ledger = ledger
+        self.on_room: Callable[[], None] = lambda: None  # called after segments have left
+        self._arrived = Condition(ledger.lock)  # one lock: the book and the queue always agree
+        self._segments: deque[tuple[ActorKey, Segment]] = deque()
+        self._num_steps = 0
+        self._newest_take = ("", 0)  # consumer, number
+        self._wanted = (0, 0)  # steps, segments: either wakes `take`
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def put(self, key: ActorKey, seq: int, segment: Segment) -> bool:
+        """Queue and count a segment; False, counting nothing, when the queue is full. Raises Closed."""
+        with self._arrived:
+            if self._closed:
+                raise Closed("the experience queue is closed")
+            if len(self._segments) >= self.capacity:
+                return False
+            self._segments.append((key, segment))
+            self._num_steps += segment.num_steps
+            self.ledger.admit(key, seq)
+            if self._is_enough(*self._wanted):
+                self._arrived.notify()  # not for every segment: a learner woken for nothing is paid for by the actors
+            return True
+
+    def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
+        min_steps, max_steps, max_segments, timeout_s, number, is_patient = request
+        deadline = time.monotonic() + timeout_s
+        with self._arrived:
+            if self._newest_take[0] == consumer and number < self._newest_take[1]:
+                return None  # it was overtaken on its way: the lease of the newer one is in use
+            with suppress(LedgerUnwritable):  # the lease that follows writes it, or there is none
+                self.ledger.end_open_leases(consumer)
+            self._newest_take = (consumer, number)
+            self._wanted = (min_steps, max_segments)
+            while not self._closed and not self._is_enough(min_steps, max_segments):
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    break
+                self._arrived.wait(remaining_s)
+            if self._newest_take != (consumer, number):
+                return None  # given up by whoever asked: a newer request is waiting
+            if is_patient and not self._is_enough(min_steps, max_segments):
+                return None
+            keys, segments = self._pop(max_steps, max_segments)
+            if not segments:
+                return None
+            try:
+                lease_id = self.ledger.lease(consumer, keys)
+            except LedgerUnwritable:
+                self._put_back(keys, segments)
+                self._arrived.wait_for(
+                    lambda: self._closed, UNWRITABLE_PAUSE_S
+                )  # else who asks again asks all the time
+                return None
+        self.on_room()
+        return ExperienceBatch.of(lease_id, segments)
+
+    def settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+        return self.ledger.settle(lease_id, fates)
+
+    def close(self) -> None:
+        """Drop what is left as SHUTDOWN and wake `take`. Idempotent. Raises LedgerUnwritable, closed all the same."""
+        with self._arrived:
+            self._closed = True
+            self.ledger.drop_queued((key for key, _ in self._segments), DropReason.SHUTDOWN)
+            self._segments.clear()
+            self._num_steps = 0
+            self._arrived.notify_all()  # they go on when this has let go of the lock
+            self.ledger.commit()
+
+    def _is_enough(self, min_steps: int, max_segments: int) -> bool:
+        return self._num_steps >= min_steps or len(self._segments) >= max_segments
+
+    def _pop(self, max_steps: int, max_segments: int) -> tuple[list[ActorKey], list[Segment]]:
+        keys: list[ActorKey] = []
+        segments: list[Segment] = []
+        num_steps = 0
+        while self._segments and num_steps < max_steps and len(segments) < max_segments:
+            key, segment = self._segments.popleft()
+            keys.append(key)
+            segments.append(segment)
+            num_steps += segment.num_steps
+        self._num_steps -= num_steps
+        return keys, segments
+
+    def _put_back(self, keys: list[ActorKey], segments: list[Segment]) -> None:
+        self._segments.extendleft(reversed(list(zip(keys, segments, strict=True))))
+        self._num_steps += sum(segment.num_steps for segment in segments)

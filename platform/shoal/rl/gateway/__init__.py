@@ -1,0 +1,1 @@
+"""Where external actors connect: socket, sessions, credit."""

@@ -1,0 +1,100 @@
+"""The whole loop in one process, without Ray: the same gateway, ledger, queue, learner and weight store, in threads.
+
+For debugging, for tests and for learning how the parts fit: everything that `ray_rl.py` spreads over workers is wired
+here in a few lines. Actors connect over the wire as they always do.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shoal.errors import RunError
+from shoal.rl.experience.queue import ExperienceQueue
+from shoal.rl.experience.segment_ledger import Ledger
+from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.learner import Learner
+from shoal.rl.spec import RLSpec
+from shoal.weights import WeightStore
+from shoal.wire import ExperienceSpec
+
+
+class LocalLoop:
+    """A run in this process, its files in `folder`. Use as a context manager, or `start()` and `close()`."""
+
+    def __init__(
+        self,
+        spec: RLSpec,
+        experience: ExperienceSpec,
+        folder: Path,
+        token: str,
+        target_return: float | None = None,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.store = WeightStore()
+        self.ledger = Ledger(folder / "ledger.sqlite")
+        self.queue = ExperienceQueue(spec.gateway.queue_capacity, self.ledger)
+        self.gateway = Gateway(
+            spec.gateway, experience, self.queue, self.store, token, folder.name, target_return=target_return
+        )
+        self.learner = Learner(spec, experience, self.queue, self.store, folder / "checkpoints")
+        self._thread = threading.Thread(target=self._learn, name="learner", daemon=True)
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        self.gateway.start()
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        return self.gateway.address
+
+    def wait_until_solved(self, timeout_s: float) -> float:
+        """Wait for the target return; the seconds it took from the first segment. Raises RunError."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            stats = self.gateway.stats()
+            if stats["solved_s"] is not None:
+                return float(stats["solved_s"])
+            if self._failure is not None:
+                raise RunError(f"the learner failed: {self._failure}") from self._failure
+            self._thread.join(timeout=0.05)
+        raise RunError(f"not solved within {timeout_s} s: mean return {self.gateway.stats()['mean_return']:.1f}")
+
+    def close(self) -> None:
+        """Stop the learner, tell the actors that the run is over, settle the books. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.learner.stop()
+        if self._thread.is_alive():
+            self._thread.join(timeout=30)
+        with ExitStack() as closing:  # each, also when the disk takes nothing more
+            closing.callback(self.ledger.close)
+            closing.callback(self.store.close)
+            closing.callback(self.gateway.close, finished=True)
+
+    def _learn(self) -> None:
+        try:
+            self.learner.run_in_own_thread()
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

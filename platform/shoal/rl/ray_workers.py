@@ -1,0 +1,272 @@
+"""The gateway and the learner as Ray workers: shells that hold a plain object and forward to it.
+
+Each worker starts its object when it is constructed, so that Ray's own restart of a dead worker is all there is to
+recovery: the gateway finds its ledger and its port, the learner its checkpoint. Called by flows.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from shoal.errors import ClusterError, ConnectionLost, LedgerUnwritable
+from shoal.gc_freeze import loading
+from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
+from shoal.rl.experience.segment_ledger import Ledger
+from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.zmq_listener import address_of, reachable_host
+from shoal.rl.spec import RLSpec
+from shoal.weights import Published, WeightSnapshot
+from shoal.weights.ray_weight_store import (
+    CALL_TIMEOUT_S,
+    NAMESPACE,
+    RETRY_S,
+    STORE_IS_AWAY,
+    RayWeightPublisher,
+    RayWeightSource,
+    start_weight_store,
+    used_version,
+)
+from shoal.wire import DropReason, ExperienceSpec
+
+START_TIMEOUT_S = 300.0  # a learner may wait for a CPU of a busy cluster, and the gateway for its weights
+SETTLE_TIMEOUT_S = 60.0  # how long a learner waits for a gateway that restarts to take its answer
+
+
+@dataclass(frozen=True)
+class RunSetting:
+    """What both workers must know of their run."""
+
+    run_id: str
+    folder: Path
+    token: str
+    target_return: float | None
+    curve_keys: tuple[bytes, bytes] | None
+
+
+@ray.remote(num_cpus=0, max_concurrency=16)
+class GatewayWorker:
+    """A Gateway in a process of its own. A restarted one drops what its predecessor had queued as GATEWAY_CRASH."""
+
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
+        self._ledger = Ledger(setting.folder / "ledger.sqlite")
+        self._queue = ExperienceQueue(spec.gateway.queue_capacity, self._ledger)
+        self._gateway = Gateway(
+            spec.gateway,
+            experience,
+            self._queue,
+            RayWeightSource(start_weight_store(setting.run_id)),
+            setting.token,
+            setting.run_id,
+            setting.target_return,
+            setting.curve_keys,
+        )
+        self._gateway.start(START_TIMEOUT_S)
+
+    def address(self) -> str:
+        """Where actors reach it; for a wildcard host, the address of this node."""
+        host = reachable_host(self._gateway.spec.host, ray.util.get_node_ip_address())
+        return address_of(host, self._gateway.port)
+
+    def take(self, consumer: str, request: BatchRequest) -> bytes | None:
+        """A batch as bytes, which Ray passes on as they are; it pickles arrays one by one."""
+        batch = self._queue.take(consumer, request)
+        return None if batch is None else batch.to_bytes()
+
+    def settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+        return self._queue.settle(lease_id, fates)
+
+    def stats(self) -> dict[str, Any]:
+        if not self._gateway.alive:
+            os._exit(1)  # Ray starts this worker again, and the ledger knows where it was
+        return {**self._gateway.stats(), "address": self.address()}
+
+    def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
+        return self._gateway.take_events()
+
+    def close(self, finished: bool) -> dict[str, Any]:
+        """The last stats, with the queue settled as SHUTDOWN."""
+        self._gateway.close(finished)
+        return self._gateway.stats()
+
+
+class RayExperienceSource:
+    """An ExperienceSource on a gateway's handle. While that is away there is no experience, and settling waits."""
+
+    def __init__(self, gateway: ActorHandle) -> None:
+        self._gateway = gateway
+
+    def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
+        try:
+            call = self._gateway.take.remote(consumer, request)
+            payload = ray.get(call, timeout=request.timeout_s + CALL_TIMEOUT_S)
+            return None if payload is None else ExperienceBatch.from_bytes(payload)
+        except STORE_IS_AWAY:
+            time.sleep(RETRY_S)
+            return None
+
+    def settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        while True:
+            try:
+                return bool(ray.get(self._gateway.settle.remote(lease_id, fates), timeout=CALL_TIMEOUT_S))
+            except STORE_IS_AWAY as error:
+                if time.monotonic() > deadline:
+                    raise ConnectionLost(f"the gateway has been away for {SETTLE_TIMEOUT_S} s") from error
+                time.sleep(RETRY_S)
+
+
+@ray.remote(max_concurrency=4)
+class LearnerWorker:
+    """A Learner in a process of its own; it starts to learn at once, from its newest checkpoint if there is one."""
+
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
+        with loading():  # where it runs: the driver would load a second of torch for nothing
+            import torch._dynamo  # noqa: F401 - as every optimiser does
+
+            from shoal.rl.learner import Learner
+
+        store = start_weight_store(setting.run_id)
+        self._publisher = RayWeightPublisher(store)
+        source = RayExperienceSource(ray.get_actor(_gateway_name(setting.run_id), NAMESPACE))
+        folder = setting.folder / "checkpoints"
+        self._learner = Learner(spec, experience, source, self._publisher, folder, used_version(store))
+        self._failure, self._finished = "", False
+        self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
+        self._thread.start()
+
+    def stats(self) -> dict[str, Any]:
+        ended = "" if self._thread.is_alive() or self._finished else "its thread has ended"
+        return {**self._learner.stats(), "failure": self._failure or ended}
+
+    def take_published(self) -> list[Published]:
+        return self._learner.take_published()
+
+    def pause(self) -> WeightSnapshot:
+        return self._learner.pause()
+
+    def resume(self) -> None:
+        self._learner.resume()
+
+    def finish(self, timeout_s: float) -> None:
+        """Stop learning, publish and save. Raises TimeoutError when an update does not end."""
+        self._finished = True
+        self._learner.stop()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the learner did not stop within {timeout_s} s")
+        self._publisher.close()
+
+    def _run(self) -> None:
+        try:
+            self._learner.run_in_own_thread()
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+
+
+class ActorLearnerWorkers:
+    """The store, the gateway and the learner of one run: started together, asked together, closed together."""
+
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
+        self._store = start_weight_store(setting.run_id)
+        # Workers find each other by name: a handle among the arguments of a constructor would hinder its restart.
+        options = {"namespace": NAMESPACE, "max_restarts": spec.learner.max_restarts}
+        # The gateway stays on this node: its address must not change, and its ledger is a file of the run's folder.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._gateway: Any = GatewayWorker.options(  # type: ignore[attr-defined]
+            name=_gateway_name(setting.run_id), scheduling_strategy=here, **options
+        ).remote(spec, experience, setting)
+        self._learner: Any = LearnerWorker.options(  # type: ignore[attr-defined]
+            name=f"learner-{setting.run_id}", num_cpus=spec.learner.num_cpus, **options
+        ).remote(spec, experience, setting)
+
+    def weight_source(self) -> RayWeightSource:
+        return RayWeightSource(self._store)
+
+    def gateway_address(self, timeout_s: float = START_TIMEOUT_S) -> str:
+        """Wait for the learner's first weights, and for the gateway. Raises ClusterError when one does not come up."""
+        deadline = time.monotonic() + timeout_s
+        self._wait_for("learner", self._learner.stats, deadline)
+        return str(self._wait_for("gateway", self._gateway.address, deadline))
+
+    def _wait_for(self, name: str, method: Any, deadline: float) -> Any:
+        try:
+            return ray.get(method.remote(), timeout=max(0.0, deadline - time.monotonic()))
+        except ray.exceptions.GetTimeoutError as error:
+            raise ClusterError(f"the {name} did not start in time: is the cluster busy? {error}") from error
+        except (*STORE_IS_AWAY, ray.exceptions.RayTaskError) as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise ClusterError(f"the {name} did not start: {reason}") from error
+
+    def stats(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """(gateway's, learner's); None for one that is restarting. Raises ClusterError when one is gone for good."""
+        return self._ask(self._gateway, "stats"), self._ask(self._learner, "stats")
+
+    def events(self) -> list[tuple[float, str, dict[str, Any]]]:
+        return self._ask(self._gateway, "take_events") or []
+
+    def published(self) -> list[Published]:
+        return self._ask(self._learner, "take_published") or []
+
+    def pause_learner(self) -> WeightSnapshot:
+        """Stop learning for a while; the weights that stay until `resume_learner`. Raises ClusterError."""
+        return self._require(self._learner.pause)
+
+    def resume_learner(self) -> None:
+        self._require(self._learner.resume)
+
+    def finish_learner(self, timeout_s: float = 60.0) -> bool:
+        """Stop learning, publish and save; False when the learner is away or does not end in time."""
+        try:
+            ray.get(self._learner.finish.remote(timeout_s), timeout=timeout_s + RETRY_S)
+        except (*STORE_IS_AWAY, ray.exceptions.RayTaskError):
+            return False
+        return True
+
+    def close_gateway(self, finished: bool, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any] | None:
+        """Dismiss the actors; the last stats, or None when the gateway is dead, does not answer in time or cannot write
+        its ledger."""
+        try:
+            return ray.get(self._gateway.close.remote(finished), timeout=timeout_s)
+        except (*STORE_IS_AWAY, LedgerUnwritable):
+            return None
+
+    def close(self) -> None:
+        """End the workers, restarts included. Idempotent."""
+        for worker in (self._learner, self._gateway, self._store):
+            ray.kill(worker, no_restart=True)
+
+    def _require(self, method: Any) -> Any:
+        """Ask until there is an answer: a worker may be on its way back. Raises ClusterError."""
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S + CALL_TIMEOUT_S
+        while True:
+            try:
+                return ray.get(method.remote(), timeout=max(RETRY_S, deadline - time.monotonic()))
+            except STORE_IS_AWAY as error:
+                if time.monotonic() > deadline:
+                    raise ClusterError(f"a worker did not answer: {error}") from error
+                time.sleep(RETRY_S)
+
+    def _ask(self, worker: Any, method: str) -> Any:
+        try:
+            return ray.get(getattr(worker, method).remote(), timeout=CALL_TIMEOUT_S)
+        except ray.exceptions.ActorUnavailableError:
+            return None
+        except ray.exceptions.RayActorError as error:
+            raise ClusterError(f"a worker is gone for good: {error}") from error
+        except ray.exceptions.GetTimeoutError:
+            return None
+
+
+def _gateway_name(run_id: str) -> str:
+    return f"gateway-{run_id}"

@@ -1,0 +1,1 @@
+"""Writing the run record: SQLite, TensorBoard, provenance."""

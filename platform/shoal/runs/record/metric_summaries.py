@@ -1,0 +1,70 @@
+"""The newest value and the finite extremes of each metric, which the record keeps beside its history.
+
+Called by the recorder, which alone writes the rows of its run: `up_to` before its transactions, the rest within them.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Sequence
+
+from shoal.runs.record.tensorboard_mirror import Logged
+
+_UPSERT = """
+INSERT INTO summaries (run, name, step, time, value, lowest, highest) VALUES (?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (run, name) DO UPDATE SET step = excluded.step, time = excluded.time, value = excluded.value,
+    lowest = min(ifnull(lowest, excluded.lowest), ifnull(excluded.lowest, lowest)),
+    highest = max(ifnull(highest, excluded.highest), ifnull(excluded.highest, highest))
+"""
+# SQLite takes the columns beside a lone max() from the row that has the maximum, and reads 9e999 as infinity.
+_UP_TO = """
+SELECT ?1, name, step, time, value, lowest, highest
+FROM (SELECT name, step, max(time) AS time, value FROM metrics WHERE run = ?1 AND step <= ?2 GROUP BY name)
+JOIN (SELECT name, min(finite) AS lowest, max(finite) AS highest
+    FROM (SELECT name, CASE WHEN abs(value) < 9e999 THEN value END AS finite FROM metrics WHERE run = ?1 AND step <= ?2)
+    GROUP BY name) USING (name)
+"""
+_ANY_LATER = "SELECT 1 FROM metrics WHERE run = ? AND step > ? LIMIT 1"
+_INSERT = "INSERT INTO summaries (run, name, step, time, value, lowest, highest) VALUES (?, ?, ?, ?, ?, ?, ?)"
+
+Row = tuple[int, str, int, float, float | None, float | None, float | None]
+
+
+def summarise(connection: sqlite3.Connection, run: int, logged: Sequence[Logged]) -> None:
+    """Add what was logged."""
+    newest: dict[str, tuple[int, float, float]] = {}
+    finite: dict[str, list[float]] = {}
+    for step, at, values in sorted(logged, key=lambda entry: entry[1]):
+        for name, value in values.items():
+            newest[name] = (step, at, value)
+            if math.isfinite(value):
+                finite.setdefault(name, []).append(value)
+    extremes = {name: (min(values), max(values)) for name, values in finite.items()}
+    rows = [(run, name, *last, *extremes.get(name, (None, None))) for name, last in newest.items()]
+    connection.executemany(_UPSERT, rows)
+
+
+def forget_group(connection: sqlite3.Connection, run: int, group: str) -> None:
+    """Take out what is named `group/...`."""
+    after = chr(ord("/") + 1)
+    connection.execute(
+        "DELETE FROM summaries WHERE run = ? AND name >= ? AND name < ?", (run, f"{group}/", f"{group}{after}")
+    )
+
+
+def up_to(connection: sqlite3.Connection, run: int, step: int) -> list[Row] | None:
+    """The summaries of the history up to `step`; None when there is no later one, and so nothing to forget.
+
+    It reads the whole history: before the transaction, so that nobody waits for the write lock meanwhile.
+    """
+    if connection.execute(_ANY_LATER, (run, step)).fetchone() is None:
+        return None
+    return [tuple(row) for row in connection.execute(_UP_TO, (run, step))]
+
+
+def forget_after(connection: sqlite3.Connection, run: int, step: int, left: Sequence[Row]) -> None:
+    """Take the later steps out of the history, of which the summaries `left` remain."""
+    connection.execute("DELETE FROM metrics WHERE run = ? AND step > ?", (run, step))
+    connection.execute("DELETE FROM summaries WHERE run = ?", (run,))
+    connection.executemany(_INSERT, left)

@@ -1,0 +1,36 @@
+"""What was said of a run and is not yet written. Called by the recorder, under its lock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shoal.runs.record.tensorboard_mirror import Logged
+
+
+@dataclass
+class Pending:
+    """In the order in which it was said; `num_rows` of the database in all."""
+
+    logged: list[Logged] = field(default_factory=list)
+    shown: list[Logged] = field(default_factory=list)  # newest values, without a place in the history
+    groups: dict[str, Logged] = field(default_factory=dict)  # the newest of each
+    versions: list[tuple[int, int, int, float, str]] = field(default_factory=list)
+    others: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
+    forgotten_after: int | None = None  # of what was written before
+    num_rows: int = 0
+
+    def forget_after(self, step: int) -> None:
+        for entries in (self.logged, self.shown):
+            entries[:] = [entry for entry in entries if entry[0] <= step]
+        self.groups = {group: entry for group, entry in self.groups.items() if entry[0] <= step}
+        self.forgotten_after = step if self.forgotten_after is None else min(step, self.forgotten_after)
+        logged = sum(len(values) for _, _, values in [*self.logged, *self.shown, *self.groups.values()])
+        self.num_rows = logged + len(self.versions) + len(self.others) + 1
+
+    def extend(self, later: Pending) -> None:
+        self.logged += later.logged
+        self.shown += later.shown
+        self.groups |= later.groups
+        self.versions += later.versions
+        self.others += later.others
+        self.num_rows += later.num_rows

@@ -1,0 +1,387 @@
+"""The writing side of the run record: what a run says about itself while it goes on.
+
+Owns the row of one run, the thread that writes to it, and the run's folder. Called by jobs and pillars, from any
+thread. Never reads metrics back, and never holds up a caller of `log` for the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from shoal.errors import Closed, ConfigError, RunError
+from shoal.home import home
+from shoal.runs.record import metric_summaries
+from shoal.runs.record.database import BUSY_TIMEOUT_S, connect, refusals, transaction, unreadable
+from shoal.runs.record.pending import Pending
+from shoal.runs.record.provenance import command_line, git_revision
+from shoal.runs.record.serialization import as_json, metric_name, metrics_of, storable, text_of, whole_number
+from shoal.runs.record.tensorboard_mirror import Mirror
+from shoal.runs.run_reader import find_row
+from shoal.runs.run_status import TERMINAL, Status, observed, transition
+
+FLUSH_INTERVAL_S = 0.5
+HEARTBEAT_INTERVAL_S = 3.0
+MAX_PENDING = 50_000
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_log = logging.getLogger(__name__)
+
+_INSERT_METRIC = "INSERT OR REPLACE INTO metrics (run, step, name, time, value) VALUES (?, ?, ?, ?, ?)"
+_INSERT_VERSION = "INSERT OR REPLACE INTO versions (run, version, step, time, sha256) VALUES (?, ?, ?, ?, ?)"
+_END = "UPDATE runs SET status = ?, finished_at = ?, error = ? WHERE number = ?"
+_INSERT_EVENT = "INSERT INTO events (run, time, kind, details) VALUES (?, ?, ?, ?)"
+_INSERT_MODEL = "INSERT OR REPLACE INTO models (run, name, version, time, aliases) VALUES (?, ?, ?, ?, ?)"
+_INSERT_ENDPOINT = "INSERT OR REPLACE INTO endpoints (run, name, kind, address, state, time) VALUES (?, ?, ?, ?, ?, ?)"
+
+
+def create(job: str, spec: str, run_id: str | None = None, *, command: str | None = None) -> RunRecorder:
+    """Record a new run of `job` with `spec` (YAML), and start it.
+
+    run_id:  names the run and its folder; made from the time when None
+    command: what would start the run again; the command line of this process when None
+
+    Raises ConfigError for an id that cannot name a folder, RunError for one that is taken, or when there is no place.
+    """
+    now = time.time()
+    run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
+    if not _ID.fullmatch(run_id) or run_id == "latest":
+        raise ConfigError("run_id", run_id, "cannot name a run", "use letters, digits, '.', '_' and '-', not 'latest'")
+    revision, is_dirty = git_revision(Path.cwd())
+    job, spec, command = text_of("job", job), text_of("spec", spec), storable(command or command_line())
+    values = (run_id, job, Status.CREATED, spec, command, revision, is_dirty)
+    connection, folder = connect(home()), home() / "runs" / run_id
+    try:
+        with transaction(connection):
+            if connection.execute("SELECT 1 FROM runs WHERE id = ?", (run_id,)).fetchone():
+                raise RunError(f"there is a run {run_id!r} already: resume it, or choose another id")
+            number = connection.execute(
+                "INSERT INTO runs (id, job, status, spec, command, git_revision, git_dirty,"
+                " created_at, heartbeat_at, host, pid, incarnation) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
+                (*values, now, now, socket.gethostname(), os.getpid()),
+            ).lastrowid
+            assert number is not None
+            incarnation = _start(connection, number, is_resumed=False)
+            _make_folder(folder, spec)
+    except BaseException:
+        connection.close()
+        raise
+    return RunRecorder(connection, number, run_id, incarnation, folder)
+
+
+def reopen(ref: str, spec: str | None = None) -> RunRecorder:
+    """Go on with a run that ended or was lost; the event `resumed` is recorded, and its old endpoints are closed.
+
+    ref:  an id, the unique beginning of one, or `latest`
+    spec: YAML that replaces the recorded spec; it stays when None
+
+    Raises RunError when there is no such run, or when a living process is still writing to it.
+    """
+    spec = None if spec is None else text_of("spec", spec)
+    connection = connect(home())
+    try:
+        with unreadable(home()):
+            row = find_row(connection, ref)
+        folder = home() / "runs" / row["id"]
+        with transaction(connection):
+            incarnation = _start(connection, row["number"], is_resumed=True, spec=spec)
+            _make_folder(folder, spec)
+    except BaseException:
+        connection.close()
+        raise
+    return RunRecorder(connection, row["number"], row["id"], incarnation, folder)
+
+
+def _start(connection: sqlite3.Connection, number: int, *, is_resumed: bool, spec: str | None = None) -> int:
+    """Make this process the writer of the run, and return its incarnation. Raises RunError when another lives.
+
+    Called in a transaction: whoever sees the new incarnation sees its beginning, and nothing of the old one as alive.
+    """
+    now, host, pid = time.time(), socket.gethostname(), os.getpid()
+    row = connection.execute("SELECT * FROM runs WHERE number = ?", (number,)).fetchone()
+    seen = observed(Status(row["status"]), row["heartbeat_at"], row["host"], row["pid"], host, now)
+    if seen is Status.RUNNING:
+        raise RunError(f"run {row['id']!r} is still running (process {row['pid']} on {row['host']}): stop it first")
+    connection.execute(
+        "UPDATE runs SET status = ?, finished_at = NULL, error = NULL, host = ?, pid = ?, heartbeat_at = ?,"
+        " incarnation = incarnation + 1 WHERE number = ?",
+        (transition(seen, Status.RUNNING), host, pid, now, number),
+    )
+    incarnation = int(row["incarnation"]) + 1
+    if is_resumed:
+        details = json.dumps({"after": row["status"], "incarnation": incarnation})
+        connection.execute(_INSERT_EVENT, (number, now, "resumed", details))
+        connection.execute("UPDATE endpoints SET state = 'closed', time = ? WHERE run = ?", (now, number))
+    if spec is not None:
+        connection.execute("UPDATE runs SET spec = ? WHERE number = ?", (spec, number))
+    return incarnation
+
+
+def _make_folder(folder: Path, spec: str | None) -> None:
+    """Last in the transaction of a beginning: no row without a folder. Raises RunError when it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if spec is not None:
+            (folder / "spec.yaml").write_text(spec)
+    except OSError as error:
+        raise RunError(f"the folder of the run, {folder}, cannot be written: {error.strerror}") from error
+
+
+class RunRecorder:
+    """Writes to one run; made by `create` and `reopen`. Every method may be called from any thread.
+
+    | capacity           | what blocks                             | who unblocks   | close()                          |
+    |--------------------|-----------------------------------------|----------------|----------------------------------|
+    | MAX_PENDING values | `log` at capacity: it flushes by itself | the database   | writes the rest, ends the        |
+    |                    | `flush`, `event`, ...: for one commit   | (busy timeout) | thread; later calls raise Closed |
+
+    Metrics and weight versions wait up to half a second, to be written together by a thread of the recorder; all else
+    is committed before the call returns. That thread is also the heartbeat: a run is lost when its process is.
+    """
+
+    def __init__(
+        self, connection: sqlite3.Connection, number: int, run_id: str, incarnation: int, folder: Path
+    ) -> None:
+        self.id, self.folder = run_id, folder
+        self._number, self._incarnation = number, incarnation
+        self._connection = connection
+        self._mirror = Mirror(run_id, folder / "tensorboard", incarnation)
+        self._pending = Pending()
+        self._status = Status.RUNNING
+        self._closed = False
+        self._heartbeat_monotonic_s = time.monotonic()
+        self._buffering = threading.Lock()  # guards _pending and _closed; held for moments
+        self._writing = threading.RLock()  # guards the connection and _status; held for a transaction
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._write_until_stopped, name=f"run-{run_id}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, values: Mapping[str, float], *, in_history: bool = True) -> None:
+        """Record metrics of one step; values that are not finite are kept. A step logged again replaces the first.
+
+        in_history: False: they are the newest values, and may be the best, but no points of a curve
+        Raises ConfigError for what cannot name a metric, for what is no number, and for a step beyond 64 bits.
+        """
+        entry = (whole_number("step", step), time.time(), metrics_of(values))
+        self._make_room()
+        with self._buffering:
+            self._require_open()
+            (self._pending.logged if in_history else self._pending.shown).append(entry)
+            self._pending.num_rows += len(values)
+
+    def log_group(self, step: int, group: str, values: Mapping[str, float]) -> None:
+        """Record the newest values of who is there, as `group/name`, and forget who was and is no more; no curves."""
+        group = text_of("group", group)
+        named = metrics_of({f"{group}/{name}": value for name, value in values.items()})
+        entry = (whole_number("step", step), time.time(), named)
+        self._make_room()
+        with self._buffering:
+            self._require_open()
+            self._pending.groups[group] = entry
+            self._pending.num_rows += len(values) + 1
+
+    def forget_after(self, step: int) -> None:
+        """Take back the metrics of later steps, which were given up: the run goes on from `step`, or begins again.
+
+        The newest and best values are those of the history that is left. Raises RunError as `flush` does.
+        """
+        with self._writing:  # nothing is on its way to the database, which would come back if it failed
+            with self._buffering:
+                self._require_open()
+                self._pending.forget_after(whole_number("step", step))
+            self.flush()
+
+    def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        """Add a distribution to the TensorBoard files, which alone hold it: counts [bins] between edges [bins + 1]."""
+        with self._buffering:
+            self._require_open()
+        if not self._mirror.has_begun:  # what was logged before, and may be of an earlier step, begins the file
+            with suppress(RunError):  # it is written later, and whoever calls flush is told
+                self.flush()
+            self._mirror.write()
+        self._mirror.add_histogram(whole_number("step", step), metric_name(name), counts, edges)
+
+    def weights_published(self, version: int, step: int, sha256: str, published_at: float) -> None:
+        """Record that version `version` of the weights was handed out after step `step`."""
+        version, step = whole_number("version", version), whole_number("step", step)
+        row = (self._number, version, step, float(published_at), text_of("sha256", sha256))
+        self._make_room()
+        with self._buffering:
+            self._require_open()
+            self._pending.versions.append(row)
+            self._pending.num_rows += 1
+
+    def event(self, kind: str, /, **details: object) -> None:
+        """Record that something happened; details are stored as JSON, and as text where JSON has no word for them."""
+        row = (self._number, time.time(), text_of("kind", kind), as_json(details))
+        self._write_through(_INSERT_EVENT, row)
+
+    def endpoint(self, name: str, kind: str, address: str, state: str) -> None:
+        """Record where a gateway or an endpoint of this run listens, and its state; the newest word counts."""
+        said = {"name": name, "kind": kind, "address": address, "state": state}
+        texts = [text_of(field, value) for field, value in said.items()]
+        self._write_through(_INSERT_ENDPOINT, (self._number, *texts, time.time()))
+
+    def model_registered(self, name: str, version: int, aliases: Sequence[str]) -> None:
+        """Record that this run registered name@version."""
+        words = json.dumps([text_of("aliases", alias) for alias in aliases])
+        row = (self._number, text_of("name", name), whole_number("version", version), time.time(), words)
+        self._write_through(_INSERT_MODEL, row)
+
+    def change_spec(self, spec: str) -> None:
+        """Replace the recorded spec (YAML)."""
+        spec = text_of("spec", spec)
+        self._write_through("UPDATE runs SET spec = ? WHERE number = ?", (spec, self._number))
+        _make_folder(self.folder, spec)
+
+    def flush(self) -> None:
+        """Commit everything said so far. Raises RunError when it cannot be written; it is then tried again later."""
+        self._flush(heartbeat_after_s=HEARTBEAT_INTERVAL_S)
+
+    def heartbeat(self) -> None:
+        """Say that the run is alive, now. The recorder's thread does so by itself every few seconds."""
+        with self._buffering:
+            self._require_open()
+        self._flush(heartbeat_after_s=0.0)
+
+    def finish(self, status: Status | str, error: str | None = None) -> None:
+        """Write the rest, record how the run ended, and close. Raises RunError unless `status` is a way to end."""
+        if status not in set(Status):
+            raise RunError(f"{status!r} is no way for a run to end: it is one of {', '.join(sorted(TERMINAL))}")
+        to = Status(status)
+        error = None if error is None else storable(error)
+        with self._writing:
+            transition(self._status, to)
+            with self._buffering:
+                self._closed = True
+                self._pending.others.append((_END, (to, time.time(), error, self._number)))
+            try:
+                self._flush(heartbeat_after_s=0.0)
+            finally:
+                self._status = to
+                self._release()
+
+    def close(self) -> None:
+        """Write the rest; a run that nobody finished is recorded as stopped. Idempotent."""
+        with self._writing:
+            if self._status not in TERMINAL:
+                self.finish(Status.STOPPED)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(BUSY_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The end of the body is the end of the run: finished; failed with the error; stopped by Ctrl-C."""
+        try:
+            if self._status in TERMINAL:
+                return
+            if error is None or (isinstance(error, SystemExit) and not error.code):
+                self.finish(Status.FINISHED)
+            elif isinstance(error, KeyboardInterrupt):
+                self.finish(Status.STOPPED, "interrupted")
+            else:
+                self._fail(error)
+        finally:
+            self.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """A record that cannot say so does not take the place of the error, which the caller goes on to raise."""
+        try:
+            self.finish(Status.FAILED, f"{type(error).__name__}: {error}")
+        except RunError as unwritable:
+            _log.warning("run %s: its end is not in the record: %s", self.id, unwritable)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise Closed(f"run {self.id!r} is {self._status.value}: nothing more can be recorded")
+
+    def _make_room(self) -> None:
+        if self._pending.num_rows >= MAX_PENDING:
+            self.flush()
+
+    def _write_through(self, statement: str, row: tuple[object, ...]) -> None:
+        self._make_room()
+        with self._buffering:
+            self._require_open()
+            self._pending.others.append((statement, row))
+            self._pending.num_rows += 1
+        self.flush()
+
+    def _flush(self, heartbeat_after_s: float) -> None:
+        with self._writing:
+            if self._status in TERMINAL:
+                return
+            with self._buffering:
+                pending, self._pending = self._pending, Pending()
+            if not pending.num_rows and time.monotonic() - self._heartbeat_monotonic_s < heartbeat_after_s:
+                return
+            try:
+                self._commit(pending)
+            except BaseException:  # whatever interrupted it, nothing is lost: the next flush writes it
+                with self._buffering:
+                    pending.extend(self._pending)
+                    self._pending = pending
+                raise
+            self._heartbeat_monotonic_s = time.monotonic()
+            if pending.forgotten_after is not None:
+                self._mirror.forget_after(pending.forgotten_after)
+            self._mirror.take(pending.logged)
+
+    def _commit(self, pending: Pending) -> None:
+        run, connection = self._number, self._connection
+        metrics = [(run, step, k, at, v) for step, at, values in pending.logged for k, v in values.items()]
+        forgotten_after = pending.forgotten_after
+        with refusals():
+            left = None if forgotten_after is None else metric_summaries.up_to(connection, run, forgotten_after)
+        with transaction(connection):
+            if forgotten_after is not None and left is not None:  # first: what is pending was said since
+                metric_summaries.forget_after(connection, run, forgotten_after, left)
+            connection.executemany(_INSERT_METRIC, metrics)
+            for group in pending.groups:
+                metric_summaries.forget_group(connection, run, group)
+            metric_summaries.summarise(connection, run, [*pending.logged, *pending.shown, *pending.groups.values()])
+            connection.executemany(_INSERT_VERSION, pending.versions)
+            for statement, row in pending.others:
+                connection.execute(statement, row)
+            beat = connection.execute(
+                "UPDATE runs SET heartbeat_at = ? WHERE number = ? AND incarnation = ?",
+                (time.time(), run, self._incarnation),
+            )
+            if beat.rowcount == 0:
+                raise RunError(f"run {self.id!r} was resumed by another process, which records it now")
+
+    def _write_until_stopped(self) -> None:
+        last_problem = ""
+        while not self._stopping.wait(FLUSH_INTERVAL_S):
+            try:
+                self.flush()
+                self._mirror.write()
+            except RunError as error:  # kept, and tried again; whoever calls flush or event is told
+                if str(error) != last_problem:
+                    _log.warning("run %s: %s", self.id, error)
+                last_problem = str(error)
+
+    def _release(self) -> None:
+        self._stopping.set()
+        try:
+            self._mirror.close()
+        finally:
+            self._connection.close()

@@ -1,0 +1,1 @@
+"""The one-page HTML report of a run."""

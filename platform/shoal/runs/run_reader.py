@@ -1,0 +1,306 @@
+"""The reading side of the run record: what is known of a run, while it goes on, after it ended, or after it died.
+
+Called by the CLI, the report, and whoever waits for a run. Opens a connection a question; never writes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+import socket
+import sqlite3
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from shoal.errors import RunError
+from shoal.home import home
+from shoal.runs.record.database import reading
+from shoal.runs.run_kind import Kind, kind_of
+from shoal.runs.run_status import Status, observed
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+MEAN_RETURN = "return/mean_100"
+# The number of the event with which the last life of the run began; NULL in its first.
+_RESUMED = "(SELECT max(number) FROM events WHERE run = ?1 AND kind = 'resumed')"
+
+# What a run without mean returns is judged by: a part of the metric's name, and whether more is better.
+VALIDATION = "validation/"  # how the names of metrics begin that were evaluated on data held back
+_HEADLINES = (
+    ("return", True),
+    ("reward", True),
+    ("accuracy", True),
+    ("score", True),
+    ("loss", False),
+    ("error", False),
+    ("perplexity", False),
+    ("bits_per", False),
+    ("mae", False),
+    ("mse", False),
+)
+# Words of a metric's name that tell the same, but are parts of other words too.
+_MORE_IS_BETTER = frozenset(
+    (
+        *("acc", "ap", "auc", "auroc", "auprc", "bleu", "coverage", "dice", "f1", "iou", "map", "mrr", "ndcg"),
+        *("precision", "psnr", "r2", "recall", "rouge", "ssim", "top1", "top5"),
+    )
+)
+_LESS_IS_BETTER = frozenset(("bpb", "bpc", "cer", "distance", "err", "fid", "kl", "mape", "nll", "ppl", "wer"))
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where something of a run listens: a gateway for actors, an endpoint for requests."""
+
+    name: str
+    kind: str
+    address: str
+    state: str
+
+
+def load(ref: str) -> Run:
+    """The run with this id, with the unique id that begins so, or the newest for `latest`.
+
+    Raises RunError, with ids that look alike, when there is none.
+    """
+    folder = home()
+    with reading(folder) as connection:
+        return Run._of(find_row(connection, ref), folder)
+
+
+def list_runs(limit: int = 50) -> list[Run]:
+    """The newest runs, newest first."""
+    folder = home()
+    with reading(folder) as connection:
+        rows = connection.execute("SELECT * FROM runs ORDER BY created_at DESC, number DESC LIMIT ?", (limit,))
+        return [Run._of(row, folder) for row in rows]
+
+
+def list_running() -> list[Run]:
+    """Every run that goes on, newest first, however many others have been created since."""
+    folder = home()
+    with reading(folder) as connection:
+        rows = connection.execute(
+            "SELECT * FROM runs WHERE status = ? ORDER BY created_at DESC, number DESC", (Status.RUNNING,)
+        )
+        seen = [Run._of(row, folder) for row in rows]
+    return [run for run in seen if run.status is Status.RUNNING]
+
+
+def find_row(connection: sqlite3.Connection, ref: str) -> sqlite3.Row:
+    """The row of `runs` that `ref` means. Raises RunError."""
+    ids = [row["id"] for row in connection.execute("SELECT id FROM runs ORDER BY created_at, number")]
+    if not ids:
+        raise RunError(f"there is no run {ref!r}, and no other: start one with `shoal run`")
+    matches = [ids[-1]] if ref == "latest" else [one for one in ids if one == ref]
+    matches = matches or [one for one in ids if ref and one.startswith(ref)]
+    if len(matches) > 1:
+        raise RunError(f"{ref!r} begins {len(matches)} runs: {', '.join(matches[-3:])}: type more of the id")
+    if not matches:
+        near = difflib.get_close_matches(ref, ids, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"the newest is {ids[-1]}."
+        raise RunError(f"there is no run {ref!r}: {hint} `shoal runs` lists them all")
+    row: sqlite3.Row = connection.execute("SELECT * FROM runs WHERE id = ?", (matches[0],)).fetchone()
+    return row
+
+
+def direction_of(metric: str) -> bool | None:
+    """Whether a higher value of the metric is the better one; None when its name does not tell."""
+    words = set(re.split(r"[^a-z0-9]+", metric.lower()))
+    if words & _MORE_IS_BETTER or words & _LESS_IS_BETTER:
+        return bool(words & _MORE_IS_BETTER)
+    return next((more_is_better for part, more_is_better in _HEADLINES if part in metric.lower()), None)
+
+
+def is_more_better(metric: str) -> bool:
+    """Whether a higher value of the metric is the better one, or its name does not tell."""
+    return direction_of(metric) is not False
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as it was when loaded; the methods read what is there when they are called.
+
+    The fields `*_at` are seconds since the epoch; in the tables, `time` is in seconds since the run was created.
+
+    status:    `Status.LOST` when the record says running and its writer is gone
+    spec:      the YAML that the run was created with
+    command:   what was typed to start it
+    git_dirty: tracked files differed from git_revision
+    incarnation: how many times it was started: 1, and one more for each time it was resumed
+    """
+
+    id: str
+    job: str
+    status: Status
+    spec: str = field(repr=False)
+    command: str
+    git_revision: str | None
+    git_dirty: bool
+    created_at: float
+    finished_at: float | None
+    heartbeat_at: float
+    host: str
+    pid: int
+    incarnation: int
+    error: str | None
+    folder: Path
+    _home: Path = field(repr=False)
+    _number: int = field(repr=False)
+
+    @classmethod
+    def _of(cls, row: sqlite3.Row, folder: Path) -> Self:
+        heartbeat_at, host, pid = row["heartbeat_at"], row["host"], row["pid"]
+        return cls(
+            id=row["id"],
+            job=row["job"],
+            status=observed(Status(row["status"]), heartbeat_at, host, pid, socket.gethostname(), time.time()),
+            spec=row["spec"],
+            command=row["command"],
+            git_revision=row["git_revision"],
+            git_dirty=bool(row["git_dirty"]),
+            created_at=row["created_at"],
+            finished_at=row["finished_at"],
+            heartbeat_at=heartbeat_at,
+            host=host,
+            pid=pid,
+            incarnation=row["incarnation"],
+            error=row["error"],
+            folder=folder / "runs" / row["id"],
+            _home=folder,
+            _number=row["number"],
+        )
+
+    @property
+    def kind(self) -> Kind:
+        """What it does, whatever its job is called."""
+        return kind_of(self.spec)
+
+    @property
+    def duration_s(self) -> float:
+        """From creation to the end; to now while running; to the last sign of life when lost."""
+        if self.status is Status.RUNNING:
+            return time.time() - self.created_at
+        return (self.finished_at or self.heartbeat_at) - self.created_at
+
+    def metrics(self) -> DataFrame:
+        """Every metric: index `step`, column `time` (when the step was last logged), one column a metric name."""
+        import pandas
+
+        rows = self._query("SELECT step, time, name, value FROM metrics WHERE run = ? ORDER BY step")
+        frame = pandas.DataFrame([tuple(row) for row in rows], columns=["step", "time", "name", "value"])
+        frame["value"] = frame["value"].astype(float)
+        wide = frame.pivot(index="step", columns="name", values="value").rename_axis(columns=None)
+        wide.insert(0, "time", (frame.groupby("step")["time"].max() - self.created_at).astype(float))
+        return wide
+
+    def latest(self, since_resumed: bool = False) -> dict[str, float]:
+        """The newest value of each metric; cheap enough to poll several times a second.
+
+        since_resumed: only of the metrics that were logged since the run was last resumed
+        """
+        since = f" AND time >= ifnull((SELECT time FROM events WHERE number = {_RESUMED}), 0)" if since_resumed else ""
+        rows = self._query("SELECT name, value FROM summaries WHERE run = ?1" + since)
+        return {row["name"]: math.nan if row["value"] is None else row["value"] for row in rows}
+
+    def best(self) -> tuple[str, float] | None:
+        """The metric that the run is judged by and its best finite value; None when it logged no such metric."""
+        rows = self._query("SELECT name, lowest, highest FROM summaries WHERE run = ?")
+        for row in rows:
+            if row["name"] == MEAN_RETURN:  # whatever else there is, such as an evaluation's return
+                return None if row["highest"] is None else (MEAN_RETURN, row["highest"])
+        rows = [row for row in rows if row["lowest"] is not None]
+        rows.sort(key=lambda row: not row["name"].startswith(VALIDATION))  # what was held back judges better
+        for part, more_is_better in _HEADLINES:
+            for row in rows:
+                if part in row["name"]:
+                    return row["name"], row["highest"] if more_is_better else row["lowest"]
+        return None
+
+    def events(self) -> DataFrame:
+        """What happened, in order: columns time, kind, details (a dict)."""
+        rows = self._query("SELECT time, kind, details FROM events WHERE run = ? ORDER BY number")
+        details = [(row["time"] - self.created_at, row["kind"], json.loads(row["details"])) for row in rows]
+        return _frame(details, ["time", "kind", "details"])
+
+    def last_events(self, since_resumed: bool = False) -> dict[str, dict[str, Any]]:
+        """The details of the newest event of each kind; cheap enough to poll several times a second.
+
+        since_resumed: only of the events since the run was last resumed, and not of the resumption itself
+        """
+        since = f" AND number > ifnull({_RESUMED}, 0)" if since_resumed else ""
+        # SQLite takes the columns beside max() from the row that has the maximum.
+        rows = self._query(f"SELECT kind, details, max(number) FROM events WHERE run = ?1{since} GROUP BY kind")
+        return {row["kind"]: json.loads(row["details"]) for row in rows}
+
+    def life_began_at(self) -> float:
+        """When the run was last resumed, or else created; Unix time in seconds."""
+        (row,) = self._query(f"SELECT (SELECT time FROM events WHERE number = {_RESUMED}) AS time")
+        return self.created_at if row["time"] is None else float(row["time"])
+
+    def num_versions(self) -> int:
+        """How many versions of the weights were published."""
+        return int(self._query("SELECT count(*) FROM versions WHERE run = ?")[0][0])
+
+    def versions(self, every: int = 1) -> DataFrame:
+        """The weight versions published: columns version, step, time, sha256.
+
+        every: only those whose number is a multiple of it, and the first and the last
+        """
+        ends = ", ".join(f"(SELECT {end}(version) FROM versions WHERE run = ?1)" for end in ("min", "max"))
+        rows = self._query(
+            "SELECT version, step, time - ?2, sha256 FROM versions"
+            f" WHERE run = ?1 AND (version % {int(every)} = 0 OR version IN ({ends})) ORDER BY version"
+        )
+        return _frame([tuple(row) for row in rows], ["version", "step", "time", "sha256"])
+
+    def models(self) -> DataFrame:
+        """The models that the run registered: columns name, version, time, aliases (a list, as given then)."""
+        rows = self._query("SELECT name, version, time, aliases FROM models WHERE run = ? ORDER BY time")
+        models = [(r["name"], r["version"], r["time"] - self.created_at, json.loads(r["aliases"])) for r in rows]
+        return _frame(models, ["name", "version", "time", "aliases"])
+
+    def endpoints(self) -> list[Endpoint]:
+        """Where the run listens or listened, by name. Of what a lost run had not closed, the state is `lost` too."""
+        rows = self._query("SELECT name, kind, address, state FROM endpoints WHERE run = ? ORDER BY name")
+        found = [Endpoint(*row) for row in rows]
+        if self.status is Status.LOST:
+            return [replace(each, state="lost") if each.state != "closed" else each for each in found]
+        return found
+
+    def to_dict(self) -> dict[str, object]:
+        """Everything but the histories, ready for JSON (a value that is not finite becomes None)."""
+        best = self.best()
+        return {
+            **{name: getattr(self, name) for name in ("id", "job", "spec", "command", "git_revision", "git_dirty")},
+            **{name: getattr(self, name) for name in ("created_at", "finished_at", "duration_s", "heartbeat_at")},
+            **{name: getattr(self, name) for name in ("host", "pid", "error")},
+            "status": self.status.value,
+            "folder": str(self.folder),
+            "latest": {name: value if math.isfinite(value) else None for name, value in self.latest().items()},
+            "best": {"name": best[0], "value": best[1]} if best else None,
+            "num_versions": self.num_versions(),
+            "endpoints": [asdict(endpoint) for endpoint in self.endpoints()],
+            "models": [
+                {"name": row["name"], "version": row["version"], "aliases": json.loads(row["aliases"])}
+                for row in self._query("SELECT name, version, aliases FROM models WHERE run = ? ORDER BY time")
+            ],
+        }
+
+    def _query(self, sql: str) -> list[sqlite3.Row]:
+        """The rows of a question whose first parameter is this run, and whose second is its creation time."""
+        parameters = (self._number, self.created_at)[: 2 if "?2" in sql else 1]
+        with reading(self._home) as connection:
+            return connection.execute(sql, parameters).fetchall()
+
+
+def _frame(rows: Sequence[tuple[object, ...]], columns: list[str]) -> DataFrame:
+    import pandas
+
+    return pandas.DataFrame(rows, columns=columns)

@@ -1,0 +1,180 @@
+"""Batches without a timeout: a free slot takes what is queued, at once, and never waits for more.
+
+Owns the threads in which forwards run, so the event loop stays free to parse and answer; which batch is next is
+decided by `schedule`. While a batch is computed the next requests gather; under load batches grow by themselves, and
+an idle endpoint answers a single request as fast as it can. Called by the endpoint's replica, with a queue for each
+model; knows no HTTP, no torch, no Ray and not what a request is.
+
+| capacity         | what blocks               | who unblocks           | close()                                      |
+|------------------|---------------------------|------------------------|----------------------------------------------|
+| `max_queue_rows` | nothing: a full queue     | a batch that is taken, | what is queued fails with Closed, the batch  |
+| and `_bytes` of  | refuses with QueueFull    | a request that is      | in hand is still answered, the threads end   |
+| each queue       | (429), at once, whom it   | cancelled or expires   | (waits up to `timeout_s` for them)           |
+|                  | holds the most of         |                        |                                              |
+
+Thread rules: the schedule, and who sleeps, are guarded by one lock that nobody holds while computing; futures, timers
+and the counts of how requests ended belong to the event loop; results reach it with one call per batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import astuple
+from functools import partial
+from typing import Generic
+
+from shoal.errors import Closed
+from shoal.serve.batching.queue import (
+    AnswerT,
+    Batched,
+    BatcherCounts,
+    BatchQueue,
+    BatchReport,
+    Entry,
+    Forward,
+    RequestT,
+    Slots,
+)
+from shoal.serve.batching.scheduler import Batch, QueueFull, TooLate
+
+__all__ = ["BatchQueue", "BatchReport", "Batched", "Batcher", "BatcherCounts", "QueueFull", "TooLate"]
+
+
+class Batcher(Generic[RequestT, AnswerT]):
+    """Runs the forwards of one or more queues over whatever waits in them, in `slots` threads.
+
+    on_thread_start: called once in each thread (thread-local settings)
+    clock:           what deadlines are measured by
+
+    Must be made on the event loop that will call it. Raises ConfigError for fewer than one slot.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int = 1,
+        on_thread_start: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._slots: Slots[RequestT, AnswerT] = Slots(slots, clock, asyncio.get_running_loop())
+        self._queues: list[BatchQueue[RequestT, AnswerT]] = []
+        self._on_thread_start = on_thread_start
+        self._closed = False
+        self._began_s = [math.inf] * slots  # when each slot's forward in hand began
+        self._threads = [
+            threading.Thread(target=self._run, args=(slot,), name=f"shoal-forward-{slot}", daemon=True)
+            for slot in range(slots)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def add_queue(
+        self,
+        name: str,
+        forward: Forward[RequestT, AnswerT],
+        *,
+        max_batch_rows: int,
+        max_queue_rows: int,
+        max_queue_bytes: int | None = None,
+        weight: float = 1.0,
+        on_batch: Callable[[BatchReport], None] | None = None,
+    ) -> BatchQueue[RequestT, AnswerT]:
+        """A queue with a forward of its own, that shares the slots with the others until it is closed.
+
+        forward:        gets a group and the requests of a batch, all of that group; gives an answer for each, in order.
+                        When it raises, the batch is halved until the poisonous request fails alone; an InferenceError
+                        of status 503 is nobody's fault, and fails the whole batch
+        max_batch_rows: a batch never holds more rows; a request is never split
+        max_queue_rows: rows that may wait; beyond, QueueFull is for the tenant that holds the most of them
+        max_queue_bytes: the same in bytes, for requests whose rows are large; None: no bound
+        weight:         its share of the slots' time while other queues have work too
+        on_batch:       told of every forward, in the forward's thread, after the answers are on their way
+
+        Raises ConfigError for limits that do not fit together, Closed.
+        """
+        if self._closed:
+            raise Closed("the batcher is closed")
+        with self._slots.lock:
+            policy = self._slots.schedule.add_queue(
+                name,
+                max_batch_rows=max_batch_rows,
+                max_queue_rows=max_queue_rows,
+                max_queue_bytes=max_queue_bytes,
+                weight=weight,
+            )
+        queue = BatchQueue(self._slots, policy, forward, on_batch, self._forget)
+        self._queues.append(queue)
+        return queue
+
+    def _forget(self, queue: BatchQueue[RequestT, AnswerT]) -> None:
+        """It is closed: its forward holds a model, whose memory others need. What all had counted at the end stays."""
+        if not self._closed:
+            self._queues.remove(queue)
+
+    @property
+    def alive(self) -> bool:
+        """Whether every thread is there to answer."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    @property
+    def computing_s(self) -> float:
+        """How long the forward in hand has taken so far, the longest of all slots; 0 when none is."""
+        return max(0.0, self._slots.clock() - min(self._began_s))
+
+    def counts(self) -> BatcherCounts:
+        """The sums over all open queues; after `close`, over those that were open."""
+        each = [astuple(queue.counts()) for queue in self._queues]
+        return BatcherCounts(*[sum(column) for column in zip(*each, strict=True)])
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Close the queues and end the threads; see the table above. Idempotent; call it on the event loop."""
+        if not self._closed:
+            self._closed = True
+            for queue in self._queues:
+                queue.close()
+            for _ in self._threads:
+                self._slots.wakeups.put(None)
+        ends_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, ends_s - time.monotonic()))
+
+    # What follows runs in the forwards' threads.
+
+    def _run(self, slot: int) -> None:
+        if self._on_thread_start is not None:
+            self._on_thread_start()
+        slots, begins = self._slots, partial(self._began_s.__setitem__, slot)
+        batch: Batch[Entry[RequestT, AnswerT]] | None = None
+        forwards: list[tuple[int, float]] = []
+        slept = False
+        try:
+            while True:
+                with slots.lock:
+                    now_s = slots.clock()
+                    if slept:
+                        slots.sleeping -= 1
+                        slots.waking = slept = False
+                    if batch is not None:
+                        slots.schedule.finished(batch, now_s, forwards)
+                    batch, late = slots.schedule.take(now_s)
+                    if batch is None:
+                        slots.sleeping += 1  # said under the lock: a request that comes from now on wakes somebody
+                        slept = True
+                    elif slots.sleeping and slots.schedule.has_work and slots.claim_wakeup():
+                        slots.wakeups.put(None)
+                for entry in late:
+                    slots.loop.call_soon_threadsafe(entry.queue.give_up, entry)
+                if batch is not None:
+                    forwards = batch.requests[0].queue.compute(batch, begins)
+                    self._began_s[slot] = math.inf
+                elif self._closed:
+                    return
+                else:
+                    slots.wakeups.get()
+        except RuntimeError:
+            if not slots.loop.is_closed():
+                raise  # else the loop is gone, and with it everybody who waited

@@ -1,0 +1,61 @@
+"""What the replicas have counted of a candidate since it was opened.
+
+Owned by the controller. A replica counts since it began to serve a model; what it had counted when a canary opened, or
+when it was first heard of afterwards, is left out. What a replica that died had counted stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from shoal.serve.controller.canary_guard import Evidence
+from shoal.serve.messages.metrics_snapshot import requests_and_errors
+from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, total_forwards
+
+Counted = tuple[int, int, int, int]  # requests, errors, compared, disagreed
+NOTHING: Counted = (0, 0, 0, 0)
+
+
+class EvidenceBook:
+    """Of one model's candidate; made anew with each canary."""
+
+    def __init__(self, model: str, stable: int, candidate: int) -> None:
+        self._model, self._stable, self._candidate = model, stable, candidate
+        self._before: dict[str, Counted] = {}
+        self._now: dict[str, Counted] = {}
+
+    def heard(self, report: ReplicaReport) -> None:
+        """A replica has reported."""
+        of_model = report.models.get(self._model)
+        if of_model is not None:
+            counted = _counted(of_model, self._candidate)
+            self._before.setdefault(report.replica, counted)
+            self._now[report.replica] = counted
+
+    def evidence(self, replicas: Iterable[ReplicaReport], metrics: Mapping[str, float], lost_replicas: int) -> Evidence:
+        """All of it; the forwards are those of the living `replicas`."""
+        requests, errors, compared, disagreed = NOTHING
+        for replica, now in self._now.items():
+            before = self._before[replica]
+            requests += now[0] - before[0]
+            errors += now[1] - before[1]
+            compared += now[2] - before[2]
+            disagreed += now[3] - before[3]
+        models = [report.models[self._model] for report in replicas if self._model in report.models]
+        return Evidence(
+            requests,
+            errors,
+            compared,
+            disagreed,
+            total_forwards(model.forwards.get(self._stable, {}) for model in models),
+            total_forwards(model.forwards.get(self._candidate, {}) for model in models),
+            metrics,
+            lost_replicas,
+        )
+
+
+def _counted(report: ModelReport, version: int) -> Counted:
+    counts = report.counts["versions"].get(str(version)) if report.counts is not None else None
+    if counts is None:
+        return NOTHING
+    return *requests_and_errors(counts), counts["compared"], counts["disagreed"]

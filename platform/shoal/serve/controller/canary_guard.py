@@ -1,0 +1,115 @@
+"""When a version is rolled back by itself: pure judgements of what has been counted.
+
+`judge` is asked by the controller while a canary is open, with every report; `judge_live` by a replica, about the
+version of a live model that answers. They act on nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from shoal.serve.messages.replica_report import MAX_FORWARDS, Forwards
+from shoal.serve.spec.model_options import GuardOptions
+
+MAX_LOST_REPLICAS = 2  # while a version is loaded, and again while it is a candidate: more are its doing
+MIN_FORWARDS = 5  # of one batch size, on either side, before their medians are compared
+NUM_COMPARED = 9  # batches that a live version and the one before it both compute, before one is called slow
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a candidate since it was opened, over all replicas.
+
+    requests, errors: that it answered or should have, shadowed ones too, and those that ended with a 5xx of its making
+    compared, disagreed: shadowed requests, and those whose outputs differed
+    stable, candidate: their forwards
+    metrics:          the last values that users reported for it, by name
+    lost_replicas:    that died while it was open
+    """
+
+    requests: int = 0
+    errors: int = 0
+    compared: int = 0
+    disagreed: int = 0
+    stable: Forwards = field(default_factory=dict)
+    candidate: Forwards = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    lost_replicas: int = 0
+
+
+def judge(guard: GuardOptions, evidence: Evidence) -> str:
+    """Why the candidate has to go; "" when it may stay."""
+    if evidence.lost_replicas > MAX_LOST_REPLICAS:
+        return f"{evidence.lost_replicas} replicas died while it answered"
+    value = evidence.metrics.get(guard.metric) if guard.metric else None
+    if value is not None and not value >= guard.min_value:
+        return f"{guard.metric} = {value:g} is below min_value = {guard.min_value:g}"
+    if evidence.requests >= guard.min_requests:
+        rate = evidence.errors / evidence.requests
+        if rate > guard.max_error_rate:
+            return (
+                f"{evidence.errors} of {evidence.requests} requests failed: {rate:.3g} is above"
+                f" max_error_rate = {guard.max_error_rate:g}"
+            )
+    # Its forwards count also where no request was answered: what is slow enough misses every deadline.
+    num_forwards = sum(count for count, _ in evidence.candidate.values())
+    if evidence.requests >= guard.min_requests or num_forwards >= min(guard.min_requests, MAX_FORWARDS):
+        ratio = latency_ratio(evidence.stable, evidence.candidate)
+        if ratio is not None and ratio > guard.max_latency_ratio:
+            return f"it computes {ratio:.3g} times as long: above max_latency_ratio = {guard.max_latency_ratio:g}"
+    if guard.max_disagreement is not None and evidence.compared >= guard.min_requests:
+        share = evidence.disagreed / evidence.compared
+        if share > guard.max_disagreement:
+            return (
+                f"{evidence.disagreed} of {evidence.compared} shadowed answers differ: {share:.3g} is above"
+                f" max_disagreement = {guard.max_disagreement:g}"
+            )
+    return ""
+
+
+def latency_ratio(stable: Forwards, candidate: Forwards) -> float | None:
+    """The candidate's compute time over the stable version's, for batches of like size; None when none compare.
+
+    Like with like: a candidate with a small share has small batches, whose rows cost more in any version.
+    """
+    weighted, weights = 0.0, 0
+    for size, (count, median_s) in candidate.items():
+        beside, beside_s = stable.get(size, (0, 0.0))
+        weight = min(count, beside)
+        if weight >= MIN_FORWARDS and beside_s > 0.0:
+            weighted += weight * median_s / beside_s
+            weights += weight
+    return weighted / weights if weights else None
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a replica knows of a live version, beside the one before it.
+
+    requests: that it was to compute
+    errors:   of them, those of batches that it failed at and the version before then answered: it is to blame, and not
+              what was asked
+    ratios:   the seconds it took for a batch over those of the version before, for the same batch
+    """
+
+    requests: int = 0
+    errors: int = 0
+    ratios: Sequence[float] = ()
+
+
+def judge_live(guard: GuardOptions, tried: Tried) -> str:
+    """Why the version has to go; "" when it may stay. From its first request on: no error is there by chance."""
+    if tried.errors > guard.max_error_rate * tried.requests:
+        rate = tried.errors / tried.requests
+        return (
+            f"it failed at {tried.errors} of {tried.requests} requests, which the version before could answer:"
+            f" {rate:.3g} is above max_error_rate = {guard.max_error_rate:g}"
+        )
+    if len(tried.ratios) >= NUM_COMPARED and (ratio := median(tried.ratios)) > guard.max_latency_ratio:
+        return (
+            f"it computes the same batches {ratio:.3g} times as long as the version before: above"
+            f" max_latency_ratio = {guard.max_latency_ratio:g}"
+        )
+    return ""

@@ -1,0 +1,122 @@
+"""What an administrator may ask of a controller: the words of `POST /shoal/v1/rollout`, checked.
+
+    {"action": "deploy",   "model": "lenet@champion", "options": {...}}     serve it, or another version of it, at once
+    {"action": "canary",   "model": "lenet", "version": 3, "percent": 5}    0 percent: only who asks for the candidate
+    {"action": "shadow",   "model": "lenet", "version": 3, "percent": 20}   computed and compared; 0 ends it
+    {"action": "promote",  "model": "lenet"}                                the candidate becomes stable
+    {"action": "rollback", "model": "lenet", "reason": "..."}               the candidate goes; or the last one is back
+    {"action": "rollback", "model": "lenet", "from_version": 3}             409 when it would leave another than 3
+    {"action": "rollback", "model": "policy", "version": 41}                a live model stays with 41, or with the last
+    {"action": "canary",   "model": "policy", "percent": 5}                 a live model's newest, beside what answers
+    {"action": "promote",  "model": "policy"}                               a live model follows its run again
+    {"action": "delete",   "model": "lenet"}
+    {"action": "metric",   "model": "lenet", "metric": "accuracy", "value": 0.91}       of the candidate, for the guard
+
+Pure: knows nothing of what is deployed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from shoal.errors import ConfigError, InferenceError
+from shoal.registry import split_ref
+from shoal.serve.messages.desired_state import Shares
+from shoal.serve.spec.endpoint import over
+from shoal.serve.spec.model_options import GuardOptions, ModelOptions
+
+Action = Literal["deploy", "canary", "shadow", "promote", "rollback", "delete", "metric"]
+MAX_REASON_CHARS = 500
+MAX_TIMEOUT_S = 3600.0
+
+
+class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One change, as it was asked for. `version` "" (also said as `latest`) leaves the choice to the action.
+
+    from_version: what a rollback is meant to leave, so that it does not go back twice; 0 for whatever is there
+    """
+
+    action: Action
+    model: str
+    version: str | int = ""
+    from_version: int = 0
+    percent: float | None = None
+    options: dict[str, Any] = {}
+    metric: str = ""
+    value: float | None = None
+    reason: str = ""
+    timeout_s: float = 120.0
+
+    @property
+    def word(self) -> str:
+        """The version as a word: a number, an alias, or ""."""
+        return str(self.version)
+
+
+def parse_change(values: Mapping[str, Any]) -> Change:
+    """Raises InferenceError (400) naming the field."""
+    if isinstance(action := values.get("action"), str) and action not in get_args(Action):
+        raise InferenceError(400, f"action = {action[:40]!r}: expected {', '.join(get_args(Action))}")
+    try:
+        change = msgspec.convert(dict(values), Change)
+    except msgspec.ValidationError as error:
+        raise InferenceError(400, f"not a change: {error}") from None
+    try:
+        name, word = split_ref(change.model)
+        version = split_ref(f"{name}@{change.word}")[1] if change.word else ""
+    except ConfigError as error:
+        raise InferenceError(400, str(error)) from None
+    if word and version not in ("", word):
+        raise InferenceError(400, f"model says version {word!r}, version says {version!r}: say it once")
+    change = msgspec.structs.replace(change, model=name, version=word or version)
+    if change.percent is not None and not 0.0 <= change.percent <= 100.0:
+        raise InferenceError(400, f"percent = {change.percent:g}: expected 0 to 100")
+    if not 0.0 < change.timeout_s <= MAX_TIMEOUT_S:
+        raise InferenceError(400, f"timeout_s = {change.timeout_s:g}: expected 0 to {MAX_TIMEOUT_S:g}")
+    if change.action == "metric" and (not change.metric or change.value is None or not math.isfinite(change.value)):
+        raise InferenceError(400, "a metric needs a name (metric) and a finite number (value)")
+    if change.action in ("canary", "shadow") and change.percent is None:
+        raise InferenceError(400, f"{change.action} needs percent, from 0 to 100")
+    if change.from_version and change.action != "rollback":
+        raise InferenceError(400, f"from_version belongs to a rollback, not to {change.action}")
+    if len(change.reason) > MAX_REASON_CHARS:
+        raise InferenceError(400, f"reason has {len(change.reason)} characters, {MAX_REASON_CHARS} are allowed")
+    return change
+
+
+def parse_options(values: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `values` over it, part by part, as a checked ModelOptions. Raises InferenceError (400)."""
+    try:
+        return ModelOptions.parse(over(base, values)).model_dump(mode="json")
+    except ConfigError as error:
+        raise InferenceError(400, f"options.{error}") from None
+
+
+def require_left(change: Change, version: int) -> None:
+    """Of a rollback that would leave `version`. Raises InferenceError (409)."""
+    if change.from_version not in (0, version):
+        what = f"version {version}" if version else "no version"
+        problem = f"a rollback of {change.model!r} would leave {what}, not {change.from_version}: see its status"
+        raise InferenceError(409, problem)
+
+
+def require_looked_at(change: Change, guard: GuardOptions) -> None:
+    """Of a metric that is reported. Raises InferenceError (400)."""
+    if change.metric != guard.metric:
+        looks_at = f"{guard.metric!r}, not at {change.metric!r}" if guard.metric else "no metric: set guard.metric"
+        raise InferenceError(400, f"the guard of {change.model!r} looks at {looks_at}")
+
+
+def ends_shadow(change: Change, open_now: Shares) -> bool:
+    """Whether it takes what is shadowed away from a candidate that has nothing else."""
+    return change.action == "shadow" and not change.percent and open_now.is_shadow
+
+
+def require_to_shadow(change: Change) -> None:
+    """Of what would open a candidate, where there is none. Raises InferenceError (409)."""
+    if change.action == "shadow" and not change.percent:
+        raise InferenceError(409, f"model {change.model!r} has no shadow that could end: see its status")

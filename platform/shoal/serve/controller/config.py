@@ -1,0 +1,97 @@
+"""What a controller is made from: derived from an endpoint's spec and models once, by whoever deploys them.
+
+Called by the Ray shells; knows no Ray.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ConfigError
+from shoal.home import home
+from shoal.registry import Registry
+from shoal.serve.controller.state import Deployment
+from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.model_source import LiveModel, RegisteredModel, RegistryCatalogue, ServedModel
+
+_KEPT = re.compile(r"endpoint-(.+)-[0-9a-f]+@([0-9a-f]+)")
+
+
+@dataclass(frozen=True)
+class ControllerSetting:
+    """What a controller is made from, whoever makes it.
+
+    deployment: of the call of `deploy`
+    folder:     for its state
+    registry:   where models that are loaded later come from
+    options:    how those are served, by name; "" for all others
+    idle_s:     when no replica has asked for so long, there is none any more
+    driver:     Ray's id of the job that keeps the endpoint up; "" when Serve does (`ray_app`)
+    grpc:       host:port where the endpoint speaks gRPC; "" when it does not
+    num_replicas: of the endpoint, at least
+    """
+
+    name: str
+    deployment: str
+    models: tuple[Deployment, ...]
+    folder: Path
+    registry: str
+    options: Mapping[str, dict[str, Any]]
+    idle_s: float = 120.0
+    driver: str = ""
+    grpc: str = ""
+    num_replicas: int = 0
+
+    @property
+    def actor(self) -> str:
+        """The actor's name, which `kept_endpoint` reads."""
+        return f"endpoint-{self.name}-{self.deployment}" + (f"@{self.driver}" if self.driver else "")
+
+    @property
+    def state_file(self) -> Path:
+        """Of this deployment alone: two clusters may have endpoints of one name."""
+        return self.folder / f"{self.name}-{self.deployment}.json"
+
+
+def kept_endpoint(actor: str) -> tuple[str, str]:
+    """(endpoint, driver) of an actor that is the controller of an endpoint which a driver keeps up; else ("", "")."""
+    found = _KEPT.fullmatch(actor)
+    return (found[1], found[2]) if found else ("", "")
+
+
+def controller_setting(
+    spec: EndpointSpec, models: Sequence[ServedModel]
+) -> tuple[ControllerSetting, dict[str, LiveModel]]:
+    """What the controller is made from, and the models that the replicas follow by themselves.
+
+    Raises ConfigError, and RegistryError for a version or alias that there is not.
+    """
+    if not models:
+        raise ConfigError("models", [], "an endpoint serves something", "name a model")
+    deployments: dict[str, Deployment] = {}
+    for model in models:
+        if model.name in deployments:
+            raise ConfigError("models", model.name, "is there twice", "serve it once, or under another name")
+        options = (model.options or spec.options(model.name)).model_dump(mode="json")
+        registry = ""
+        if isinstance(model.source, RegisteredModel):
+            registry = model.source.registry
+            RegistryCatalogue(registry).meant(model.name, model.version)
+        deployments[model.name] = Deployment(model.name, registry, model.version, options)
+    known = {name: options.model_dump(mode="json") for name, options in {"": spec.model, **spec.models}.items()}
+    setting = ControllerSetting(
+        spec.name,
+        secrets.token_hex(4),
+        tuple(deployments.values()),
+        home() / "endpoints",
+        str(Registry().root),
+        known,
+        grpc=spec.grpc_address,
+        num_replicas=spec.num_replicas,
+    )
+    return setting, {model.name: model.source for model in models if isinstance(model.source, LiveModel)}

@@ -1,0 +1,120 @@
+"""The methods of the gRPC service, and what goes with a call of one: metadata, and the status behind its answer.
+
+Called by `grpc_http1`. What a method raises becomes a status:
+
+    400 405 422 INVALID_ARGUMENT     401 UNAUTHENTICATED      403 PERMISSION_DENIED   404 NOT_FOUND
+    409 FAILED_PRECONDITION          413 429 RESOURCE_EXHAUSTED                       500 INTERNAL
+    415 501 UNIMPLEMENTED            503 UNAVAILABLE          408 504 DEADLINE_EXCEEDED
+
+A refusal that knows when to come back has `retry-after` (seconds) in its trailing metadata.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import urllib.parse
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.message import Message
+
+from shoal.errors import InferenceError
+from shoal.open_inference import inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from shoal.serve.grpc.service import InferenceServicer
+
+SERVICE = "inference.GRPCInferenceService"
+STATUSES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    405: grpc.StatusCode.INVALID_ARGUMENT,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
+    409: grpc.StatusCode.FAILED_PRECONDITION,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    415: grpc.StatusCode.UNIMPLEMENTED,
+    422: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    431: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    501: grpc.StatusCode.UNIMPLEMENTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+TAKE_BYTES = frozenset({"ModelInfer", "ModelStreamInfer"})
+OPEN = frozenset({"ServerLive", "ServerReady"})  # to everybody
+MAX_DETAILS_CHARS = 2000  # they travel in a header block, which proxies limit
+_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # what `grpc-message` may hold as it is
+# Methods that stock clients have, and what they are told.
+NOT_SERVED = {
+    "SystemSharedMemoryStatus": "shared memory",
+    "SystemSharedMemoryRegister": "shared memory",
+    "SystemSharedMemoryUnregister": "shared memory",
+    "CudaSharedMemoryStatus": "shared memory",
+    "CudaSharedMemoryRegister": "shared memory",
+    "CudaSharedMemoryUnregister": "shared memory",
+    "TraceSetting": "changing what is traced",
+    "LogSettings": "changing what is logged",
+}
+
+
+class Call:
+    """One call: the metadata that came with it, and its status and what goes with that, behind the answer."""
+
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self.metadata = dict(headers)
+        self.trailing: list[tuple[bytes, bytes]] = []
+        self._refused: InferenceError | None = None
+
+    def refuse(self, error: InferenceError) -> None:
+        """Say with a status what was wrong."""
+        self._refused = error
+        self.trailing = (
+            [] if error.retry_after_s is None else [(b"retry-after", b"%d" % math.ceil(error.retry_after_s))]
+        )
+
+    def trailers(self) -> list[tuple[bytes, bytes]]:
+        """The status, its words, and what goes with it."""
+        if self._refused is None:
+            return [(b"grpc-status", b"0"), *self.trailing]
+        status: int = STATUSES.get(self._refused.status, grpc.StatusCode.INTERNAL).value[0]
+        words = urllib.parse.quote(str(self._refused)[:MAX_DETAILS_CHARS], safe=_PRINTABLE)[:MAX_DETAILS_CHARS]
+        words = re.sub("%[0-9A-F]?$", "", words)
+        return [(b"grpc-status", b"%d" % status), (b"grpc-message", words.encode()), *self.trailing]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One method of the service. `attribute` is its name in `InferenceServicer`.
+
+    takes_bytes: messages go to it, and come from it, as bytes
+    """
+
+    name: str
+    attribute: str
+    request: type[Message]
+    response: type[Message]
+    streams: bool
+    takes_bytes: bool
+
+    def of(self, servicer: InferenceServicer) -> Callable[..., Any]:
+        """What answers it."""
+        found: Callable[..., Any] = getattr(servicer, self.attribute)
+        return found
+
+
+def _methods() -> dict[str, Method]:
+    found = {}
+    for each in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+        attribute = re.sub(r"(?<!^)(?=[A-Z])", "_", each.name).lower()
+        request, response = getattr(pb, each.input_type.name), getattr(pb, each.output_type.name)
+        takes_bytes = each.name in TAKE_BYTES
+        found[each.name] = Method(each.name, attribute, request, response, each.server_streaming, takes_bytes)
+    return found
+
+
+METHODS = _methods()

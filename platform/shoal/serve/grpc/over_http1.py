@@ -1,0 +1,180 @@
+"""gRPC calls in HTTP/1.1: HAProxy speaks HTTP/2 to the clients, and hands them on like this.
+
+gRPC is messages each way, each after five bytes, and a status behind the last; HTTP/1.1 has a place for that too,
+behind the last chunk. Python's gRPC server takes 0.3 ms of a processor for a call, most of it in threads and a loop of
+its own; as a request of the replica's HTTP server a call costs what one of JSON does, and less to decode (docs/log.md).
+HAProxy (`cluster.haproxy`) hands on all calls of the service like this.
+
+`GrpcOverHttp1` is an ASGI application around that of REST. It writes the chunks of its answers itself, so it needs a
+server that does not (`direct_http`). Bodies, deadlines and clients that go away are watched as those of REST are, what
+comes of a stream by `grpc_stream`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from typing import Any, NamedTuple
+
+from shoal.errors import InferenceError
+from shoal.serve.grpc.methods import METHODS, NOT_SERVED, OPEN, SERVICE, Call, Method
+from shoal.serve.grpc.service import InferenceServicer, Invocation, parsed, refusal
+from shoal.serve.grpc.stream import HEAD_BYTES, Frame, StreamProgress
+from shoal.serve.http.compression import decompressed
+from shoal.serve.http.messages import Receive, Scope, Send
+from shoal.serve.messages.inference import Disconnected
+from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.request_lifecycle import Progress, RequestsInProgress
+
+PREFIX = f"/{SERVICE}/"
+TYPE = (b"content-type", b"application/grpc")
+CHUNKED = [TYPE, (b"transfer-encoding", b"chunked")]
+UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
+FOREVER_S = 1e9  # gRPC's word for no deadline is one in some hundred years
+
+
+class _Asked(NamedTuple):
+    method: Method
+    call: Call
+    reply: _Reply
+
+
+class GrpcOverHttp1:
+    """Answers the paths of the service; all others are `other`'s."""
+
+    def __init__(self, servicer: InferenceServicer, other: Any, limits: Limits) -> None:
+        self._servicer, self._other, self._limits = servicer, other, limits
+        self._in_progress = RequestsInProgress(limits)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
+            await self._other(scope, receive, send)
+            return
+        call, name = Call(scope["headers"]), scope["path"][len(PREFIX) :]
+        reply = _Reply(send, call)
+        try:
+            method = METHODS.get(name)
+            if method is None or scope["method"] != "POST":
+                what = NOT_SERVED.get(name)
+                raise InferenceError(
+                    501, f"{name[:200]} is not served here" + (f": {what} is not offered" if what else "")
+                )
+            self._limits.check_head(scope["path"], scope["headers"])
+            if name not in OPEN:
+                self._servicer.require_known(Invocation(call.metadata))
+            asked = _Asked(method, call, reply)
+            if method.streams:
+                await self._in_progress.run_as(StreamProgress, receive, self._stream, asked)
+            else:
+                await self._in_progress.run(receive, self._call, asked)
+        except Disconnected:
+            return
+        except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
+            call.refuse(refusal(error))
+        if not reply.begun:
+            await reply.end()
+            return
+        with suppress(TimeoutError):  # who takes no answers does not take this either
+            async with asyncio.timeout(self._limits.answer_grace_s):
+                await reply.end()
+
+    async def _call(self, progress: Progress, asked: _Asked) -> None:
+        deadline_s = _until_deadline(progress, asked.call)
+        body = await progress.body(None)
+        if len(body) < HEAD_BYTES or len(body) - HEAD_BYTES != int.from_bytes(body[1:HEAD_BYTES], "big"):
+            raise InferenceError(400, f"not one message of gRPC: a body of {len(body)} bytes")
+        request = await self._request(Frame(body[0] != 0, body[HEAD_BYTES:]), asked)
+        invocation = Invocation(asked.call.metadata, deadline_s)
+        answer = await asked.method.of(self._servicer)(request, invocation)
+        asked.reply.last = answer if asked.method.takes_bytes else answer.SerializeToString()
+        asked.call.trailing = invocation.trailing
+
+    async def _stream(self, progress: StreamProgress, asked: _Asked) -> None:
+        deadline_s = _until_deadline(progress, asked.call)
+
+        async def requests() -> AsyncGenerator[bytes, None]:
+            while (frame := await progress.frame()) is not None:
+                yield await self._request(frame, asked)
+
+        invocation = Invocation(asked.call.metadata, deadline_s)
+        async with (
+            aclosing(requests()) as incoming,
+            aclosing(asked.method.of(self._servicer)(incoming, invocation)) as responses,
+        ):
+            async for response in responses:
+                await progress.sent(asked.reply.give(response))
+
+    async def _request(self, frame: Frame, asked: _Asked) -> Any:
+        """What the method takes. Raises InferenceError (400, 413, 415)."""
+        content = frame.content
+        if frame.compressed:
+            encoding = asked.call.metadata.get(b"grpc-encoding", b"identity")
+            content = await decompressed(content, encoding, self._limits)
+        return content if asked.method.takes_bytes else parsed(asked.method.request, content)
+
+
+class _Reply:
+    """What a call answers: any number of messages, each in a chunk of its own, and its status behind the last one.
+
+    A call that is refused before its first message has nothing but the status.
+    """
+
+    def __init__(self, send: Send, call: Call) -> None:
+        self._send, self._call, self.begun = send, call, False
+        self.last: bytes | None = None  # goes with the end
+
+    async def give(self, message: bytes) -> None:
+        """One message, and more to come."""
+        await self._begin()
+        chunk = b"%b\r\n" % _chunk(message)
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def end(self) -> None:
+        """`last`, if there is one, and the status."""
+        trailers = self._call.trailers()
+        if self.last is None and not self.begun:
+            headers = [TYPE, (b"content-length", b"0"), *trailers]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.body", "body": b""})
+            return
+        await self._begin()
+        chunk = b"" if self.last is None else b"%b\r\n" % _chunk(self.last)
+        end = b"".join((chunk, b"0\r\n", *(b"%b: %b\r\n" % trailer for trailer in trailers), b"\r\n"))
+        await self._send({"type": "http.response.body", "body": end})
+
+    async def _begin(self) -> None:
+        if not self.begun:
+            self.begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": CHUNKED})
+
+
+def _chunk(message: bytes) -> bytes:
+    """A message behind its five bytes, behind the chunk's length."""
+    size_bytes = len(message)
+    return b"%x\r\n\0%b%b" % (HEAD_BYTES + size_bytes, size_bytes.to_bytes(4, "big"), message)
+
+
+def _until_deadline(progress: Progress, call: Call) -> float | None:
+    """The call's deadline, at which it is ended. Raises InferenceError (400)."""
+    left_s = _timeout_s(call.metadata.get(b"grpc-timeout"))
+    if left_s is None:
+        return None
+    deadline_s = time.monotonic() + left_s
+    progress.until(deadline_s)
+    return deadline_s
+
+
+def _timeout_s(value: bytes | None) -> float | None:
+    """The value of `grpc-timeout`; None for none, or one that means none. Raises InferenceError (400)."""
+    if value is None:
+        return None
+    text = value.decode("latin-1")
+    found = _TIMEOUT.fullmatch(text)
+    if found is None:
+        raise InferenceError(400, f"grpc-timeout = {text[:40]!r}: expected digits and one of H M S m u n")
+    left_s = int(found[1]) * UNITS_S[found[2]]
+    return None if left_s > FOREVER_S else left_s

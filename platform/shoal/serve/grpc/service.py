@@ -1,0 +1,347 @@
+"""The Open Inference Protocol v2 over gRPC: one coroutine for each of its methods, on messages.
+
+Owns what each method means; `grpc_tensors` has the tensors, `grpc_layouts` what is known of a request from those before
+it (so inferences come and go as bytes), `grpc_http1` the wire, `model_config` what a model says of itself. Called by
+`grpc_http1`, which answers what is raised here with a status. Knows no socket and no Ray, and the models only through
+`ModelHost`.
+
+Metadata that requests may carry: `authorization: Bearer KEY`, and as in HTTP `shoal-deadline-ms`, `shoal-track`,
+`shoal-sticky`, `traceparent`. The deadline of the call itself counts as one. Trailing metadata: `shoal-model-version`.
+
+A stream is answered in its order, while up to `STREAM_WINDOW` of its requests are in the batcher at once. A request
+that fails is answered with `error_message`, and the stream goes on; a client that sends `triton_grpc_error: true` gets
+the status instead, and the stream ends. Without a known key it ends at once, and nothing is read.
+
+    queue             capacity         what blocks                          who unblocks       close()
+    answers of a      STREAM_WINDOW    reading the stream's next request,   the answer that    the stream's end or
+    stream                             and so the client (HTTP/2 window)    is next in order   cancellation cancels all
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import msgspec
+from google.protobuf import json_format
+from google.protobuf.message import DecodeError, Message
+
+from shoal.errors import Closed, InferenceError
+from shoal.open_inference import inference_pb2 as pb
+from shoal.registry.manifest import Signature
+from shoal.serve.grpc.codec import Asked, GrpcCodec, Inputs, field_head, parameter_value
+from shoal.serve.grpc.request_cache import Layout, Layouts
+from shoal.serve.http.messages import FROM
+from shoal.serve.messages.inference import Caller, HostedModel, InferCall, ModelHost, origin
+from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.model_metadata import EXTENSIONS, described, metadata, model_config
+from shoal.serve.protocol.offload import LARGE_BYTES, beside, has_many, read_beside
+from shoal.serve.protocol.request_options import asked_deadline, asked_sticky, asked_track, asked_version
+
+if TYPE_CHECKING:
+    from shoal.serve.protocol.tracing import RequestTrace, Tracer
+
+logger = logging.getLogger(__name__)
+M = TypeVar("M", bound=Message)
+
+STREAM_WINDOW = 64
+# The field of a ModelStreamInferResponse that an answer is in, and a parameter of every one: the last to its request.
+IN_STREAM = pb.ModelStreamInferResponse.DESCRIPTOR.fields_by_name["infer_response"].number << 3 | 2
+FINAL = pb.ModelInferResponse(
+    parameters={"triton_final_response": pb.InferParameter(bool_param=True)}
+).SerializeToString()
+
+
+class Request(NamedTuple):
+    """A ModelInferRequest. `layout`: its own, when that is known; else there is `message`.
+
+    arrived_s: when, on the clock of `time.monotonic()`
+    """
+
+    arrived_s: float
+    content: bytes
+    asked: Asked
+    layout: Layout | None
+    message: pb.ModelInferRequest | None
+
+
+@dataclass(slots=True)
+class Invocation:
+    """What comes and goes beside a request's message.
+
+    deadline_s: `time.monotonic()` after which the client has gone; None when it waits for ever
+    trailing:   metadata that goes back after the answer
+    """
+
+    metadata: Mapping[bytes, bytes]
+    deadline_s: float | None = None
+    trailing: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    def text(self, name: bytes) -> str:
+        """The value of a metadata field, "" when there is none."""
+        value = self.metadata.get(name)
+        return "" if value is None else value.decode("latin-1")
+
+
+class InferenceServicer:
+    """Answers each method of the service, or raises InferenceError or Closed."""
+
+    def __init__(self, host: ModelHost, access: Access, tracer: Tracer | None = None) -> None:
+        self._host, self._access, self._tracer = host, access, tracer
+        self._codecs: dict[str, tuple[Signature, int, GrpcCodec]] = {}
+        self._layouts = Layouts()
+
+    async def server_live(self, request: pb.ServerLiveRequest, invocation: Invocation) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    async def server_ready(self, request: pb.ServerReadyRequest, invocation: Invocation) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._host.ready)
+
+    async def server_metadata(
+        self, request: pb.ServerMetadataRequest, invocation: Invocation
+    ) -> pb.ServerMetadataResponse:
+        self._admit(invocation)
+        return pb.ServerMetadataResponse(name="shoal", version="2", extensions=EXTENSIONS)
+
+    async def model_ready(self, request: pb.ModelReadyRequest, invocation: Invocation) -> pb.ModelReadyResponse:
+        """An unknown model or version is not ready: this method asks, it does not fail."""
+        self._admit(invocation, request.name)
+        try:
+            model = self._host.model(request.name)
+            version = asked_version(model, request.version)
+        except InferenceError:
+            return pb.ModelReadyResponse(ready=False)
+        return pb.ModelReadyResponse(ready=bool(version or model.version))
+
+    async def model_metadata(
+        self, request: pb.ModelMetadataRequest, invocation: Invocation
+    ) -> pb.ModelMetadataResponse:
+        model = self._model(request.name, request.version, invocation)
+        return json_format.ParseDict(msgspec.to_builtins(metadata(model)), pb.ModelMetadataResponse())
+
+    async def model_config(self, request: pb.ModelConfigRequest, invocation: Invocation) -> pb.ModelConfigResponse:
+        model = self._model(request.name, request.version, invocation)
+        return pb.ModelConfigResponse(config=json_format.ParseDict(model_config(model), pb.ModelConfig()))
+
+    async def model_statistics(
+        self, request: pb.ModelStatisticsRequest, invocation: Invocation
+    ) -> pb.ModelStatisticsResponse:
+        if request.name:
+            models = [self._model(request.name, request.version, invocation)]
+        else:
+            caller = self._admit(invocation)
+            models = [model for model in self._host.models() if _may_see(caller, model.name)]
+        found = [
+            statistics
+            for model in models
+            for statistics in model.statistics()
+            if request.version in ("", statistics.version)
+        ]
+        content = {"model_stats": msgspec.to_builtins(found)}
+        return json_format.ParseDict(content, pb.ModelStatisticsResponse(), ignore_unknown_fields=True)
+
+    async def repository_index(
+        self, request: pb.RepositoryIndexRequest, invocation: Invocation
+    ) -> pb.RepositoryIndexResponse:
+        caller = self._admit(invocation)
+        index = pb.RepositoryIndexResponse.ModelIndex
+        return pb.RepositoryIndexResponse(
+            models=[
+                index(name=entry.name, version=entry.version, state=entry.state, reason=entry.reason)
+                for entry in self._host.repository()
+                if _may_see(caller, entry.name) and (entry.state == "READY" or not request.ready)
+            ]
+        )
+
+    async def repository_model_load(
+        self, request: pb.RepositoryModelLoadRequest, invocation: Invocation
+    ) -> pb.RepositoryModelLoadResponse:
+        caller = self._admit(invocation, request.model_name, administrator=True)
+        parameters = {name: parameter_value(parameter) for name, parameter in request.parameters.items()}
+        await self._host.load(request.model_name, parameters, _by(caller, invocation))
+        return pb.RepositoryModelLoadResponse()
+
+    async def repository_model_unload(
+        self, request: pb.RepositoryModelUnloadRequest, invocation: Invocation
+    ) -> pb.RepositoryModelUnloadResponse:
+        caller = self._admit(invocation, request.model_name, administrator=True)
+        await self._host.unload(request.model_name, _by(caller, invocation))
+        return pb.RepositoryModelUnloadResponse()
+
+    async def model_infer(self, content: bytes, invocation: Invocation) -> bytes:
+        """A ModelInferRequest to a ModelInferResponse."""
+        return await self._answer(self._read(content), invocation)
+
+    async def _answer(self, request: Request, invocation: Invocation) -> bytes:
+        asked = request.asked
+        caller = self._admit(invocation, asked.model)
+        if self._tracer is None:
+            return await self._infer(request, invocation, caller, None)
+        parent = invocation.text(b"traceparent"), invocation.text(b"tracestate")
+        trace = self._tracer.request("inference.GRPCInferenceService/ModelInfer", asked.model, *parent)
+        if trace is None:
+            return await self._infer(request, invocation, caller, None)
+        with trace:
+            return await self._infer(request, invocation, caller, trace)
+
+    async def _infer(
+        self, request: Request, invocation: Invocation, caller: Caller, trace: RequestTrace | None
+    ) -> bytes:
+        asked = request.asked
+        model = self._host.model(asked.model)
+        version = asked_version(model, asked.version)
+        codec = self._codec(model)
+        inputs = await self._inputs(request, codec)
+        call = InferCall(
+            inputs.arrays,
+            inputs.num_rows,
+            version=version,
+            deadline_s=_deadline_s(request.arrived_s, asked.timeout_us, invocation, model.options.deadline_s),
+            tenant=caller.name,
+            sticky=asked_sticky(invocation.text(b"shoal-sticky")),
+            track=asked_track(invocation.text(b"shoal-track")),
+            outputs=inputs.wanted,
+            trace=trace,
+        )
+        prediction = await model.infer(call)
+        if trace is not None:
+            trace.computed(prediction, inputs.num_rows)
+        invocation.trailing.append((b"shoal-model-version", b"%d" % prediction.version))
+        answered = asked, inputs.outputs, prediction.version, prediction.outputs
+        is_large = has_many(prediction.outputs, raw=asked.raw)
+        return await beside(codec.encode, *answered) if is_large else codec.encode(*answered)
+
+    def _read(self, content: bytes) -> Request:
+        """What a message asks. Raises InferenceError (400)."""
+        arrived_s = time.monotonic()
+        layout = self._layouts.find(content)
+        if layout is not None:
+            return Request(arrived_s, content, layout.asked, layout, None)
+        message = parsed(pb.ModelInferRequest, content)
+        return Request(arrived_s, content, Asked.by(message), None, message)
+
+    async def _inputs(self, request: Request, codec: GrpcCodec) -> Inputs:
+        """Its tensors. Raises InferenceError (400, 422)."""
+        content, layout = request.content, request.layout
+        is_large = len(content) > LARGE_BYTES and (codec.takes_bytes or not request.asked.raw)
+        if layout is not None and layout.codec is codec:
+            return await read_beside(len(content), layout.inputs, content) if is_large else layout.inputs(content)
+        message = request.message or parsed(pb.ModelInferRequest, content)
+        inputs = await read_beside(len(content), codec.decode, message) if is_large else codec.decode(message)
+        self._layouts.learn(content, message, request.asked, codec, inputs)
+        return inputs
+
+    async def model_stream_infer(
+        self, requests: AsyncIterator[bytes], invocation: Invocation
+    ) -> AsyncGenerator[bytes, None]:
+        """Each a ModelInferRequest, to a ModelStreamInferResponse. One that is none ends it, behind other answers."""
+        room = asyncio.Semaphore(STREAM_WINDOW)
+        answers: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
+        tasks: set[asyncio.Task[bytes]] = set()
+
+        async def read() -> None:
+            try:
+                async for content in requests:
+                    await room.acquire()
+                    task = asyncio.create_task(self._stream_answer(self._read(content), invocation))
+                    tasks.add(task)
+                    answers.put_nowait(task)
+            finally:
+                answers.put_nowait(None)
+
+        reader = asyncio.create_task(read())
+        try:
+            while (task := await answers.get()) is not None:
+                yield await task
+                tasks.discard(task)
+                room.release()
+            await reader  # raises what reading has raised
+        finally:
+            for each in (reader, *tasks):
+                each.cancel()
+            await asyncio.gather(reader, *tasks, return_exceptions=True)
+
+    async def _stream_answer(self, request: Request, invocation: Invocation) -> bytes:
+        """The answer to one request of a stream, or what was wrong with it."""
+        alone = Invocation(invocation.metadata, invocation.deadline_s)
+        try:
+            answer = await self._answer(request, alone)
+        except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
+            refused = refusal(error)
+            if invocation.text(b"triton_grpc_error") == "true":
+                raise refused from None
+            of = pb.ModelInferResponse(id=request.asked.id)
+            return pb.ModelStreamInferResponse(error_message=str(refused), infer_response=of).SerializeToString()
+        return b"".join((field_head(IN_STREAM, len(answer) + len(FINAL)), answer, FINAL))
+
+    def require_known(self, invocation: Invocation) -> None:
+        """Before a request is read. Raises InferenceError (401)."""
+        self._access.require_known(*_shown(invocation))
+
+    def _admit(self, invocation: Invocation, model: str | None = None, *, administrator: bool = False) -> Caller:
+        authorization, address = _shown(invocation)
+        return self._access.admit(authorization, model, administrator=administrator, origin=address)
+
+    def _model(self, name: str, version: str, invocation: Invocation) -> HostedModel:
+        """The model, when the caller may ask it and has this version. Raises InferenceError (401, 403, 404, 429)."""
+        self._admit(invocation, name)
+        model = self._host.model(name)
+        asked_version(model, version)
+        return model
+
+    def _codec(self, model: HostedModel) -> GrpcCodec:
+        """The codec of a model, made anew when a load has changed what it goes by."""
+        signature, max_rows = model.signature, model.options.max_batch_size
+        known = self._codecs.get(model.name)
+        if known is not None and known[0] is signature and known[1] == max_rows:
+            return known[2]
+        tensors = described(signature.inputs), described(signature.outputs)
+        codec = GrpcCodec(model.name, *tensors, max_rows)
+        self._codecs[model.name] = signature, max_rows, codec
+        return codec
+
+
+def refusal(error: Exception) -> InferenceError:
+    """What a client is told of what a method has raised; a bug is logged."""
+    if isinstance(error, InferenceError):
+        return error
+    if isinstance(error, Closed):
+        return InferenceError(503, "the endpoint is closing; try again later", retry_after_s=1.0)
+    logger.error("a request failed", exc_info=error)
+    return InferenceError(500, f"this request failed: {type(error).__name__}: {error}")
+
+
+def parsed(kind: type[M], content: bytes) -> M:
+    """A message of this kind. Raises InferenceError (400)."""
+    try:
+        return kind.FromString(content)
+    except DecodeError as error:
+        raise InferenceError(400, f"not a {kind.DESCRIPTOR.name}: {error}") from None
+
+
+def _deadline_s(arrived_s: float, timeout_us: object, invocation: Invocation, default_s: float | None) -> float | None:
+    """The earliest of those that the client has named, the call's own among them; else the model's."""
+    deadline_ms = invocation.text(b"shoal-deadline-ms")
+    called_s = invocation.deadline_s
+    asked_s = asked_deadline(arrived_s, timeout_us, deadline_ms, default_s if called_s is None else None)
+    if called_s is None or asked_s is None:
+        return called_s or asked_s
+    return min(called_s, asked_s)
+
+
+def _shown(invocation: Invocation) -> tuple[bytes, bytes]:
+    """The key as it is shown, and from where."""
+    return invocation.metadata.get(b"authorization", b""), invocation.metadata.get(FROM, b"")
+
+
+def _by(caller: Caller, invocation: Invocation) -> str:
+    """Who asks, and from where as far as the ingress knows: for the record of changes."""
+    return origin(caller.name, invocation.text(FROM))
+
+
+def _may_see(caller: Caller, model: str) -> bool:
+    return caller.models is None or model in caller.models

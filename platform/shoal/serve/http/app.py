@@ -1,0 +1,208 @@
+"""The Open Inference Protocol v2 over HTTP, as a bare ASGI application; `paths` lists what there is.
+
+Owns the order of events of a request, and the way of an inference; `rest_calls` answers the rest. Every error is
+`{"error": "..."}`, every answer of a model names the version that made it, in its body and in the header
+`shoal-model-version`. Called by whatever speaks HTTP: the replica's server, or a test. Knows the models only through
+`ModelHost`, and tensors only through `InferCodec`. No Ray, no torch, no framework.
+
+    400 not a request         401 no key               403 not with this key     404 no such path, model, version
+    405 method                408 body comes too slow  413 too large             414, 431 path or headers too large
+    415 encoding              422 wrong tensor         429 full, or over a rate  500 the model failed
+    503 no weights, closing   504 too late
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shoal.errors import Closed, InferenceError
+from shoal.open_inference.http_codec import InferCodec
+from shoal.registry.manifest import Signature
+from shoal.serve.http.admin import RestCalls
+from shoal.serve.http.compression import compressed, decompressed
+from shoal.serve.http.messages import (
+    BINARY,
+    FROM,
+    JSON,
+    Answer,
+    Receive,
+    Request,
+    Scope,
+    Send,
+    refusal,
+    send_answer,
+)
+from shoal.serve.http.routes import ADMINISTRATORS, OPEN, Action, find
+from shoal.serve.messages.inference import Caller, Disconnected, HostedModel, InferCall, ModelHost
+from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.model_metadata import described
+from shoal.serve.protocol.offload import LARGE_BYTES, beside, has_many, read_beside
+from shoal.serve.protocol.request_lifecycle import Progress, RequestsInProgress
+from shoal.serve.protocol.request_options import asked_deadline, asked_sticky, asked_track, asked_version
+
+if TYPE_CHECKING:
+    from shoal.serve.protocol.tracing import Tracer
+
+logger = logging.getLogger(__name__)
+
+NOBODY = Caller("", models=frozenset())  # where no key is asked for
+
+
+class RestApp:
+    """Serves the models of `host` to whom `access` admits.
+
+    metrics: what GET /metrics answers to a caller, in Prometheus' text format; without it there is no such path
+    tracer:  of inferences; without it none is traced
+    """
+
+    def __init__(
+        self,
+        host: ModelHost,
+        access: Access,
+        *,
+        limits: Limits | None = None,
+        metrics: Callable[[Caller], bytes] | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._host, self._access, self._tracer = host, access, tracer
+        self._limits = Limits() if limits is None else limits
+        self._calls = RestCalls(host, metrics)
+        self._in_progress = RequestsInProgress(self._limits)
+        self._codecs: dict[str, tuple[Signature, int, InferCodec]] = {}
+        self._statuses: Counter[int] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        assert scope["type"] == "http", scope["type"]
+        try:
+            answer = await self._answer(scope, receive)
+        except InferenceError as error:
+            answer = refusal(error)
+        except Closed:
+            answer = refusal(InferenceError(503, "the endpoint is closing; try again later"))
+        except Disconnected:
+            return
+        except Exception as error:
+            logger.exception("a request failed")
+            answer = refusal(InferenceError(500, f"this request failed: {type(error).__name__}: {error}"))
+        self._statuses[answer.status] += 1
+        await send_answer(answer, send)
+
+    def statuses(self) -> dict[int, int]:
+        """How many requests were answered with each status."""
+        return dict(self._statuses)
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Answer:
+        path: str = scope["path"]
+        root: str = scope.get("root_path", "")
+        if root and path.startswith(root):
+            path = path[len(root) :]
+        self._limits.check_head(path, scope["headers"])
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        target = find(path)
+        if target is None:
+            self._admit(headers, None)
+            raise InferenceError(404, f"there is nothing at {path[:200]!r}")
+        action = target.action
+        caller = NOBODY
+        if action not in OPEN:
+            caller = self._admit(headers, target.model, administrator=action in ADMINISTRATORS)
+        if scope["method"] != target.method:
+            error = InferenceError(405, f"{scope['method']} is not allowed here, {target.method} is")
+            return refusal(error, allowed=target.method)
+        request = Request(target, headers, caller)
+        if action is Action.INFER:
+            if self._tracer is not None:
+                return await self._traced(self._tracer, receive, request)
+            return await self._in_progress.run(receive, self._infer, request)
+        # Not watched beyond the body: a load is not undone because the client that asked for it has gone.
+        posted = target.method == "POST"
+        return await self._calls.answer(
+            request, await self._in_progress.run(receive, self._body, request) if posted else b""
+        )
+
+    def _admit(self, headers: dict[bytes, bytes], model: str | None, *, administrator: bool = False) -> Caller:
+        authorization, address = headers.get(b"authorization", b""), headers.get(FROM, b"")
+        return self._access.admit(authorization, model, administrator=administrator, origin=address)
+
+    async def _traced(self, tracer: Tracer, receive: Receive, request: Request) -> Answer:
+        parent = request.text(b"traceparent"), request.text(b"tracestate")
+        trace = tracer.request("POST /v2/models/{model}/infer", request.target.model or "", *parent)
+        if trace is None:
+            return await self._in_progress.run(receive, self._infer, request)
+        with trace:
+            return await self._in_progress.run(receive, self._infer, msgspec.structs.replace(request, trace=trace))
+
+    async def _infer(self, progress: Progress, request: Request) -> Answer:
+        arrived_s = time.monotonic()
+        model = self._host.model(request.target.model or "")
+        version = asked_version(model, request.target.version)
+        track, sticky = asked_track(request.text(b"shoal-track")), asked_sticky(request.text(b"shoal-sticky"))
+        header_length = request.length(b"inference-header-content-length")
+        codec = self._codec(model)
+        content = await self._body(progress, request)
+        read_bytes = len(content) if header_length is None or codec.takes_bytes else header_length
+        wanted = (
+            codec.decode(content, header_length)
+            if read_bytes <= LARGE_BYTES
+            else await read_beside(len(content), codec.decode, content, header_length)
+        )
+        deadline_s = asked_deadline(
+            arrived_s, wanted.parameters.get("timeout"), request.text(b"shoal-deadline-ms"), model.options.deadline_s
+        )
+        call = InferCall(
+            wanted.inputs,
+            wanted.num_rows,
+            version=version,
+            deadline_s=deadline_s,
+            tenant=request.caller.name,
+            sticky=sticky,
+            track=track,
+            outputs=wanted.outputs,
+            trace=request.trace,
+        )
+        prediction = await model.infer(call)
+        if request.trace is not None:
+            request.trace.computed(prediction, wanted.num_rows)
+        answered = wanted, prediction.version, prediction.outputs
+        raw = all(wanted.binary_of.values()) if wanted.binary_of else wanted.binary
+        is_large = has_many(prediction.outputs, raw=raw)
+        body, parts = await beside(codec.encode, *answered) if is_large else codec.encode(*answered)
+        headers = [(b"shoal-model-version", b"%d" % prediction.version)]
+        if parts:
+            headers.append((b"inference-header-content-length", b"%d" % len(body)))
+        answer = Answer(200, body, BINARY if parts else JSON, headers, parts)
+        accepted = request.headers.get(b"accept-encoding")
+        return answer if accepted is None else await compressed(answer, accepted)
+
+    async def _body(self, progress: Progress, request: Request) -> bytes:
+        body = await progress.body(request.length(b"content-length"))
+        encoding = request.headers.get(b"content-encoding")
+        return body if encoding is None else await decompressed(body, encoding, self._limits)
+
+    def _codec(self, model: HostedModel) -> InferCodec:
+        """The codec of a model, made anew when a load has changed what it takes."""
+        signature, max_rows = model.signature, model.options.max_batch_size
+        known = self._codecs.get(model.name)
+        if known is not None and known[0] is signature and known[1] == max_rows:
+            return known[2]
+        codec = InferCodec(model.name, described(signature.inputs), described(signature.outputs), max_rows)
+        self._codecs[model.name] = signature, max_rows, codec
+        return codec
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,107 @@
+"""One request and one answer of HTTP, as the REST application sees them, and how an answer goes out over ASGI.
+
+Called by `rest` and `rest_calls`. Owns the headers of answers and errors; knows no path and no model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shoal.errors import InferenceError
+from shoal.open_inference.messages import Error
+from shoal.serve.http.routes import Target
+from shoal.serve.messages.inference import Caller, origin
+
+if TYPE_CHECKING:
+    from shoal.serve.protocol.tracing import RequestTrace
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+FROM = b"shoal-from"  # set by the ingress, whatever the client says
+JSON = b"application/json"
+BINARY = b"application/octet-stream"
+JOINED_BYTES = 1 << 16  # up to here parts are put together: another message costs more than the copy
+RETRY_AFTER_S = 1.0  # when whoever refuses with 429 or 503 does not know better
+
+
+class Request(msgspec.Struct, frozen=True, gc=False):
+    """What came, but for the body. `trace`: its span, when it is traced."""
+
+    target: Target
+    headers: dict[bytes, bytes]
+    caller: Caller
+    trace: RequestTrace | None = None
+
+    @property
+    def by(self) -> str:
+        """Who asks, and from where as far as the ingress knows: for the record of changes."""
+        return origin(self.caller.name, self.text(FROM))
+
+    def text(self, name: bytes) -> str:
+        """The value of a header; "" when there is none."""
+        value = self.headers.get(name)
+        return "" if value is None else value.decode("latin-1")
+
+    def length(self, name: bytes) -> int | None:
+        """The value of a header that is a length in bytes; None when there is none. Raises InferenceError (400)."""
+        value = self.headers.get(name)
+        if value is None:
+            return None
+        if not value.isdigit() or len(value) > 18:
+            shown = value[:40].decode("latin-1")
+            raise InferenceError(400, f"{name.decode().title()} = {shown!r}: expected a number of bytes")
+        return int(value)
+
+
+class Answer(msgspec.Struct, frozen=True, gc=False):
+    """What goes back. `parts` follow `body`, and are buffers of bytes that nobody changes any more."""
+
+    status: int
+    body: bytes
+    content_type: bytes = JSON
+    headers: Headers = []
+    parts: list[memoryview | bytes] = []
+
+
+def content(value: object) -> Answer:
+    """An answer that is `value` as JSON."""
+    return Answer(200, msgspec.json.encode(value))
+
+
+def refusal(error: InferenceError, allowed: str = "") -> Answer:
+    """The answer that says `error`. `allowed`: the method that a path has, for 405."""
+    headers: Headers = []
+    match error.status:
+        case 429 | 503:
+            wait_s = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
+            headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
+        case 401:
+            headers.append((b"www-authenticate", b'Bearer realm="shoal"'))
+        case 405:
+            headers.append((b"allow", allowed.encode()))
+        case 408 | 413:
+            headers.append((b"connection", b"close"))  # the rest of the body is not read
+    return Answer(error.status, msgspec.json.encode(Error(str(error))), JSON, headers)
+
+
+async def send_answer(answer: Answer, send: Send) -> None:
+    body: memoryview | bytes = answer.body
+    parts, length = answer.parts, len(answer.body)
+    if parts:
+        length += sum(map(len, parts))
+        if length <= JOINED_BYTES:
+            body, parts = b"".join((body, *parts)), []
+    headers = [(b"content-type", answer.content_type), (b"content-length", b"%d" % length), *answer.headers]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    for part in parts:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        body = part
+    await send({"type": "http.response.body", "body": body})

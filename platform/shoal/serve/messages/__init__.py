@@ -1,0 +1,1 @@
+"""Values that the rooms of serving exchange: requests, desired state, reports."""

@@ -1,0 +1,176 @@
+"""Batch prediction through Ray Data: files in, files out, with a TablePredictor in every worker.
+
+Called by the flow, on a cluster. Rows keep their order, and the output's folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import ray
+import ray.data
+import ray.util.annotations
+
+from shoal.cluster.capacity import wait_for_free
+from shoal.errors import ClusterError, DataError, RunError
+from shoal.serve.on_ray.errors import own_words
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.model_source import RegisteredModel
+from shoal.serve.tables.batch_output import has_rows, incoming_for, publish, require_all_rows
+from shoal.serve.tables.table_predictor import TablePredictor
+
+BLOCK_ROWS = 4096  # that travel to a worker together
+FILES_CPUS = 0.5  # what reading, and what writing, reserves
+LEAST_CPUS = 0.25  # of a worker
+ROOM_S = 2.0  # how long places are waited for: those of what has just ended are free
+WORKER_RESTARTS = 2  # Ray Data's default is without end, also for rows that kill each worker that they are given to
+_NAMED = re.compile(r"^[\w.]*(?:Error|Exception): .+$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """What every worker must know. `said` and `keep` as in TablePredictor."""
+
+    source: RegisteredModel
+    version: int
+    options: ModelOptions
+    said: Mapping[str, Sequence[str]]
+    keep: Sequence[str] | None
+    skip_errors: bool
+    torch_threads: int
+
+
+class PredictWorker:
+    """What Ray Data holds in each worker: forwards to a TablePredictor."""
+
+    def __init__(self, job: BatchJob) -> None:
+        self._predictor = TablePredictor(
+            job.source.package(job.version),
+            job.options,
+            said=job.said,
+            keep=job.keep,
+            skip_errors=job.skip_errors,
+            torch_threads=job.torch_threads,
+        )
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        return self._predictor(table)
+
+
+def predict_files(
+    job: BatchJob,
+    files: Sequence[Path],
+    output: Path,
+    workers: int | None,
+    types: Mapping[str, pa.DataType] | None = None,
+) -> int:
+    """Write Parquet files with a row for each row of `files` (all CSV or all Parquet); the number of rows.
+
+    workers: processes with the model; None for one on each free CPU but one, which reads and writes
+    types:   of columns of CSV files, whatever they look like
+
+    Raises RunError with the words of the first worker that failed, when workers die again and again, or when the rows
+    are written and `output` has come to be meanwhile; DataError when there are no rows; ClusterError when the cluster
+    has no CPU to spare.
+    """
+    if not has_rows(files):
+        raise DataError("input", str(files[0]), "has no rows", "there is nothing to predict")
+    count, cpus_each = _share(workers)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.execution_options.preserve_order = True
+    context.use_datasource_v2 = False  # which lists Parquet files in a task of 1 CPU, whatever reading is to reserve
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what went wrong is raised, and told once
+    paths = [str(file) for file in files]
+    incoming = incoming_for(output)
+    with ExitStack() as on_failure:
+        on_failure.callback(shutil.rmtree, incoming, ignore_errors=True)
+        if (failure := _failure_of(lambda: _predict(paths, incoming, job, count, cpus_each, types))) is not None:
+            gc.collect()  # ends the workers: Ray Data lets go of them, and what it made of them holds itself in cycles
+            raise failure
+        num_rows = require_all_rows(incoming, files)
+        on_failure.pop_all()
+    publish(incoming, output)
+    return num_rows
+
+
+def _predict(
+    paths: list[str],
+    incoming: Path,
+    job: BatchJob,
+    count: int,
+    cpus_each: float,
+    types: Mapping[str, pa.DataType] | None,
+) -> None:
+    if paths[0].endswith(".csv"):
+        converted = pa.csv.ConvertOptions(column_types=types)
+        rows = ray.data.read_csv(paths, num_cpus=FILES_CPUS, partitioning=None, convert_options=converted)
+    else:  # `partitioning`, in both: a folder that is called day=3 is no column of theirs
+        # Ray Data takes what follows a ? in a path for no part of it, where it looks for the extension.
+        rows = ray.data.read_parquet(paths, num_cpus=FILES_CPUS, partitioning=None, file_extensions=None)
+    answered = _map(rows, job, count, cpus_each)
+    answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILES_CPUS})
+
+
+def _failure_of(predict: Callable[[], None]) -> RunError | None:
+    """In words alone: the frames of Ray's error hold the workers, and with them the CPUs that those reserve."""
+    try:
+        predict()
+    except ray.exceptions.RayError as error:
+        return _in_words(error)
+    return None
+
+
+def _map(rows: ray.data.Dataset, job: BatchJob, count: int, cpus_each: float) -> ray.data.Dataset:
+    with warnings.catch_warnings():
+        # Ray 2.60 takes the limits of restarts no other way than this one, which it means to replace.
+        warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
+        return rows.map_batches(
+            PredictWorker,
+            fn_constructor_args=(job,),
+            batch_format="pyarrow",
+            batch_size=BLOCK_ROWS,
+            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
+            num_cpus=cpus_each,
+            zero_copy_batch=True,
+            max_restarts=WORKER_RESTARTS,
+            max_task_retries=WORKER_RESTARTS,
+        )
+
+
+def _share(workers: int | None) -> tuple[int, float]:
+    """How many workers, and the CPUs that each reserves: Ray Data waits for ever for what is never free.
+
+    Raises ClusterError when there is no room for them and for one that reads.
+    """
+    least = FILES_CPUS + (workers or 1) * LEAST_CPUS
+    free = wait_for_free("CPU", least, ROOM_S) - FILES_CPUS
+    count = workers or max(1, int(free))
+    if free < count * LEAST_CPUS:
+        remedy = "wait for what runs (`shoal status`), or use fewer workers"
+        raise ClusterError(f"{count} workers need {count * LEAST_CPUS + FILES_CPUS:g} CPUs free: {remedy}")
+    return count, min(1.0, free / count)
+
+
+def _in_words(error: Exception) -> RunError:
+    """What a worker of ours said, which Ray Data leaves as the text of a traceback; or the last error named there."""
+    text = str(error).strip()
+    if ours := own_words(text):  # also of a worker that could not be made, which has died for Ray
+        return RunError(ours)
+    if isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError)):
+        why = "its process was killed, as when memory runs out, or the model ended it"
+        remedy = "try fewer workers, a smaller options.max_batch_size, or fewer rows"
+        return RunError(f"a worker with the model died, after {WORKER_RESTARTS} others: {why}. {remedy}")
+    named = _NAMED.findall(text) or text.splitlines() or [repr(error)]  # what Ray adds below is advice
+    return RunError(f"batch prediction failed: {named[-1]}")

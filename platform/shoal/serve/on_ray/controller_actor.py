@@ -1,0 +1,141 @@
+"""The controller as a Ray actor that outlives its maker and comes back when it dies, and the replicas' end of it.
+
+What it does is in `controller.service`. Whoever needs the actor makes it when it is not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from shoal.cluster.capacity import on_head
+from shoal.errors import ConnectionLost, ShoalError
+from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
+from shoal.serve.controller.config import ControllerSetting
+from shoal.serve.controller.service import ControllerService
+from shoal.serve.controller.state import StateFile
+from shoal.serve.messages.desired_state import EndpointPlan
+from shoal.serve.messages.replica_report import ReplicaReport
+from shoal.weights import WeightSnapshot
+
+NAMESPACE = "shoal"
+CALL_TIMEOUT_S = 10.0
+CHANGE_TIMEOUT_S = 3700.0  # above what a change may ask for
+logger = logging.getLogger(__name__)
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1000)
+class ControllerWorker(ControllerService):
+    """The service as an actor."""
+
+    def ended(self) -> None:
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def end_controller(name: str) -> None:
+    """End the actor of this name, if there is one, and let it forget its state. Idempotent."""
+    try:
+        actor = ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return
+    with suppress(RayActorError, GetTimeoutError):
+        ray.get(actor.forget.remote(), timeout=CALL_TIMEOUT_S)
+    ray.kill(actor, no_restart=True)
+
+
+class RayController:
+    """The replicas' and the driver's end: fulfils `ControllerClient`. Pickles; makes the actor when it is not there."""
+
+    def __init__(self, setting: ControllerSetting) -> None:
+        self._setting = setting
+        self._handle: Any = None
+        self._told = ""  # what failed in it last
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (RayController, (self._setting,))
+
+    @property
+    def handle(self) -> Any:
+        if self._handle is None:
+            self._handle = ControllerWorker.options(  # type: ignore[attr-defined]
+                name=self._setting.actor,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                scheduling_strategy=on_head(),  # with HAProxy, and with the file of its state
+            ).remote(self._setting)
+        return self._handle
+
+    def make(self) -> None:
+        """Make the actor before anybody needs it."""
+        _ = self.handle
+
+    async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
+        return await self._tell("follow", replica, known_generation, timeout_s)
+
+    async def report(self, report: ReplicaReport) -> list[ReplicaReport]:
+        return await self._tell("report", report)
+
+    async def leave(self, replica: str) -> None:
+        await self._tell("leave", replica)
+
+    async def keep(self, model: str, snapshot: WeightSnapshot) -> None:
+        await self._tell("keep", model, snapshot)
+
+    async def kept(self, model: str, version: int) -> WeightSnapshot | None:
+        return await self._tell("kept", model, version)
+
+    async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
+        return await self._ask("administer", dict(change), by, timeout_s=CHANGE_TIMEOUT_S)
+
+    async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
+        await self._ask("load", name, dict(parameters), by, timeout_s=LOAD_TIMEOUT_S + CALL_TIMEOUT_S)
+
+    async def unload(self, name: str, by: str) -> None:
+        await self._ask("unload", name, by, timeout_s=LOAD_TIMEOUT_S)
+
+    async def status(self) -> dict[str, Any]:
+        return await self._ask("status")
+
+    def get(self, method: str, *arguments: object) -> Any:
+        """From a thread without an event loop. Raises ConnectionLost, or what the controller raised."""
+        try:
+            return ray.get(getattr(self.handle, method).remote(*arguments), timeout=CALL_TIMEOUT_S)
+        except (RayActorError, GetTimeoutError, RayTaskError) as error:
+            raise self._translated(error) from error
+
+    def end(self) -> None:
+        """End the actor, if there is one, and forget its state. Idempotent."""
+        StateFile(self._setting.state_file).remove()
+        end_controller(self._setting.actor)
+
+    async def _tell(self, method: str, *arguments: object) -> Any:
+        """What a replica does by itself, for as long as it lives: whatever fails in the controller, it tries again."""
+        try:
+            return await self._ask(method, *arguments)
+        except RayTaskError as error:
+            problem = f"the controller of {self._setting.name!r} failed: {error.cause!r}"
+            if problem != self._told:  # it comes with every report
+                self._told = problem
+                logger.exception("%s", problem)
+            raise ConnectionLost(problem) from error
+
+    async def _ask(self, method: str, *arguments: object, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await getattr(self.handle, method).remote(*arguments)
+        except (RayActorError, RayTaskError, TimeoutError) as error:
+            raise self._translated(error) from error
+
+    def _translated(self, error: Exception) -> Exception:
+        if isinstance(error, RayTaskError):
+            return error.cause if isinstance(error.cause, ShoalError) else error
+        if isinstance(error, ray.exceptions.ActorDiedError):
+            self._handle = None  # it ended for good, idle or by mistake: the next call makes another
+        return ConnectionLost(f"the controller of {self._setting.name!r} did not answer: {error}")

@@ -1,0 +1,183 @@
+"""An endpoint on Ray Serve: the shell around `EndpointReplica`, and `deploy`, which puts replicas behind HAProxy.
+
+Called by flows, and by `ray_app` for Serve's own files. Needs a cluster that was started with the variables of
+`cluster.serve_environment`; everything that is worth reading happens in `replica` and `controller`.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from shoal.cluster.ports import free_port
+from shoal.errors import ClusterError, ConnectionLost
+from shoal.gc_freeze import loading
+from shoal.serve.controller.config import controller_setting
+from shoal.serve.controller.state import Event
+from shoal.serve.grpc.over_http1 import GrpcOverHttp1
+from shoal.serve.http import fast_path
+from shoal.serve.on_ray.bind_address import listen_where_asked
+from shoal.serve.on_ray.controller_actor import RayController
+from shoal.serve.on_ray.errors import own_words
+from shoal.serve.on_ray.grpc_options import grpc_options
+from shoal.serve.on_ray.metrics import RayMetrics
+from shoal.serve.on_ray.options import deployment_options
+from shoal.serve.on_ray.owner import remove_abandoned
+from shoal.serve.on_ray.ownership import this_driver
+from shoal.serve.protocol.limits import Limits
+from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.model_source import LiveModel, ServedModel
+
+GRACE_S = 1.0  # beyond a time limit that Serve is to keep
+
+
+class ReplicaWorker:
+    """What Serve holds: forwards to an EndpointReplica."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController
+    ) -> None:
+        with loading():
+            from shoal.serve.replica.replica import (
+                EndpointReplica,
+            )  # where it runs: who deploys would load torch for nothing
+
+        listen_where_asked()
+        name = serve.get_replica_context().replica_id.unique_id
+        self._replica = EndpointReplica(name, spec, live, controller)
+        await self._replica.start()
+        self._metrics = RayMetrics()
+        limits = Limits(max_body_bytes=spec.max_body_bytes)
+        self._entrance = GrpcOverHttp1(self._replica.servicer(), self._replica.app, limits)
+        fast_path.install(None if spec.is_autoscaled else self._entrance)  # it scales by what Serve sees
+
+    def __serve_build_asgi_app__(self) -> GrpcOverHttp1:
+        return self._entrance
+
+    async def stats(self) -> dict[str, Any]:
+        return self._replica.stats()
+
+    def check_health(self) -> None:
+        """Serve asks every two seconds; so Ray's exporter hears of the counts as often."""
+        self._replica.check_health()
+        self._metrics.publish(self._replica.report())
+
+    async def __del__(self) -> None:
+        await self._replica.close()
+
+
+class Endpoint:
+    """A deployed endpoint. `url` is the root of the protocol: `{url}/v2/models/{name}/infer`; `grpc` is host:port."""
+
+    def __init__(self, spec: EndpointSpec, handle: DeploymentHandle, controller: RayController) -> None:
+        self.name, self.url = spec.name, f"http://{spec.host}:{spec.port}"
+        self.grpc = spec.grpc_address
+        self._handle, self._controller, self._closed = handle, controller, False
+        self._seen_event = -1
+
+    def stats(self, timeout_s: float = 5.0) -> list[dict[str, Any]]:
+        """The counters of every replica. Raises ClusterError when they cannot be had in time."""
+        answer: Future[list[dict[str, Any]]] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(list(self._handle.broadcast("stats").results(timeout_s=timeout_s)))
+            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+                answer.set_exception(error)
+
+        # Serve's own time limit does not hold for a replica that dies with the question in hand.
+        threading.Thread(target=ask, daemon=True).start()
+        try:
+            return answer.result(timeout_s + GRACE_S)
+        except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]  # then come pages of advice
+            raise ClusterError(f"the replicas of {self.name!r} did not answer: {reason}") from error
+
+    def status(self) -> dict[str, Any]:
+        """What the endpoint says of itself: an `EndpointStatus`. Raises ClusterError."""
+        return self._ask("status")
+
+    def take_events(self) -> list[Event]:
+        """What changed since they were taken last, for the run record; none while the controller is away."""
+        try:
+            events: list[Event] = self._controller.get("events", self._seen_event)
+        except ConnectionLost:
+            return []
+        if events:
+            self._seen_event = events[-1].number
+        return events
+
+    def controller_pid(self) -> int:
+        """Of the controller's process. Raises ClusterError."""
+        return int(self._ask("pid"))
+
+    def close(self) -> None:
+        """Remove the endpoint when it has answered what it has, and Serve with it. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            with ExitStack() as closing:  # whatever fails, or is interrupted, the rest is done
+                closing.callback(serve.shutdown)
+                closing.callback(self._controller.end)
+                serve.delete(self.name)
+
+    def _ask(self, method: str) -> Any:
+        try:
+            return self._controller.get(method)
+        except ConnectionLost as error:
+            raise ClusterError(str(error)) from error
+
+
+def deploy(spec: EndpointSpec, models: Sequence[ServedModel]) -> Endpoint:
+    """Serve models, and return when all of them are staged; a live one answers 503 until its run has published.
+
+    A cluster has one endpoint; one that was deployed by a process that has died makes room. Raises ConfigError or
+    RegistryError for models that cannot be served, ClusterError when the cluster has an endpoint already, or when the
+    replicas do not start. Then, and when it is interrupted, nothing is left behind.
+    """
+    spec = spec.model_copy(
+        update={
+            "port": spec.port or free_port(spec.host),
+            "grpc_port": free_port(spec.host) if spec.grpc_port == 0 else spec.grpc_port,
+        }
+    )
+    setting, live = controller_setting(spec, models)
+    remove_abandoned()
+    controller = RayController(replace(setting, driver=this_driver()))
+    with ExitStack() as begun:  # all of it would outlive this process, also when a signal ends that
+        begun.callback(controller.end)  # when no replica is left that would make another
+        begun.callback(serve.shutdown)
+        controller.make()  # first, for its name says whose everything else is
+        handle = _start(spec, live, controller)
+        begun.pop_all()
+    return Endpoint(spec, handle, controller)
+
+
+def _start(spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController) -> DeploymentHandle:
+    grpc = {"grpc_options": grpc_options(spec.grpc_port)} if spec.grpc_port is not None else {}
+    try:
+        serve.start(proxy_location="HeadOnly", http_options={"host": spec.host, "port": spec.port}, **grpc)
+        return serve.run(application(spec, live, controller), name=spec.name, route_prefix="/")
+    except (RuntimeError, TimeoutError) as error:  # it says that the application failed; its deployment says why
+        status = serve.status().applications.get(spec.name)
+        reasons = " ".join(each.message for each in status.deployments.values()) if status else ""
+        why = own_words(reasons) or reasons or error
+        raise ClusterError(f"the endpoint {spec.name!r} did not start: {why}") from error
+
+
+def application(spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController) -> serve.Application:
+    """What Serve is to run."""
+    with warnings.catch_warnings():
+        # The environment variable that is to replace this field is read by nothing (Ray 2.60).
+        warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
+        deployment = serve.deployment(serve.ingress()(ReplicaWorker)).options(**deployment_options(spec))
+    return deployment.bind(spec, live, controller)

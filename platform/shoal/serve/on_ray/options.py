@@ -1,0 +1,43 @@
+"""What Ray Serve is asked for in an endpoint's name: replicas, their resources, when there are more of them.
+
+Called by the Ray shell; the names are Serve's, and nothing here imports it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.serve.spec.endpoint import EndpointSpec
+
+UPSCALE_DELAY_S = 3.0  # a burst that a queue of a second absorbs needs no replica, whose start takes as long
+DOWNSCALE_DELAY_S = 60.0
+LOOK_BACK_S = 5.0
+COUNT_S = 1.0  # Serve's 10 s would see a burst when it is over
+
+
+def deployment_options(spec: EndpointSpec) -> dict[str, Any]:
+    """For `Deployment.options`."""
+    scaling: dict[str, Any] = {"num_replicas": spec.num_replicas}
+    if spec.is_autoscaled:
+        scaling = {
+            "autoscaling_config": {
+                "min_replicas": spec.num_replicas,
+                "max_replicas": spec.max_replicas,
+                "target_ongoing_requests": spec.target_ongoing_requests,
+                "upscale_delay_s": UPSCALE_DELAY_S,
+                "downscale_delay_s": DOWNSCALE_DELAY_S,
+                "look_back_period_s": LOOK_BACK_S,
+                "metrics_interval_s": COUNT_S,
+            }
+        }
+    return dict(
+        name="replica",
+        max_ongoing_requests=spec.max_ongoing_requests,
+        ray_actor_options={"num_cpus": spec.num_cpus},
+        graceful_shutdown_timeout_s=spec.drain_s,
+        graceful_shutdown_wait_loop_s=0.1,
+        health_check_period_s=2.0,
+        max_constructor_retry_count=2,
+        logging_config={"enable_access_log": False, "log_level": "WARNING"},
+        **scaling,
+    )

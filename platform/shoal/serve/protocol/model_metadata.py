@@ -1,0 +1,53 @@
+"""What a model and its server say of themselves, in the protocol's words: metadata and the configuration extension.
+
+Called by the REST application and the gRPC service, which write the same content. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.open_inference.messages import ModelMetadata, TensorMetadata
+from shoal.registry.manifest import TensorSignature
+from shoal.serve.messages.inference import HostedModel
+
+PLATFORM = "shoal_pytorch"
+EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
+
+
+def metadata(model: HostedModel) -> ModelMetadata:
+    """What a model takes and gives, and the versions that can be asked for."""
+    signature = model.signature
+    versions = [str(version) for version in model.versions]
+    return ModelMetadata(model.name, versions, PLATFORM, described(signature.inputs), described(signature.outputs))
+
+
+def described(tensors: Sequence[TensorSignature]) -> list[TensorMetadata]:
+    return [TensorMetadata(tensor.name, tensor.datatype, tensor.shape) for tensor in tensors]
+
+
+def model_config(model: HostedModel) -> dict[str, Any]:
+    """Of the version that answers who asks for none; dimensions without the batch."""
+    options = model.options
+    policy: dict[str, Any] = {"max_queue_size": options.max_queue_size, "allow_timeout_override": True}
+    if options.deadline_s is not None:
+        policy["default_timeout_microseconds"] = round(options.deadline_s * 1e6)
+    settings = {"precision": options.precision, "device": options.device, "ragged": options.ragged}
+    return {
+        "name": model.name,
+        "platform": PLATFORM,
+        "backend": "pytorch",
+        "max_batch_size": options.max_batch_size,
+        "input": [_configured(tensor) for tensor in model.signature.inputs],
+        "output": [_configured(tensor) for tensor in model.signature.outputs],
+        # A free replica takes what is queued, at once: there is no delay to name.
+        "dynamic_batching": {"max_queue_delay_microseconds": 0, "default_queue_policy": policy},
+        "parameters": {name: {"string_value": value} for name, value in settings.items()},
+        "model_transaction_policy": {"decoupled": False},
+    }
+
+
+def _configured(tensor: TensorSignature) -> dict[str, Any]:
+    datatype = "STRING" if tensor.datatype == "BYTES" else tensor.datatype
+    return {"name": tensor.name, "data_type": f"TYPE_{datatype}", "dims": tensor.shape[1:]}

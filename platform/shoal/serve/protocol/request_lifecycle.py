@@ -1,0 +1,147 @@
+"""Requests in progress: ended when their body comes too slowly, when their client has gone, or at their deadline.
+
+HAProxy waits for the first 32 kB of a body of HTTP, for nothing of one of gRPC, and passes on the rest as it comes,
+however slowly; so the application looks at the pace itself. To notice a disconnect at once takes two tasks per request
+(Serve's default: a fifth of the throughput, measured); here a request that has waited for `look_s` is asked after. One
+timer looks at all of them: who is answered sooner costs an entry in a dict. Models keep the deadlines of their calls;
+one that is known before the body is read (gRPC's) has a timer of its own here.
+
+Called by the applications of REST and gRPC, on one event loop; knows ASGI's `receive` and nothing else of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any, TypeVar
+
+from shoal.errors import InferenceError
+from shoal.serve.messages.inference import Disconnected
+from shoal.serve.protocol.limits import Limits
+
+T = TypeVar("T")
+A = TypeVar("A")
+P = TypeVar("P", bound="Progress")
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+
+class Progress:
+    """One request: reads its body, and is ended when there is no point in going on."""
+
+    # Defaults of the class, so that most requests set only what differs: it is made for every one of them.
+    ended: Exception | None = None
+    waits: tuple[asyncio.Task[None] | asyncio.TimerHandle, ...] = ()
+    _reading = True
+    _received_bytes = 0
+    _watched = False
+
+    def __init__(self, task: asyncio.Task[Any], receive: Receive, limits: Limits, since_s: float) -> None:
+        self._task, self._receive, self._limits, self.since_s = task, receive, limits, since_s
+
+    async def body(self, length_bytes: int | None) -> bytes:
+        """The whole body, whose Content-Length is `length_bytes`.
+
+        Raises InferenceError: 413 as soon as the body is, or claims to be, too large, 408 when it comes too slowly.
+        """
+        limit = self._limits.max_body_bytes
+        if length_bytes is not None and length_bytes > limit:
+            raise InferenceError(413, f"the body has {length_bytes} bytes, the limit is {limit}")
+        message = await self._receive()
+        if message["type"] == "http.request" and not message.get("more_body", False):
+            whole: bytes = message.get("body", b"")
+            if len(whole) <= limit:
+                self._reading = False
+                return whole
+        chunks: list[bytes] = []
+        while message["type"] != "http.disconnect":
+            chunk: bytes = message.get("body", b"")
+            self._received_bytes += len(chunk)
+            if self._received_bytes > limit:
+                raise InferenceError(413, f"the body is larger than the limit of {limit} bytes")
+            chunks.append(chunk)
+            if not message.get("more_body", False):
+                self._reading = False
+                return b"".join(chunks)
+            message = await self._receive()
+        raise Disconnected
+
+    def until(self, deadline_s: float) -> None:
+        """End the request with 504 at `deadline_s` of `time.monotonic()`."""
+        wait_s = deadline_s - time.monotonic()
+        error = InferenceError(504, "the deadline has passed")
+        self.waits += (asyncio.get_running_loop().call_later(wait_s, self._end, error),)
+
+    def _end(self, why: Exception) -> None:
+        """Cancel the work; the first reason counts."""
+        if self.ended is None:
+            self.ended = why
+            self._task.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._end(Disconnected())
+
+    def look(self, now_s: float) -> None:
+        """It has been in progress for a while: look whether it still should be."""
+        if not self._reading:
+            if not self._watched:
+                self._watched = True
+                self.waits += (asyncio.get_running_loop().create_task(self._watch()),)
+        elif now_s - self.since_s > self._limits.body_deadline_s(self._received_bytes):
+            self._end(self._too_slow(self._received_bytes))
+
+    def _too_slow(self, received_bytes: int) -> InferenceError:
+        limits, received = self._limits, f"{received_bytes} bytes have arrived"
+        pace = f"{limits.body_grace_s:g} s, and one second for each {limits.min_body_bytes_per_s} bytes"
+        return InferenceError(408, f"the body comes too slowly: {received}; it may take {pace}")
+
+    def close(self) -> None:
+        """It is over, one way or another."""
+        for wait in self.waits:
+            wait.cancel()
+
+
+class RequestsInProgress:
+    """Runs any number of requests, each in its own task, and looks at them every `look_s`."""
+
+    def __init__(self, limits: Limits, look_s: float = 0.1) -> None:
+        self._limits, self._look_s = limits, look_s
+        self._running: dict[asyncio.Task[Any], Progress] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def run(self, receive: Receive, work: Callable[[Progress, A], Awaitable[T]], argument: A) -> Coroutine[Any, Any, T]:
+        """The result of `work(progress, argument)`, which is cancelled when it is ended.
+
+        Raises Disconnected, or InferenceError (408, 504).
+        """
+        return self.run_as(Progress, receive, work, argument)
+
+    async def run_as(self, kind: type[P], receive: Receive, work: Callable[[P, A], Awaitable[T]], argument: A) -> T:
+        """`run` with progress of another kind."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        progress = self._running[task] = kind(task, receive, self._limits, loop.time())
+        if self._timer is None:
+            self._timer = loop.call_later(self._look_s, self._look)
+        try:
+            return await work(progress, argument)
+        except asyncio.CancelledError:
+            if progress.ended is None or task.uncancel():
+                raise
+            raise progress.ended from None
+        finally:
+            del self._running[task]
+            progress.close()
+
+    def _look(self) -> None:
+        """At those that take long; they come first, so the look ends at the first that does not."""
+        now_s = asyncio.get_running_loop().time()
+        self._timer = None
+        for progress in self._running.values():
+            if now_s - progress.since_s < self._look_s:
+                break
+            progress.look(now_s)
+        if self._running:
+            self._timer = asyncio.get_running_loop().call_later(self._look_s, self._look)

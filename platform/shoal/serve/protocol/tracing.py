@@ -1,0 +1,227 @@
+"""Traces of an endpoint's requests: from the ingress through the queue and the batch to the forward (OpenTelemetry).
+
+    POST .../infer     the request, from arrival to answer; child of the caller's span (W3C traceparent)
+      queue            waiting for a slot
+      compute          the forward of its batch
+    batch              a trace of its own, with a link to each request in it: from the oldest request's arrival
+      forward          to the end of the forward
+
+Made by the replica when its spec names a destination, and None otherwise: then nothing of OpenTelemetry is imported,
+and a request costs a comparison. Called by the protocol applications (`request`) and by the model's host (`batch`). A
+span that cannot be exported is dropped, and never waited for: at most `MAX_WAITING_SPANS` wait.
+
+    otlp://HOST:PORT, otlps://...    OTLP over HTTP, or HTTPS, at /v1/traces (needs the extra `trace`)
+    file:FOLDER                      a line of JSON for each span, in FOLDER/REPLICA.jsonl
+    ...?ratio=0.01                   of the requests that do not say themselves whether they are traced; 1 by default
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import parse_qs, urlsplit
+
+from shoal.errors import ConfigError, InferenceError
+from shoal.serve.messages.inference import Disconnected
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.sdk.trace.sampling import Sampler
+    from opentelemetry.trace import Span, SpanContext
+    from opentelemetry.trace import Tracer as OpenTelemetryTracer
+
+    from shoal.serve.batching.batcher import BatchReport
+    from shoal.serve.messages.inference import Arrays, Prediction
+
+MAX_WAITING_SPANS = 8192
+EXPORT_TIMEOUT_S = 3.0  # what a replica that is being stopped waits for a collector that does not answer
+EXPORT_EVERY_S = 2.0
+CLIENT_GONE = 499
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where spans go. target: a URL, or a folder."""
+
+    kind: Literal["otlp", "file"]
+    target: str
+    ratio: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Destination:
+        """Raises ConfigError."""
+        parts = urlsplit(text)
+        remedy = "otlp://HOST:PORT, otlps://HOST:PORT or file:FOLDER, with ?ratio=0.01 if not all"
+        try:
+            ratio = float(parse_qs(parts.query, strict_parsing=True)["ratio"][0]) if parts.query else 1.0
+        except (KeyError, ValueError):
+            raise ConfigError("trace", text, "has words after ? that are not ratio=NUMBER", remedy) from None
+        if not 0.0 <= ratio <= 1.0:
+            raise ConfigError("trace", text, "the ratio is not between 0 and 1", remedy)
+        match parts.scheme:
+            case "otlp" | "otlps" if parts.netloc:
+                scheme = "http" if parts.scheme == "otlp" else "https"
+                return cls("otlp", f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}/v1/traces", ratio)
+            case "file" if parts.path:
+                return cls("file", parts.path, ratio)
+        raise ConfigError("trace", text, "is no destination of traces", remedy)
+
+
+class RequestTrace:
+    """The span of one request; ends when it is left.
+
+    submitted_ns: when it was put into a queue
+    cancelled_as: the status of one that nobody waits for any more
+    """
+
+    __slots__ = ("_span", "_tracer", "cancelled_as", "context", "submitted_ns")
+
+    def __init__(self, tracer: OpenTelemetryTracer, span: Span) -> None:
+        self._tracer, self._span, self.submitted_ns, self.cancelled_as = tracer, span, 0, CLIENT_GONE
+        self.context: SpanContext = span.get_span_context()
+
+    def computed(self, prediction: Prediction, num_rows: int) -> None:
+        """It was answered by a model: what its time went into."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace import set_span_in_context
+
+        self._span.set_attributes({"shoal.version": prediction.version, "shoal.rows": num_rows})
+        within = set_span_in_context(self._span, Context())
+        begins_ns = self.submitted_ns
+        for name, seconds in (("queue", prediction.queued_s), ("compute", prediction.computed_s)):
+            ends_ns = begins_ns + int(seconds * 1e9)
+            child = self._tracer.start_span(name, within, start_time=begins_ns)
+            if name == "compute":
+                child.set_attribute("shoal.batch.rows", prediction.batch_rows)
+            child.end(ends_ns)
+            begins_ns = ends_ns
+
+    def __enter__(self) -> RequestTrace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        status = 200
+        if error is not None:
+            # A request whose client has gone is cancelled, and then says so.
+            is_answer = isinstance(error, Exception) and not isinstance(error, Disconnected)
+            status = error.status if isinstance(error, InferenceError) else 500 if is_answer else self.cancelled_as
+        self._span.set_attribute("http.response.status_code", status)
+        if status >= 500:
+            from opentelemetry.trace import Status, StatusCode
+
+            self._span.set_status(Status(StatusCode.ERROR, str(error)))
+        self._span.end()
+
+
+class TracedArrays(dict[str, Any]):
+    """A request's inputs on their way through the queue, with the trace that they belong to."""
+
+    __slots__ = ("trace",)
+
+    def __init__(self, arrays: Arrays, trace: RequestTrace) -> None:
+        super().__init__(arrays)
+        self.trace = trace
+        trace.submitted_ns = time.time_ns()
+
+
+class Tracer:
+    """Of one replica. Raises ConfigError when what the destination needs is not installed."""
+
+    def __init__(self, destination: str, endpoint: str, replica: str) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        where = Destination.parse(destination)
+        resource = Resource({"service.name": f"shoal.{endpoint}", "service.instance.id": replica})
+        self._closing = ExitStack()
+        spans = BatchSpanProcessor(
+            self._closing.enter_context(_exporter(where, replica)),
+            max_queue_size=MAX_WAITING_SPANS,
+            schedule_delay_millis=EXPORT_EVERY_S * 1e3,
+            export_timeout_millis=EXPORT_TIMEOUT_S * 1e3,
+        )
+        self._closing.callback(spans.shutdown)
+
+        def tracer(sampler: Sampler) -> OpenTelemetryTracer:
+            provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
+            provider.add_span_processor(spans)
+            return provider.get_tracer("shoal.serve")
+
+        self._ratio = where.ratio
+        self._requests = tracer(ParentBased(ALWAYS_ON))
+        self._batches = tracer(ALWAYS_ON)  # of those that have a traced request
+        self._extract = TraceContextTextMapPropagator().extract
+
+    def request(self, name: str, model: str, traceparent: str = "", tracestate: str = "") -> RequestTrace | None:
+        """The span of a request that has just arrived; None when it is not among those that are traced."""
+        if not traceparent and not self._is_drawn():
+            return None
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind
+
+        carrier = {"traceparent": traceparent, "tracestate": tracestate} if traceparent else {}
+        within = self._extract(carrier, Context())
+        if traceparent and not within and not self._is_drawn():  # a header that means nothing is none
+            return None
+        span = self._requests.start_span(name, within, SpanKind.SERVER, {"shoal.model": model})
+        return RequestTrace(self._requests, span) if span.is_recording() else None
+
+    def _is_drawn(self) -> bool:
+        return random.random() < self._ratio
+
+    def batch(self, model: str, version: int, report: BatchReport, requests: Sequence[object]) -> None:
+        """A batch was computed just now, of `requests`; a trace of it, when any of them is traced."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace import Link, set_span_in_context
+
+        links = [Link(each.trace.context) for each in requests if isinstance(each, TracedArrays)]
+        if not links:
+            return
+        attributes: dict[str, str | int] = {
+            "shoal.model": model,
+            "shoal.version": version,
+            "shoal.batch.rows": report.rows,
+            "shoal.batch.requests": report.requests,
+            "shoal.batch.failed": report.failed,
+        }
+        ends_ns = time.time_ns()
+        starts_ns = ends_ns - int(report.computed_s * 1e9)
+        gathers_ns = starts_ns - int(max(report.queued_s, default=0.0) * 1e9)
+        span = self._batches.start_span("batch", Context(), links=links, attributes=attributes, start_time=gathers_ns)
+        forward = self._batches.start_span("forward", set_span_in_context(span, Context()), start_time=starts_ns)
+        forward.end(ends_ns)
+        span.end(ends_ns)
+
+    def close(self) -> None:
+        """Export what waits, for up to `EXPORT_TIMEOUT_S`. Idempotent."""
+        self._closing.close()
+
+
+@contextmanager
+def _exporter(where: Destination, replica: str) -> Iterator[SpanExporter]:
+    if where.kind == "file":
+        from opentelemetry.sdk.trace.export import ConsoleSpanExporter
+
+        folder = Path(where.target)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with (folder / f"{replica}.jsonl").open("a") as file:
+            yield ConsoleSpanExporter(out=file, formatter=lambda span: span.to_json(indent=None) + "\n")
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        raise ConfigError(
+            "trace", where.target, f"{error}", "pip install 'CHECKOUT[trace]', with the folder of Shoal's sources"
+        ) from None
+    yield OTLPSpanExporter(where.target, timeout=int(EXPORT_TIMEOUT_S))

@@ -1,0 +1,122 @@
+"""What brings a live model of a replica to where its run and the controller's plan want it.
+
+Owned by the host, on its event loop. New weights come in through a thread; weights that the run has replaced, but that
+the endpoint is to answer with, come from the controller, which has them from a replica. Decides nothing: who answers is
+the affair of `live_versions`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+from shoal.errors import ConnectionLost, WeightsError
+from shoal.serve.messages.desired_state import LivePlan
+from shoal.serve.replica.live.versions import LiveVersions
+from shoal.serve.replica.watchers import RETRY_S, PlanSource, WeightFollower
+from shoal.weights import WeightSource
+
+logger = logging.getLogger(__name__)
+
+
+class LiveFollower:
+    """Of one model, until close(). `changed` is called, on the event loop, when there is something to report."""
+
+    def __init__(
+        self,
+        name: str,
+        versions: LiveVersions,
+        weights: WeightSource,
+        controller: PlanSource,
+        plan: LivePlan,
+        changed: Callable[[], None],
+    ) -> None:
+        self._name, self._versions, self._controller, self._changed = name, versions, controller, changed
+        self._plan, self._is_resting = plan, False
+        self._task: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        versions.changed = self._tell
+        versions.apply(plan)
+        self._thread = WeightFollower(weights, versions.take)
+        self.apply(plan)
+
+    @property
+    def alive(self) -> bool:
+        """Whether newer weights would still be noticed."""
+        return self._thread.alive
+
+    @property
+    def busy_s(self) -> float:
+        """For how long a version of the run has been loading; 0 while none is."""
+        return self._thread.busy_s
+
+    @property
+    def rejected(self) -> int:
+        """The newest version that did not fit, 0 when none."""
+        return self._thread.rejected
+
+    def has(self, plan: LivePlan) -> bool:
+        """Whether it answers with what is pinned, if that is to be had."""
+        return not plan.pinned or not plan.is_kept or self._versions.version == plan.pinned
+
+    def apply(self, plan: LivePlan) -> None:
+        """Do what the controller wants: at once if it is held, or else when it has come."""
+        is_again = plan.era != self._plan.era
+        self._plan = plan
+        self._versions.apply(plan)
+        self._rest(is_again)
+        self._look()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop following; waits up to `timeout_s` for the thread. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+        self._thread.close(timeout_s)
+
+    def _rest(self, is_again: bool = False) -> None:
+        """Ask the run for nothing while nothing would be taken, and for its newest weights afterwards."""
+        is_resting = self._versions.is_resting
+        if is_resting != self._is_resting or is_again:
+            self._is_resting = is_resting
+            self._thread.rest(is_resting)
+
+    def _tell(self) -> None:
+        """From any thread."""
+        with suppress(RuntimeError):  # the loop is closed, and with it everybody who wants to know
+            self._loop.call_soon_threadsafe(self._look)
+            self._loop.call_soon_threadsafe(self._changed)
+
+    def _look(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = self._loop.create_task(self._exchange())
+
+    async def _exchange(self) -> None:
+        """Give the controller what it wants to keep, and take from it what is missing here."""
+        while True:
+            plan = self._plan
+            try:
+                if missing := self._versions.missing():
+                    await self._load(missing)
+                if plan.kept and not plan.is_kept and (snapshot := self._versions.held(plan.kept)) is not None:
+                    await self._controller.keep(self._name, snapshot)
+            except ConnectionLost as error:
+                logger.debug("the controller is away, what serves goes on serving: %s", error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            except Exception:
+                logger.exception("%s: weights did not go from here to the controller, or back", self._name)
+                return  # the next plan, or the next change here, tries again
+            if plan is self._plan:
+                return
+
+    async def _load(self, version: int) -> None:
+        snapshot = self._versions.held(version) or await self._controller.kept(self._name, version)
+        if snapshot is None:
+            return  # something else is kept by now, and the next plan says so
+        try:
+            await asyncio.to_thread(self._versions.put, snapshot)
+        except WeightsError as error:
+            logger.error("older weights are refused, what serves goes on serving: %s", error)
+        self._rest()

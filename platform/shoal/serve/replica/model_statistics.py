@@ -1,0 +1,215 @@
+"""What a replica counts about each of its models: requests, rows, batches and times, by version, and as histograms.
+
+One per model, made and written by `Hosted`, on the event loop (`request`) and in the batcher's forward threads
+(`batch`); read by the statistics extension, by `prometheus`, and by the guard of a rollout.
+Counts only upwards while the process lives. Renders nothing, and knows no HTTP.
+
+A live model may see twenty versions a second: the counts of the `MAX_VERSIONS` that were used last are kept apart, what
+older ones counted is added up under `older`, so that nothing is lost and nothing grows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from shoal.serve.messages.metrics_snapshot import HistogramSnapshot, ModelSnapshot, Serving, VersionSnapshot
+
+if TYPE_CHECKING:
+    from shoal.serve.batching.batcher import BatchReport
+
+MAX_VERSIONS = 32
+SECONDS = tuple(0.00025 * 2**power for power in range(17))  # 0.25 ms to 16.4 s, each twice the last
+ROWS = tuple(float(2**power) for power in range(11))  # 1 to 1024
+
+_COUNTERS = (
+    "batches", "compared", "compute_ns", "disagreed", "fail", "fail_ns", "queue_ns", "rows", "shadow_failed",
+    "success", "success_ns",
+)  # fmt: skip
+
+
+class Histogram:
+    """Counts values between ascending bounds."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def add(self, other: Histogram) -> None:
+        """Count what `other`, of the same bounds, has counted."""
+        self._counts = [mine + theirs for mine, theirs in zip(self._counts, other._counts, strict=True)]
+        self._sum += other._sum
+
+    def snapshot(self) -> HistogramSnapshot:
+        return {"bounds": list(self._bounds), "counts": list(self._counts), "sum": self._sum}
+
+
+class _Version:
+    """The counts of one version. `batches` and `sizes` are written by forward threads, the rest by the event loop."""
+
+    __slots__ = (*_COUNTERS, "last_ms", "request_s", "sizes", "statuses", "used")
+
+    batches: int
+    compared: int
+    compute_ns: int
+    disagreed: int
+    fail: int
+    fail_ns: int
+    queue_ns: int
+    rows: int
+    shadow_failed: int
+    success: int
+    success_ns: int
+
+    def __init__(self) -> None:
+        for name in _COUNTERS:
+            setattr(self, name, 0)
+        self.last_ms = self.used = 0
+        self.statuses: Counter[int] = Counter()
+        self.sizes: dict[int, tuple[int, int]] = {}  # rows -> (batches, ns)
+        self.request_s = Histogram(SECONDS)
+
+    def add(self, other: _Version) -> None:
+        for name in _COUNTERS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.last_ms = max(self.last_ms, other.last_ms)
+        self.statuses.update(other.statuses)
+        self.request_s.add(other.request_s)
+        for rows, (batches, ns) in other.sizes.items():
+            have, have_ns = self.sizes.get(rows, (0, 0))
+            self.sizes[rows] = have + batches, have_ns + ns
+
+    def snapshot(self) -> VersionSnapshot:
+        return {
+            "last_inference": self.last_ms,
+            "inference_count": self.rows,
+            "execution_count": self.batches,
+            "inference_stats": {
+                "success": {"count": self.success, "ns": self.success_ns},
+                "fail": {"count": self.fail, "ns": self.fail_ns},
+                "queue": {"count": self.success, "ns": self.queue_ns},
+                "compute_infer": {"count": self.success, "ns": self.compute_ns},
+            },
+            "batch_stats": [
+                {"batch_size": rows, "compute_infer": {"count": count, "ns": ns}}
+                for rows, (count, ns) in sorted(self.sizes.copy().items())
+            ],
+            "statuses": _by_status(self.statuses),
+            "compared": self.compared,
+            "disagreed": self.disagreed,
+            "shadow_failed": self.shadow_failed,
+            "request_s": self.request_s.snapshot(),
+        }
+
+
+class ModelStatistics:
+    """The counts of one model in this replica.
+
+    live:    its versions come from a run, and not from the registry: metrics then carry no number of a version
+    pending: how many requests wait for a slot now
+    """
+
+    def __init__(self, name: str, *, live: bool = False, pending: Callable[[], int] = lambda: 0) -> None:
+        self.name, self._live, self._pending = name, live, pending
+        self._lock = threading.Lock()  # forward threads among themselves, and whoever adds a version
+        self._versions: dict[int, _Version] = {}
+        self._older = _Version()
+        self._uses = 0
+        self._refused: Counter[int] = Counter()
+        self._swaps = 0
+        self._serving: Serving = {"stable": 0, "candidate": 0, "percent": 0.0}
+        self._queue_s, self._compute_s = Histogram(SECONDS), Histogram(SECONDS)
+        self._batch_rows = Histogram(ROWS)
+
+    def request(
+        self, version: int, status: int, seconds: float, queued_s: float = 0.0, computed_s: float = 0.0, rows: int = 0
+    ) -> None:
+        """A request was answered with HTTP `status`, `seconds` after it had arrived; 0 is the version of none."""
+        if version == 0:
+            self._refused[status] += 1
+            return
+        counts = self._version(version)
+        counts.statuses[status] += 1
+        if status != 200:
+            counts.fail += 1
+            counts.fail_ns += int(seconds * 1e9)
+            return
+        counts.success += 1
+        counts.success_ns += int(seconds * 1e9)
+        counts.queue_ns += int(queued_s * 1e9)
+        counts.compute_ns += int(computed_s * 1e9)
+        counts.rows += rows
+        counts.last_ms = time.time_ns() // 1_000_000
+        counts.request_s.observe(seconds)
+        self._queue_s.observe(queued_s)
+
+    def batch(self, report: BatchReport, version: int) -> None:
+        """A batch was computed with `version`. Called by forward threads."""
+        counts = self._version(version)
+        with self._lock:
+            counts.batches += 1
+            count, ns = counts.sizes.get(report.rows, (0, 0))
+            counts.sizes[report.rows] = count + 1, ns + int(report.computed_s * 1e9)
+            self._compute_s.observe(report.computed_s)
+            self._batch_rows.observe(report.rows)
+
+    def serving(self, stable: int, candidate: int = 0, percent: float = 0.0) -> None:
+        """From now on `stable` answers, and `candidate`, when not 0, `percent` of the requests."""
+        if stable != self._serving["stable"]:
+            self._swaps += 1
+        self._serving = {"stable": stable, "candidate": candidate, "percent": percent}
+
+    def shadow(self, version: int, disagreed: bool) -> None:
+        """A request that another version answered was computed by `version` too; did their outputs disagree?"""
+        counts = self._version(version)
+        counts.compared += 1
+        counts.disagreed += disagreed
+
+    def shadow_failed(self, version: int) -> None:
+        """A request that another version answered was given to `version` too, which failed at it."""
+        self._version(version).shadow_failed += 1
+
+    def snapshot(self) -> ModelSnapshot:
+        """Everything counted until now; a request that is answered at this moment may be half in it."""
+        with self._lock:
+            versions = {str(version): counts.snapshot() for version, counts in sorted(self._versions.items())}
+            older = self._older.snapshot()
+        return {
+            "name": self.name,
+            "live": self._live,
+            "serving": self._serving,
+            "swaps": self._swaps,
+            "pending": self._pending(),
+            "versions": versions,
+            "older": older,
+            "refused": _by_status(self._refused),
+            "queue_s": self._queue_s.snapshot(),
+            "compute_s": self._compute_s.snapshot(),
+            "batch_rows": self._batch_rows.snapshot(),
+        }
+
+    def _version(self, version: int) -> _Version:
+        self._uses += 1
+        counts = self._versions.get(version)
+        if counts is None:
+            with self._lock:
+                counts = self._versions.setdefault(version, _Version())
+                counts.used = self._uses
+                if len(self._versions) > MAX_VERSIONS:
+                    oldest = min(self._versions, key=lambda each: self._versions[each].used)
+                    self._older.add(self._versions.pop(oldest))
+        counts.used = self._uses
+        return counts
+
+
+def _by_status(counts: Counter[int]) -> dict[str, int]:
+    return {str(status): count for status, count in sorted(dict(counts).items())}

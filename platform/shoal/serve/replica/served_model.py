@@ -1,0 +1,223 @@
+"""One model of an endpoint in one replica: its queue, its versions, its counts.
+
+Made by the host. Answers calls on the event loop; its forward runs in the batcher's thread, and reads which version
+answers once for each batch. Knows no protocol, and neither where versions come from nor who decides about them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from shoal.errors import Closed, InferenceError
+from shoal.open_inference.messages import VersionStatistics
+from shoal.registry.manifest import Signature
+from shoal.serve.batching.batcher import Batcher, BatcherCounts, BatchReport
+from shoal.serve.messages.inference import Arrays, InferCall, Prediction, size_bytes
+from shoal.serve.messages.replica_report import ModelReport
+from shoal.serve.model.predictor import Predictor
+from shoal.serve.protocol.tracing import CLIENT_GONE, TracedArrays
+from shoal.serve.replica.forward_times import ForwardTimes
+from shoal.serve.replica.live.trial import Answering
+from shoal.serve.replica.live.versions import LiveVersions
+from shoal.serve.replica.model_statistics import ModelStatistics
+from shoal.serve.replica.shadow import Shadow
+from shoal.serve.replica.version_router import Track, VersionTable
+from shoal.serve.spec.model_options import ModelOptions
+
+if TYPE_CHECKING:
+    from shoal.serve.protocol.tracing import Tracer
+
+TIMERS_S = 0.01  # how far those of one deadline may be apart: the protocol's, which cancels, and the queue's
+Answer = tuple[dict[str, np.ndarray], int]  # outputs, and the version that made them
+
+
+class Hosted:
+    """Fulfils `HostedModel`. `table` is the host's to change; `predictor` is that of the newest version.
+
+    live: who answers, of a model that follows the weights of a run; None for a registered one
+    """
+
+    def __init__(
+        self,
+        name: str,
+        predictor: Predictor,
+        batcher: Batcher[Arrays, Answer],
+        *,
+        is_live: bool = False,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.name, self.predictor, self.is_live, self._tracer = name, predictor, is_live, tracer
+        self.signature: Signature = predictor.signature
+        self.options: ModelOptions = predictor.options
+        self.table = VersionTable(name)
+        self._deadline_s = self.options.deadline_s
+        self._ran = threading.local()  # the version and the requests of the batch that this forward thread computes
+        self._forwards = ForwardTimes()
+        self.live: LiveVersions | None = None
+        if is_live:
+            options = self.options
+            self.live = LiveVersions(
+                options.guard, predictor.load, self._flip, self._forwards, num_older=options.held_versions
+            )
+        self._queue = batcher.add_queue(
+            name,
+            self._forward,
+            max_batch_rows=self.options.max_batch_size,
+            max_queue_rows=self.options.max_queue_size,
+            max_queue_bytes=self.options.max_queue_bytes,
+            weight=self.options.weight,
+            on_batch=self._batch_done,
+        )
+        self._queue.expect(predictor.measured)  # of a live model there is nothing yet
+        self.counts = ModelStatistics(name, live=is_live, pending=lambda: self._queue.queued_requests)
+        outputs = {spec.name: spec.datatype for spec in self.signature.outputs}
+        self.shadow = Shadow(name, batcher, self._forward, self.options, self.counts, outputs, self._time)
+
+    @property
+    def version(self) -> int:
+        return self.table.version
+
+    @property
+    def versions(self) -> list[int]:
+        return self.table.versions
+
+    async def infer(self, call: InferCall) -> Prediction:
+        arrived_s = time.monotonic()
+        deadline_s = call.deadline_s
+        if deadline_s is None and self._deadline_s is not None:
+            deadline_s = arrived_s + self._deadline_s
+        track: Track | None = None
+        try:
+            track = self.table.choose(call.version, call.track, call.sticky)
+            group = (track, self.predictor.bucket(call.inputs))
+            (outputs, version), queued_s, computed_s, batch_rows = await self._queue.submit(
+                call.inputs if call.trace is None else TracedArrays(call.inputs, call.trace),
+                call.num_rows,
+                group=group,
+                deadline_s=deadline_s,
+                tenant=call.tenant,
+                size_bytes=size_bytes(call.inputs),
+            )
+        except Closed:
+            raise InferenceError(503, f"model {self.name!r} is closing; try again later", retry_after_s=1.0) from None
+        except InferenceError as error:
+            self._count_failure(track, error.status, arrived_s)
+            raise
+        except Exception:
+            self._count_failure(track, 500, arrived_s)
+            raise
+        except asyncio.CancelledError:
+            is_late = deadline_s is not None and time.monotonic() > deadline_s - TIMERS_S
+            status = 504 if is_late else CLIENT_GONE
+            self._count_failure(track, status, arrived_s)
+            if call.trace is not None:
+                call.trace.cancelled_as = status
+            raise
+        seconds = time.monotonic() - arrived_s
+        self.counts.request(version, 200, seconds, queued_s, computed_s, call.num_rows)
+        if self.shadow.percent and self.table.is_stable(track):
+            self.shadow.consider(call, outputs, self.predictor.bucket(call.inputs))
+        if call.outputs is not None:
+            outputs = {name: array for name, array in outputs.items() if name in call.outputs}
+        return Prediction(outputs, version, queued_s, computed_s, batch_rows)
+
+    def statistics(self) -> list[VersionStatistics]:
+        """What each loaded version did here."""
+        versions = self.counts.snapshot()["versions"]
+        nothing = {
+            "last_inference": 0,
+            "inference_count": 0,
+            "execution_count": 0,
+            "inference_stats": {},
+            "batch_stats": [],
+        }
+        return [
+            msgspec.convert(
+                {**versions.get(str(version), nothing), "name": self.name, "version": str(version)}, VersionStatistics
+            )
+            for version in self.versions
+        ]
+
+    def batcher_counts(self) -> BatcherCounts:
+        """What went through the queue."""
+        return self._queue.counts()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every call that came has ended."""
+        counts = self._queue.counts()
+        ended = counts.answered + counts.failed + counts.cancelled + counts.expired + counts.evicted
+        return counts.submitted == ended
+
+    def report(self) -> ModelReport:
+        """What the controller is told."""
+        versions = self.versions
+        rows = [2**power for power in range(self.options.max_batch_size.bit_length())]
+        latency = self._queue.latency
+        return ModelReport(
+            version=self.version,
+            staged=tuple(versions),
+            counts=self.counts.snapshot(),
+            forwards=self._forwards.medians(versions),
+            queued_rows=self._queue.queued_rows,
+            latency=tuple((each, seconds) for each in rows if (seconds := latency.seconds(each)) > 0.0),
+            live=self.live.report() if self.live is not None else None,
+        )
+
+    def close(self) -> None:
+        """Fail what is queued, with 503. Idempotent."""
+        self.shadow.close()
+        self._queue.close()
+
+    def _flip(self, answering: Answering) -> None:
+        if not self.version:
+            self._queue.expect(self.predictor.measured)
+        table, shares = self.table, answering.shares
+        table.follow(answering.stable, answering.other, shares)
+        self.shadow.set(table.candidate, shares.shadow_percent if shares else 0.0)
+        self.counts.serving(table.version, table.candidate_version, table.percent)
+
+    def _count_failure(self, track: Track | None, status: int, arrived_s: float) -> None:
+        """A 5xx of the model's making counts against the version; what was refused before a forward counts for none."""
+        loaded = track.loaded if track is not None and status == 500 else None
+        self.counts.request(loaded.version if loaded else 0, status, time.monotonic() - arrived_s)
+
+    # What follows runs in a forward's thread.
+
+    def _forward(self, group: Hashable, requests: Sequence[Arrays]) -> list[Answer]:
+        track: Track = group[0]  # type: ignore[index]
+        loaded = track.loaded
+        assert loaded is not None  # a track has a version before it is given to a call, and never loses it
+        self._ran.version, self._ran.is_alone = loaded.version, True
+        if self._tracer is not None:
+            self._ran.requests = requests
+        for_candidate = self.table.is_candidate(track)
+        if self.live is not None and (for_candidate or self.table.is_stable(track)):
+            answered, version, self._ran.is_alone = self.live.predict(requests, for_candidate)
+            self._ran.version = version
+        else:
+            answered, version = loaded.predict_batch(requests), loaded.version
+        return [(outputs, version) for outputs in answered]
+
+    def _batch_done(self, report: BatchReport) -> None:
+        version = self._ran.version
+        self.counts.batch(report, version)
+        if self._tracer is not None:
+            self._tracer.batch(self.name, version, report, self._ran.requests)
+        self._time(report)
+
+    def _time(self, report: BatchReport) -> None:
+        if not report.failed and self._ran.is_alone:
+            self._forwards.add(self._ran.version, report.rows, report.computed_s)
+
+
+def describe(models: Mapping[str, Hosted]) -> str:
+    """Their names, for a complaint."""
+    return ", ".join(map(repr, models)) or "none"

@@ -1,0 +1,178 @@
+"""What keeps a replica up to date: with the weights of a run that it serves live, and with the controller's plan.
+
+A replica follows plans, each of its live models the weights of its run. Neither touches a request: what changes takes
+effect with the next batch. While the run's store or the controller is away, what serves goes on serving, and they are
+asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Protocol
+
+from shoal.errors import Closed, ConnectionLost, WeightsError
+from shoal.serve.messages.desired_state import EndpointPlan
+from shoal.serve.messages.replica_report import ReplicaReport
+from shoal.weights import WeightSnapshot, WeightSource
+
+POLL_S = 1.5
+REPORT_S = 1.0
+RETRY_S = 0.2
+logger = logging.getLogger(__name__)
+
+
+class WeightFollower:
+    """Gives `take` every newer snapshot of `source`, in a thread of its own, until close().
+
+    take:     whether the snapshot is served now; raises WeightsError for what does not fit, which is told and skipped
+    rejected: the newest version that did not fit, 0 when none
+    """
+
+    def __init__(self, source: WeightSource, take: Callable[[WeightSnapshot], bool], poll_s: float = 1.0) -> None:
+        self._source, self._take, self._poll_s = source, take, poll_s
+        self.rejected = 0
+        self._given = 0  # what the source gave last
+        self._stop, self._resting, self._awake = threading.Event(), False, threading.Event()
+        self._began_s: float | None = None  # the snapshot that is being taken
+        self._thread = threading.Thread(target=self._run, name="shoal-weights", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether newer weights would still be noticed."""
+        return self._thread.is_alive()
+
+    @property
+    def busy_s(self) -> float:
+        """For how long a snapshot has been taken; 0 while none is."""
+        began_s = self._began_s
+        return time.monotonic() - began_s if began_s is not None else 0.0
+
+    def rest(self, resting: bool) -> None:
+        """Ask the source for nothing, until told otherwise: then also for what is not new."""
+        self._resting = resting
+        if resting:
+            self._awake.clear()
+        else:
+            self._given = 0
+            self._awake.set()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop following; waits up to `timeout_s` for the thread. Idempotent."""
+        self._stop.set()
+        self._awake.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if self._resting:
+                self._awake.wait()
+                continue
+            try:
+                snapshot = self._source.wait_newer(self._given, self._poll_s)
+            except Closed:
+                return
+            except WeightsError as error:
+                logger.error("no new weights, what serves goes on serving: %s", error)
+                self._stop.wait(self._poll_s)
+                continue
+            if snapshot is None:
+                continue
+            self._given = snapshot.version
+            self._began_s = time.monotonic()
+            try:
+                is_served = self._take(snapshot)
+            except WeightsError as error:
+                self.rejected = snapshot.version
+                logger.error("weights refused, what serves goes on serving: %s", error)
+            else:
+                logger.info("%s weights version %d", "serving" if is_served else "passing over", snapshot.version)
+            finally:
+                self._began_s = None
+
+
+class PlanSource(Protocol):
+    """The controller as its replicas know it. Raises ConnectionLost while it is away."""
+
+    async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None: ...
+    async def report(self, report: ReplicaReport) -> list[ReplicaReport]:
+        """The newest reports of the other replicas."""
+        ...
+
+    async def leave(self, replica: str) -> None: ...
+
+    async def keep(self, model: str, snapshot: WeightSnapshot) -> None:
+        """Weights of a live model, for replicas that will need them."""
+        ...
+
+    async def kept(self, model: str, version: int) -> WeightSnapshot | None: ...
+
+
+class PlanFollower:
+    """Applies every plan and reports, on the running event loop, until close().
+
+    apply:  takes a plan; returns at once
+    report: what the controller is told, each second and whenever `changed()` was called
+    peers:  what the other replicas reported last
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        source: PlanSource,
+        apply: Callable[[EndpointPlan], None],
+        report: Callable[[], ReplicaReport],
+    ) -> None:
+        self._replica, self._source, self._apply, self._report = replica, source, apply, report
+        self._changed = asyncio.Event()
+        self.peers: list[ReplicaReport] = []
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._forever(self._follow)), loop.create_task(self._forever(self._tell))]
+        self._known = -1
+
+    @property
+    def alive(self) -> bool:
+        """Whether a new plan would still be applied."""
+        return not any(task.done() for task in self._tasks)
+
+    def changed(self) -> None:
+        """There is something to report now."""
+        self._changed.set()
+
+    async def close(self) -> None:
+        """Stop following, and say so if the controller listens. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        with suppress(ConnectionLost):
+            await self._source.leave(self._replica)
+
+    async def _forever(self, step: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await step()
+            except ConnectionLost as error:
+                logger.debug("the controller is away, what serves goes on serving: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _follow(self) -> None:
+        plan = await self._source.follow(self._replica, self._known, POLL_S)
+        if plan is not None:
+            self._apply(plan)
+            self._known = plan.generation
+            self.changed()
+
+    async def _tell(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REPORT_S):
+                await self._changed.wait()
+        self._changed.clear()
+        try:
+            self.peers = await self._source.report(self._report())
+        except ConnectionLost:
+            self._changed.set()
+            raise

@@ -1,0 +1,107 @@
+"""Where the models of an endpoint come from: versions of the registry, or the weights of a run as they are published.
+
+`ServedModel` is what `deploy` is told. A live model's source travels to the replicas; of a registered one they hear by
+the controller's plan, and load packages from the registry. `Catalogue` is
+the controller's side: what a word such as `champion` means, and moving it. Imports torch only where a package is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from shoal.errors import RegistryError
+from shoal.registry import ModelFactory, Registry, Signature, split_ref
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.weights import WeightSource
+
+if TYPE_CHECKING:
+    from shoal.serve.model.predictor import ModelPackage
+
+
+@dataclass(frozen=True)
+class RegisteredModel:
+    """The versions of `name` in the registry in the folder `registry`, which every replica must see."""
+
+    name: str
+    registry: str
+
+    def package(self, version: int) -> ModelPackage:
+        """Raises RegistryError, WeightsError."""
+        from shoal.serve.model.predictor import ModelPackage
+
+        found = Registry(Path(self.registry)).get(f"{self.name}@{version}")
+        return ModelPackage(found.manifest.model, found.manifest.signature, found.snapshot())
+
+
+@dataclass(frozen=True)
+class LiveModel:
+    """A model whose weights follow `weights`, which must pickle: each replica takes what is newest, by itself."""
+
+    factory: ModelFactory
+    signature: Signature
+    weights: WeightSource
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model of an endpoint.
+
+    version: of a registered model: a number, an alias (which is followed), or "" for the newest now
+    options: how it is served; None for what the endpoint's spec says
+    """
+
+    name: str
+    source: RegisteredModel | LiveModel
+    version: str = ""
+    options: ModelOptions | None = field(default=None)
+
+
+def registered(ref: str, options: ModelOptions | None = None, registry: Path | None = None) -> ServedModel:
+    """`name@3`, `name@champion` or `name` of the registry. Raises ConfigError for what is not a reference."""
+    name, word = split_ref(ref)
+    return ServedModel(name, RegisteredModel(name, str(Registry(registry).root)), word, options)
+
+
+class Catalogue(Protocol):
+    """What the controller asks of a registry. All raise RegistryError."""
+
+    def meant(self, name: str, word: str) -> int:
+        """The version that `name@word` means now."""
+        ...
+
+    def promote(self, name: str, version: int, alias: str) -> None:
+        """Let the alias mean `version`."""
+        ...
+
+    def before(self, name: str, alias: str) -> int:
+        """The version that the alias meant before its last promotion."""
+        ...
+
+    def rollback(self, name: str, alias: str) -> None:
+        """Let the alias mean what it meant before."""
+        ...
+
+
+class RegistryCatalogue:
+    """A Catalogue on the registry in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._registry = Registry(Path(folder))
+
+    def meant(self, name: str, word: str) -> int:
+        return self._registry.get(f"{name}@{word}" if word else name).version
+
+    def promote(self, name: str, version: int, alias: str) -> None:
+        self._registry.promote(f"{name}@{version}", alias)
+
+    def before(self, name: str, alias: str) -> int:
+        stack = self._registry.aliases(name).promoted(alias)
+        if len(stack) < 2:
+            remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"
+            raise RegistryError(f"{name}@{alias} has no version left to go back to: {remedy}")
+        return stack[-2]
+
+    def rollback(self, name: str, alias: str) -> None:
+        self._registry.rollback(name, alias)

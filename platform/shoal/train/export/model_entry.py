@@ -1,0 +1,123 @@
+"""A trained network in the registry: what is written down so that anybody can build it again, and building it.
+
+Owns the entry (factory, signature, source of the Task). Called at the end of a run; `build` is called by name, by
+whoever serves or loads a registered model, and needs no file of the user's: the source travels with the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from shoal.errors import ConfigError
+from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
+from shoal.runs import RunRecorder
+from shoal.train.reporting.result import Outcome
+from shoal.train.spec import TrainSpec
+from shoal.train.task import Hook, Task, find_task, make_task, source_of
+from shoal.weights import WeightSnapshot
+
+
+def model_name(spec: TrainSpec) -> str:
+    """The model's name in the registry: the spec's, or made from the task's."""
+    place, _, name = spec.task.partition(":")
+    file = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    chosen = spec.name or name or file
+    return re.sub(r"[^a-z0-9._-]", "-", chosen.lower()).strip("._-") or "model"
+
+
+def factory_of(spec: TrainSpec) -> ModelFactory:
+    """How to build the network: with the source of the Task where it is a file, else by its module's name.
+
+    The source is the one that this process has loaded, whatever has become of the file since.
+    """
+    source = source_of(spec.task)
+    kwargs: dict[str, Any] = {"task": spec.task, "args": dict(spec.args)}
+    if source is not None:
+        kwargs |= {"source": source, "name": find_task(spec.task).__name__}
+    task = make_task(spec.task, spec.args)
+    return ModelFactory(
+        factory=f"{__name__}:build",
+        kwargs=kwargs,
+        preprocess=f"{__name__}:preprocess" if task.preprocess is not None else "",
+        postprocess=f"{__name__}:postprocess" if task.postprocess is not None else "",
+    )
+
+
+def build(task: str, args: Mapping[str, Any], source: str = "", name: str = "") -> nn.Module:
+    """The network of a registered Task, with fresh weights. Raises ConfigError when its source does not run."""
+    return _made(task, args, source, name).model()
+
+
+def preprocess(task: str, args: Mapping[str, Any], source: str = "", name: str = "") -> Hook | None:
+    """What the registered Task does with an endpoint's requests. Raises ConfigError as `build`."""
+    return _made(task, args, source, name).preprocess
+
+
+def postprocess(task: str, args: Mapping[str, Any], source: str = "", name: str = "") -> Hook | None:
+    """What the registered Task makes of an endpoint's answers. Raises ConfigError as `build`."""
+    return _made(task, args, source, name).postprocess
+
+
+def register(
+    spec: TrainSpec,
+    outcome: Outcome,
+    factory: ModelFactory,
+    signature: Signature,
+    data: Mapping[str, str],
+    recorder: RunRecorder,
+) -> ModelVersion:
+    """Put the network that a run kept into the registry, and say so in the record.
+
+    factory: how to build it, with the source as it was when the run began
+    data:    fingerprints of the datasets, by their part
+
+    Raises RegistryError, and ConfigError for a name or alias that does not fit.
+    """
+    assert outcome.weights is not None
+    snapshot = WeightSnapshot.from_payload(outcome.kept, outcome.weights.read_bytes())
+    version = Registry().register(
+        model_name(spec),
+        snapshot,
+        model=factory,
+        signature=signature,
+        run_id=recorder.id,
+        metrics=outcome.metrics,
+        data=data,
+        aliases=spec.aliases,
+    )
+    recorder.model_registered(version.name, version.version, version.aliases)
+    return version
+
+
+def _made(task: str, args: Mapping[str, Any], source: str, name: str) -> Task:
+    made: object = getattr(_module_of(source, task), name)(**args) if source else find_task(task)(**args)
+    assert isinstance(made, Task)
+    return made
+
+
+def _module_of(source: str, task: str) -> ModuleType:
+    """The module that the source makes, once for each process. Registered sources are the user's own code."""
+    name = f"shoal_registered_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module, file = ModuleType(name), f"<{task}, as registered>"
+    module.__file__ = file
+    sys.modules[name] = module
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # tracebacks show the lines
+    try:
+        exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
+    except Exception as error:  # whatever the user's source raises is why the model cannot be built
+        del sys.modules[name]
+        problem = f"the registered source does not run: {type(error).__name__}: {error}"
+        remedy = "what it imports must be installed here; files beside the Task's are not registered with it"
+        raise ConfigError("model.kwargs.source", task, problem, remedy) from error
+    return module

@@ -1,0 +1,49 @@
+"""What a run is predicted to cost, for its record. Called by the shells, in a process that is in no group, and
+imported when it is: it loads what every plan needs of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shoal.cost import CostTable
+from shoal.cost.predict.predict import predict
+from shoal.errors import ConfigError, ShoalError
+from shoal.train.loop.oom import first_line
+from shoal.train.optim.optimizers import make_optimizer
+from shoal.train.spec import TrainSpec
+from shoal.train.task import Task, make_task
+
+
+def predicted_table(task: Task, spec: TrainSpec) -> CostTable:
+    """What a step will cost. Raises PlanError, DataError or ConfigError for what could not be run or looked at."""
+    try:
+        return _predicted(task, spec)
+    except ShoalError:
+        raise
+    except Exception as error:  # whatever a user's code raises of batches and plans that a run may never give it
+        problem = f"cannot be looked at before it runs: {_words(error)}"
+        remedy = "if the Task is right, train it all the same: a run says what it measures"
+        raise ConfigError("task", spec.task, problem, remedy) from error
+
+
+def predicted_cost(spec: TrainSpec) -> dict[str, Any]:
+    """The details of the event PREDICTED. A model that cannot be looked at dry is trained all the same, and this says
+    why nothing is predicted of it."""
+    try:
+        return _predicted(make_task(spec.task, spec.args), spec).details()
+    except Exception as error:  # noqa: BLE001 - a user's code, run as no run does: no reason to start or end none
+        return {"notes": [f"not predicted: {_words(error)}"]}
+
+
+def _predicted(task: Task, spec: TrainSpec) -> CostTable:
+    found = predict(task, spec, make_optimizer)
+    if spec.selective_backprop is None:
+        return found
+    return replace(found, notes=(*found.notes, "without selective_backprop, whose steps are not all alike"))
+
+
+def _words(error: Exception) -> str:
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"

@@ -1,0 +1,219 @@
+"""Everything about a run that can be found wrong, or found out, before a worker is started for it.
+
+Called by the shells, in the process that starts a run. Builds the Task, its data and its network once, here, and lets
+them go again. Takes no step.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shoal.runs
+from shoal.data import Data, Loader
+from shoal.data.dataset import length_of
+from shoal.data.example import example_batch
+from shoal.data.fingerprint import fingerprint
+from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError
+from shoal.parallel.comm.world import choose_device
+from shoal.parallel.validate import check_plan
+from shoal.registry import ModelFactory, Signature, require_name
+from shoal.runs import Status
+from shoal.train.export.model_entry import factory_of, model_name
+from shoal.train.export.signature import signature_of
+from shoal.train.loop.oom import first_line, is_out_of_memory
+from shoal.train.loop.random_state import random_state, seed_everything, set_random_state
+from shoal.train.optim.lr_schedule import total_steps_of
+from shoal.train.spec import TrainSpec
+from shoal.train.task import Task, data_of, make_task, model_of
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What is known of a run before it starts.
+
+    factory:     how to build the network again, for the registry; with the source as it is now
+    signature:   of the network, for the registry
+    fingerprint: of the data, by its part, after the name of its class
+    measured:    what an evaluation measures, by name; () without validation data
+    """
+
+    factory: ModelFactory
+    signature: Signature
+    fingerprint: dict[str, str]
+    num_parameters: int
+    steps_per_epoch: int | None
+    measured: tuple[str, ...]
+
+
+def check(spec: TrainSpec) -> Checked:
+    """Raises ConfigError, PlanError or DataError with field, value and remedy, when the run cannot work."""
+    degrees = spec.parallel.degrees(spec.workers)
+    samples = spec.parallel.samples(spec.batch_size, degrees)
+    if spec.stop.is_empty:
+        raise ConfigError("stop", None, "nothing says when to end", "give stop.epochs=3, say, or stop.steps=1000")
+    require_name("name", model_name(spec))
+    _require_more_to_do(spec)
+    _require_backend(spec)
+    task = make_task(spec.task, spec.args)
+    _require_methods(task, spec)
+    if spec.workers > 1:
+        _require_pickles(task, spec)
+    data = data_of(task, spec.task)
+    _require_samples(data)
+    before = random_state()
+    try:
+        return _try_out(spec, task, data, samples)
+    finally:
+        set_random_state(before)
+
+
+def _try_out(spec: TrainSpec, task: Task, data: Data, samples: int) -> Checked:
+    degrees = spec.parallel.degrees(spec.workers)
+    share = (0, degrees.data)
+    loader = Loader(  # which starts no worker process before it is read, but finds out whether it could
+        data.train, batch_size=spec.batch_size, share=share, seed=spec.seed, spec=spec.loader, collate=data.collate
+    )
+    try:
+        batch, steps_per_epoch = example_batch(data.train, data.collate, min(samples, 2)), loader.num_batches
+    finally:
+        loader.close()
+    _require_inputs(task, spec, batch)
+    total_steps_of(spec, steps_per_epoch)
+    seed_everything(spec.seed)
+    model = _model_that_fits(task, spec)
+    # Where the workers run there may be a CUDA that is not here.
+    device = "cuda" if spec.device == "cuda" else choose_device(spec.device, 0).type
+    check_plan(model, task, spec.parallel, degrees, batch, device)
+    measured = _measures(spec, task, model, batch)
+    _require_watched(spec, data, measured)
+    _require_end(spec, data)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    signature = signature_of(task, model, batch)
+    parts = {"train": data.train, "validation": data.validation, "test": data.test}
+    known = {name: f"{type(data).__name__} {fingerprint(data)}" for name, data in parts.items() if data is not None}
+    evaluated = tuple(measured) if data.validation is not None else ()
+    return Checked(factory_of(spec), signature, known, num_parameters, steps_per_epoch, evaluated)
+
+
+def _require_more_to_do(spec: TrainSpec) -> None:
+    if not spec.resume:
+        return
+    before = shoal.runs.load(spec.resume)
+    if not spec.task:
+        loader = "shoal.train.launch.overrides.spec_from_words"
+        remedy = f"{loader}(['resume={before.id}', ...]) begins with what its record says"
+        raise ConfigError("task", spec.task, "is not said, and nothing is read from the run that is resumed", remedy)
+    if before.status is Status.FINISHED and TrainSpec.from_yaml(before.spec).stop == spec.stop:
+        detail = before.last_events().get("stopped", {}).get("detail", "its end was reached")
+        remedy = "say when it ends now, as in stop.epochs=10"
+        raise ConfigError("resume", before.id, f"has ended already ({detail})", remedy)
+
+
+def _require_backend(spec: TrainSpec) -> None:
+    """Named alone, or by device as in cpu:gloo,cuda:nccl."""
+    for part in filter(None, (spec.parallel.backend or "").split(",")):
+        if not dist.is_backend_available(part.rpartition(":")[2]):
+            remedy = "use gloo, or leave it out" if spec.device != "cuda" else "install a torch that has it"
+            raise PlanError("parallel.backend", spec.parallel.backend, "is not in this torch", remedy)
+
+
+def _model_that_fits(task: Task, spec: TrainSpec) -> nn.Module:
+    try:
+        return model_of(task, spec.task)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = f"{type(task).__name__}.model needs more memory than there is ({first_line(error)})"
+        raise OutOfMemory(f"{problem}. Make it smaller: each worker builds the whole of it first") from error
+
+
+def _require_samples(data: Data) -> None:
+    for name, part, remedy in (
+        ("train", data.train, "look at the file or the split that it is made of"),
+        ("validation", data.validation, "give it samples, or leave it out"),
+        ("test", data.test, "give it samples, or leave it out"),
+    ):
+        if part is not None and length_of(part) == 0:
+            raise DataError(f"data.{name}", type(part).__name__, "is empty", remedy)
+
+
+def _require_methods(task: Task, spec: TrainSpec) -> None:
+    for name in ("model", "data", "loss"):
+        if getattr(type(task), name) is getattr(Task, name):
+            problem = f"{type(task).__name__} has no method {name!r} of its own"
+            raise ConfigError("task", spec.task, problem, f"write {name}: see shoal.train.Task")
+
+
+def _require_inputs(task: Task, spec: TrainSpec, batch: object) -> None:
+    """A tensor would be taken for its rows, and a dict for its keys."""
+    found: object = task.inputs(batch)
+    if not isinstance(found, tuple | list):
+        problem = f"{type(task).__name__}.inputs gave a {type(found).__name__}"
+        remedy = "return a tuple of the model's arguments, as in (batch['x'],)"
+        raise ConfigError("task", spec.task, problem, remedy)
+
+
+def _measures(spec: TrainSpec, task: Task, model: nn.Module, batch: object) -> list[str]:
+    """What an evaluation will measure, by name. Raises ConfigError for what is no scalar."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            outputs = model(*task.inputs(batch))
+            metrics: object = task.metrics(outputs, batch)
+            if not isinstance(metrics, Mapping):
+                problem = f"{type(task).__name__}.metrics gave a {type(metrics).__name__}"
+                raise ConfigError("task", spec.task, problem, "return a dict of scalar tensors by name, {} for none")
+            found: dict[str, object] = {"loss": task.loss(outputs, batch), **metrics}
+    finally:
+        model.train(was_training)
+    if "loss" in metrics:
+        problem = f"{type(task).__name__}.metrics has a 'loss', which would take the place of the loss itself"
+        raise ConfigError("task", spec.task, problem, "give it another name")
+    for name, value in found.items():
+        # A metric of shape [1] counts as its number; a loss of that shape is refused by the first step of any plan.
+        if not isinstance(value, Tensor) or value.numel() != 1 or (name == "loss" and value.ndim):
+            kind = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            called = "loss" if name == "loss" else f"metrics: {name!r}"
+            problem = f"{type(task).__name__}.{called} gave {kind}"
+            raise ConfigError("task", spec.task, problem, "return the mean over the batch, as a scalar tensor")
+    return list(found)
+
+
+def _require_watched(spec: TrainSpec, data: Data, measured: list[str]) -> None:
+    """The metrics that `stop` watches must be among those that are evaluated, and there must be an evaluation."""
+    for field, each in (("stop.target", spec.stop.target), ("stop.convergence", spec.stop.convergence)):
+        if each is None:
+            continue
+        if data.validation is None:
+            problem = "needs an evaluation, and there is no validation data"
+            raise ConfigError(f"{field}.metric", each.metric, problem, "give Data(validation=...)")
+        if each.metric not in measured:
+            known = f"there is {', '.join(measured)}"
+            raise ConfigError(f"{field}.metric", each.metric, "is not evaluated", known)
+
+
+def _require_end(spec: TrainSpec, data: Data) -> None:
+    """Where evaluations alone end the run: an iterable without a length may have no epoch that one follows."""
+    stop = spec.stop
+    has_limit = any(each is not None for each in (stop.steps, stop.epochs, stop.wall_s, stop.money))
+    has_epochs = length_of(data.train) is not None or spec.evaluate.every_steps is not None
+    if not (has_limit or has_epochs):
+        problem = f"{type(data.train).__name__} has no length, and nothing but an evaluation ends the run"
+        raise ConfigError("evaluate.every_steps", None, problem, "give evaluate.every_steps=500, say, or stop.steps")
+
+
+def _require_pickles(task: Task, spec: TrainSpec) -> None:
+    try:
+        pickle.dumps(task)
+    except Exception as error:  # whatever a user's object raises is why it cannot travel
+        problem = f"cannot be sent to workers: {type(error).__name__}: {error}"
+        raise ConfigError(
+            "task", spec.task, problem, "open files, locks and generators in data(), not in __init__"
+        ) from error

@@ -1,0 +1,1 @@
+"""The loop of one rank: the trainer and its components."""

@@ -1,0 +1,271 @@
+"""What a training run consists of on this rank: model, optimiser, loaders, average, and what there is to save of them.
+
+Made once from a spec and a Task, in an order that is the same on every rank. Called by the Trainer and the finders.
+Takes no step; decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.batch_tree import moved
+from shoal.data import Data, Loader
+from shoal.data.example import example_batch
+from shoal.parallel import Degrees, World
+from shoal.parallel.model import ParallelModel, parallelize
+from shoal.train.loop.random_state import seed_everything
+from shoal.train.optim.ema import Average
+from shoal.train.optim.lr_schedule import (
+    Place,
+    learning_rate_at,
+    momentum_at,
+    moves_rates,
+    needs_total,
+    place_of,
+    steps_of_epochs,
+    total_steps_of,
+)
+from shoal.train.optim.optimizers import is_of_task, keep_to_spec, make_optimizer, set_rate
+from shoal.train.optim.selective_backprop import SelectiveBackprop
+from shoal.train.spec import TrainSpec
+from shoal.train.task import Task, data_of, model_of
+
+AVERAGE = "average"  # its part of the state, which a run that began without one has not saved
+BEGUN = "begun"  # which parameters the optimiser has state of; older checkpoints have none
+
+
+class Stream:
+    """The training data without end: epoch after epoch, from wherever the loader stands."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self._batches = self._endless()
+
+    def next(self) -> Any:
+        """This rank's share of the next global batch. Raises DataError."""
+        return next(self._batches)
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
+
+
+@dataclass
+class Assembly:
+    """The parts. `steps_per_epoch` is None where the data does not say it.
+
+    num_parameters: of the whole model; a tied one counts once
+    """
+
+    spec: TrainSpec
+    task: Task
+    degrees: Degrees
+    model: ParallelModel
+    optimizer: Optimizer
+    training: Loader
+    stream: Stream
+    validation: Loader | None
+    average: Average | None
+    selective: SelectiveBackprop | None
+    steps_per_epoch: int | None
+    num_parameters: int
+
+    def train_step(self, batch: Any, step: int) -> Tensor:
+        """One step over this rank's share: the gradients, and the mean loss, detached."""
+        if self.selective is not None:
+            return self.selective.train_step(batch, step)
+        return self.model.train_step(batch, step)
+
+    @property
+    def epoch(self) -> float:
+        """Epochs that are done: with a fraction where the length of one is known, else whole ones that ended."""
+        steps = self._epoch_steps()
+        if steps is not None and self.steps_per_epoch is not None:
+            return steps / self.steps_per_epoch
+        return float(self.training.epoch + (self._counts_epochs and self.training.is_at_end()))
+
+    def place(self, step: int) -> Place:
+        """Where the run stands after `step` steps."""
+        return place_of(self.spec, step, self._epoch_steps(), self.steps_per_epoch)
+
+    def set_rate(self, step: int) -> None:
+        """Let the optimiser learn as the schedule says for the step that follows `step` steps.
+
+        Where it says nothing, a Task's own optimiser is left alone, which may have a schedule of its own.
+        """
+        if is_of_task(self.optimizer) and not moves_rates(self.spec.schedule):
+            return
+        schedule, place = self.spec.schedule, self.place(step)
+        at = place.step if needs_total(schedule) else step
+        momentum = momentum_at(at, schedule, place.total_steps, step)
+        set_rate(self.optimizer, learning_rate_at(at, schedule, place.total_steps, step), momentum)
+
+    def num_evaluations_due(self, step: int) -> int:
+        """How often the validation data was due within `step` steps."""
+        every, steps = self.spec.evaluate, self._epoch_steps()
+        if every.every_steps is not None:
+            return step // every.every_steps
+        if steps is None or self.steps_per_epoch is None:
+            return int(self.epoch / every.every_epochs)
+        return int(steps // steps_of_epochs(every.every_epochs, self.steps_per_epoch))
+
+    @property
+    def _counts_epochs(self) -> bool:
+        """Whether something happens at the end of an epoch: an iterable is not read ahead for nothing."""
+        is_evaluated_by_it = self.validation is not None and self.spec.evaluate.every_steps is None
+        return self.spec.stop.epochs is not None or is_evaluated_by_it
+
+    def _epoch_steps(self) -> float | None:
+        """What the epochs that are done amount to, in steps of the present batch size; None for an iterable.
+
+        Of the data's place, and not of the steps: those before a resumption may have had another batch size.
+        """
+        if self.steps_per_epoch is None:
+            return None
+        data = self.training
+        within = self.steps_per_epoch if data.is_at_end() else data.position / self.spec.batch_size
+        return data.epoch * self.steps_per_epoch + within
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within, the model has the averaged weights, where the spec asks for an average."""
+        return self.average.applied() if self.average is not None else nullcontext()
+
+    # -- what there is to save ------------------------------------------------------------------------------------
+
+    def network_state(self) -> dict[str, Any]:
+        """What the network is, and its average: to be saved, or to be filled."""
+        state: dict[str, Any] = {"model": self.model.model_state()}
+        if self.average is not None:
+            state[AVERAGE] = self.average.state_dict()
+        return state
+
+    def load_network_state(self, state: dict[str, Any]) -> None:
+        """Take what `network_state` gave and a checkpoint has filled; an average that it has not begins anew."""
+        self.model.load_model_state(state["model"])
+        if self.average is not None and AVERAGE in state:
+            self.average.load_state_dict(state[AVERAGE])
+        elif self.average is not None:
+            self.average.begin_anew()
+
+    def state(self, *, to_fill: bool = False) -> dict[str, Any]:
+        """The network and the optimiser, to be saved or, `to_fill`, to be filled."""
+        # Of those that had no gradient yet the optimiser makes state to be saved, which a first gradient makes anew.
+        kept = self.optimizer.state
+        begun = {name: bool(kept.get(each)) for name, each in self._trained()}
+        optimizer = self.model.optimizer_state(self.optimizer, to_fill=to_fill)
+        return {**self.network_state(), "optimizer": optimizer, BEGUN: begun}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take what `state` gave and a checkpoint has filled; what the spec says of the optimiser holds as it is."""
+        self.load_network_state(state)
+        self.model.load_optimizer_state(self.optimizer, state["optimizer"])
+        for name, each in self._trained():
+            if BEGUN in state and not state[BEGUN][name]:
+                self.optimizer.state.pop(each, None)
+        keep_to_spec(self.optimizer, self.spec.optimizer)
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, each) for name, each in self.model.named_parameters() if each.requires_grad)
+
+    def position(self) -> dict[str, Any]:
+        """Where the data stands, for any number of ranks; rank 0's word counts for all."""
+        return self.training.state_dict()
+
+    def own_position(self) -> dict[str, Any]:
+        """What of the position is this rank's alone."""
+        own: dict[str, Any] = {"data": self.training.state_dict()}
+        if self.selective is not None:
+            own["selective"] = self.selective.state_dict()
+        return own
+
+    def load_position(self, position: dict[str, Any], own: dict[str, Any] | None) -> None:
+        """Go on in the data where a checkpoint stands; `own` is None when another number of ranks wrote it."""
+        self.training.load_state_dict(own["data"] if own is not None else position)
+
+    def load_selective(self, own: dict[str, Any]) -> None:
+        """Take what Selective Backprop has of this rank's own position, written under this very plan, if it has any."""
+        if self.selective is not None and "selective" in own:
+            self.selective.load_state_dict(own["selective"])
+
+    def counts(self) -> dict[str, Any]:
+        """What else has moved, alike on every rank: evaluations, the scale of an fp16 loss, whether a schedule did."""
+        evaluated = 0 if self.validation is None else self.validation.epoch
+        is_scheduled = moves_rates(self.spec.schedule)
+        return {"evaluated": evaluated, "scale": self.model.scale_state(), "is_scheduled": is_scheduled}
+
+    def load_counts(self, counts: dict[str, Any]) -> None:
+        """Take what `counts` gave: what the validation data draws next follows from it."""
+        self.model.load_scale_state(counts["scale"])
+        if counts.get("is_scheduled", False):  # a run that goes on without its schedule learns at the optimiser's rates
+            set_rate(self.optimizer, 1.0)
+        if self.validation is not None:
+            self.validation.seek(counts["evaluated"])
+
+    def close(self) -> None:
+        """End loaders and plan. Idempotent."""
+        self.training.close()
+        if self.validation is not None:
+            self.validation.close()
+        self.model.close()
+
+
+def assemble(spec: TrainSpec, task: Task, world: World) -> Assembly:
+    """Build everything for this rank of `world`.
+
+    Raises PlanError, DataError and ConfigError, on every rank alike, before anything is communicated.
+    """
+    degrees = spec.parallel.degrees(world.size)
+    spec.parallel.samples(spec.batch_size, degrees)
+    data = data_of(task, spec.task)
+    share = (degrees.coordinates(world.rank).data, degrees.data)
+    training = _loader(spec, data, world, share, is_training=True)
+    validation = _loader(spec, data, world, share, is_training=False) if data.validation is not None else None
+    seed_everything(spec.seed)
+    network = model_of(task, spec.task)
+    num_parameters = sum(parameter.numel() for parameter in network.parameters())
+    example = moved(example_batch(data.train, data.collate, spec.batch_size // degrees.data), world.device)
+    model = parallelize(network, task, spec.parallel, degrees, world, example, spec.seed)
+    optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
+    steps_per_epoch = training.num_batches
+    total_steps_of(spec, steps_per_epoch)
+    chosen = spec.selective_backprop
+    return Assembly(
+        spec,
+        task,
+        degrees,
+        model,
+        optimizer,
+        training,
+        Stream(training),
+        validation,
+        average=Average(model, spec.average) if spec.average is not None else None,
+        selective=SelectiveBackprop(chosen, model, task, spec.seed) if chosen is not None else None,
+        steps_per_epoch=steps_per_epoch,
+        num_parameters=num_parameters,
+    )
+
+
+def _loader(spec: TrainSpec, data: Data, world: World, share: tuple[int, int], *, is_training: bool) -> Loader:
+    return Loader(
+        data.train if is_training else data.validation,
+        batch_size=spec.batch_size if is_training else spec.evaluate.batch_size or spec.batch_size,
+        share=share,
+        seed=spec.seed,
+        spec=spec.loader,
+        device=world.device,
+        collate=data.collate,
+        shuffle=None if is_training else False,
+        drop_last=is_training,
+    )
+
+
+def set_threads(spec: TrainSpec, cores: int) -> None:
+    """Give torch as many threads as the spec says, or this rank's part of the cores."""
+    torch.set_num_threads(spec.threads or max(1, cores // spec.workers))

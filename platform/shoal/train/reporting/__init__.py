@@ -1,0 +1,1 @@
+"""What a training run reports: events, console lines, the result."""

@@ -1,0 +1,49 @@
+"""The distributions of weights and gradients at one step, for TensorBoard.
+
+Called by the Trainer where `histograms_every_steps` asks for it, between a step and the next. Looks at what rank 0
+holds: of weights that are split, its part of them; of a pipeline, its stages. Communicates with nobody.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shoal.parallel.model import ParallelModel
+from shoal.train.reporting.event_log import Journal, Silent
+
+NUM_BINS = 64
+COUNTED_AT_ONCE = 2**24  # torch.histc counts in float32, which adds no 1 to more than that
+
+
+def write_histograms(journal: Journal, model: ParallelModel, step: int) -> None:
+    """Write `weights/NAME` and `gradients/NAME` of each parameter; costs nothing on ranks that write nothing."""
+    if isinstance(journal, Silent):
+        return
+    for name, parameter in model.named_parameters():
+        for kind, tensor in (("weights", parameter), ("gradients", parameter.grad)):
+            found = None if tensor is None else histogram_of(tensor)
+            if found is not None:
+                journal.histogram(step, f"{kind}/{name}", *found)
+
+
+def histogram_of(tensor: Tensor, num_bins: int = NUM_BINS) -> tuple[np.ndarray, np.ndarray] | None:
+    """Counts [bins] and edges [bins + 1] of the finite values of this rank's part; None when there are none.
+
+    Of complex values both parts are counted, of a sparse gradient the values that it has.
+    """
+    local = tensor.detach()
+    local = local.to_local() if isinstance(local, DTensor) else local
+    local = local.coalesce().values() if local.is_sparse else local
+    values = (torch.view_as_real(local.resolve_conj()) if local.is_complex() else local).float().flatten()
+    values = values[torch.isfinite(values)]
+    if not values.numel():
+        return None
+    low, high = (float(each) for each in torch.aminmax(values))
+    if low == high:  # a bin of some width around the one value
+        margin = max(abs(low), 1.0) * 1e-3
+        low, high = low - margin, high + margin
+    counts = torch.stack([torch.histc(part, num_bins, low, high).long() for part in values.split(COUNTED_AT_ONCE)])
+    return counts.sum(0).cpu().numpy(), np.linspace(low, high, num_bins + 1)

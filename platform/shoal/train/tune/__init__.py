@@ -1,0 +1,1 @@
+"""Finders of learning rate and batch size, and ablation."""

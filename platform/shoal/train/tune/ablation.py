@@ -1,0 +1,206 @@
+"""What each part of a Task is worth: the Task whole, and once without each part, with the same seeds.
+
+Called by `shoal ablate`. Differences are taken between runs of one seed (the same data order, the same initial weights
+where the shapes agree), so that what the seed does to both is no part of them. Trains through a function that it is
+given (`alone.train_here`), one run after another; draws nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import shoal.runs
+from shoal.errors import ConfigError, TrainError
+from shoal.train.launch.validate import check
+from shoal.train.reporting.result import Outcome
+from shoal.train.reporting.time_to_accuracy import TRAINING_S
+from shoal.train.spec import TrainSpec
+from shoal.train.task import find_task
+from shoal.train.tune.finders import footprint
+
+WHOLE = "whole"
+STEP_S, MEMORY, PARAMETERS = "step_s", "memory_bytes", "parameters"
+COSTS = (STEP_S, MEMORY, PARAMETERS)
+
+Train = Callable[[TrainSpec], Outcome]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The Task whole, or with something removed or changed."""
+
+    name: str
+    spec: TrainSpec
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run. values: the metrics of its evaluation, and COSTS; {} with a `failure` when it could not be trained."""
+
+    variant: str
+    seed: int
+    values: dict[str, float] = field(default_factory=dict)
+    run_id: str = ""
+    reason: str = ""
+    steps: int = 0
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """mean and standard deviation (0 for one value) over `num` seeds."""
+
+    mean: float
+    deviation: float
+    num: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+        return cls(statistics.fmean(values), deviation, len(values))
+
+
+@dataclass(frozen=True)
+class Worth:
+    """One variant over all seeds.
+
+    values:      of each quantity
+    differences: this variant's value minus the whole's, seed by seed; {} for the whole itself
+    failures:    what kept single seeds from ending
+    """
+
+    name: str
+    is_whole: bool
+    values: dict[str, Spread]
+    differences: dict[str, Spread]
+    failures: tuple[str, ...] = ()
+
+
+def variants_of(spec: TrainSpec, parts: Sequence[str], changes: Sequence[str]) -> list[Variant]:
+    """The whole Task first, then it without each of `parts` (all that it has when neither is named), then changed.
+
+    parts:   names in `Task.parts`
+    changes: `NAME=a.b=c`; several of one name are one variant
+
+    Raises ConfigError for a part that there is not, a change that does not fit, or nothing to compare.
+    """
+    known: Mapping[str, Mapping[str, object]] = getattr(find_task(spec.task), "parts", {})
+    for name in parts:
+        if name not in known:
+            there = f"the task has {', '.join(known)}" if known else "the task has none: declare Task.parts"
+            raise ConfigError("--part", name, "is no part of the task", f"{there}; or use --change NAME=args.x=1")
+    chosen = parts or ([] if changes else list(known))
+    found = [Variant(WHOLE, spec)]
+    for name in chosen:
+        found.append(Variant(name, spec.model_copy(update={"args": {**spec.args, **known[name]}})))
+    for name, words in _changes(changes).items():
+        found.append(Variant(name, spec.override(words)))
+    names = [each.name for each in found]
+    repeated = {name for name in names if names.count(name) > 1}
+    if repeated:
+        raise ConfigError("--change", sorted(repeated)[0], "is the name of two variants", "give each its own")
+    if len(found) == 1:
+        remedy = "declare Task.parts, or give --change NAME=args.x=1"
+        raise ConfigError("task", spec.task, "has no parts to compare", remedy)
+    return found
+
+
+def ablate(
+    variants: Sequence[Variant], num_seeds: int, train: Train, say: Callable[[Measured], None] = lambda _: None
+) -> list[Measured]:
+    """Every variant with every seed, from the spec's seed upwards; all are checked before the first is trained.
+
+    say: told of each run as it ends
+
+    Raises ConfigError or PlanError, naming the variant, for one that cannot be trained at all, and what ends a whole
+    evening of runs anyway; a run that diverges or does not fit into memory is a result.
+    """
+    prints = {}
+    for variant in variants:
+        try:
+            check(variant.spec)
+            prints[variant.name] = footprint(variant.spec)
+        except ConfigError as error:
+            problem = f"{error.problem} (in {variant.name!r})"
+            raise type(error)(error.field, error.value, problem, error.remedy) from error
+    measured = []
+    for offset in range(num_seeds):
+        for variant in variants:  # one after another within a seed: what drifts in the machine meets all alike
+            spec = variant.spec.model_copy(update={"seed": variant.spec.seed + offset})
+            found = _measure(variant.name, spec, train, *prints[variant.name])
+            measured.append(found)
+            say(found)
+            if found.reason == "interrupted":
+                return measured
+    return measured
+
+
+def worths(measured: Iterable[Measured]) -> list[Worth]:
+    """Per variant, in order: the spread of each quantity, and of its difference from the whole with the same seed."""
+    runs: dict[str, dict[int, Measured]] = {}
+    for each in measured:
+        runs.setdefault(each.variant, {})[each.seed] = each
+    whole = runs[WHOLE]
+    found = []
+    for name, by_seed in runs.items():
+        values: dict[str, list[float]] = {}
+        differences: dict[str, list[float]] = {}
+        for seed, run in by_seed.items():
+            for quantity, value in run.values.items():
+                values.setdefault(quantity, []).append(value)
+                against = whole[seed].values.get(quantity)
+                if name != WHOLE and against is not None:
+                    differences.setdefault(quantity, []).append(value - against)
+        failures = tuple(run.failure for run in by_seed.values() if run.failure)
+        found.append(Worth(name, name == WHOLE, _spreads(values), _spreads(differences), failures))
+    return found
+
+
+def main_metric(names: Sequence[str], spec: TrainSpec, wished: str | None = None) -> str:
+    """What the table shows first: what is wished for, what `stop` watches, or the first metric that is not the loss.
+
+    names: what an evaluation of the Task measures
+
+    Raises ConfigError when it is not among them.
+    """
+    for watched in (wished, spec.stop.target and spec.stop.target.metric):
+        if watched:
+            if watched not in names:
+                raise ConfigError("--metric", watched, "is not evaluated", f"there is {', '.join(names) or 'none'}")
+            return watched
+    if not names:
+        raise ConfigError("task", spec.task, "is not evaluated", "give Data(validation=...)")
+    return next((name for name in names if name != "loss"), names[0])
+
+
+def _changes(changes: Sequence[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for change in changes:
+        name, separator, word = change.partition("=")
+        if not separator or "=" not in word or not name:
+            raise ConfigError("--change", change, "is not of the form NAME=a.b=c", "for example small=args.width=16")
+        found.setdefault(name, []).append(word)
+    return found
+
+
+def _measure(name: str, spec: TrainSpec, train: Train, num_parameters: int, memory_bytes: int) -> Measured:
+    try:
+        outcome = train(spec)
+    except TrainError as error:
+        return Measured(name, spec.seed, failure=f"{type(error).__name__}: {error}")
+    costs = {STEP_S: _step_s(outcome), MEMORY: float(memory_bytes), PARAMETERS: float(num_parameters)}
+    values = {key: value for key, value in {**outcome.metrics, **costs}.items() if math.isfinite(value)}
+    return Measured(name, spec.seed, values, outcome.run_id, outcome.reason, outcome.steps)
+
+
+def _step_s(outcome: Outcome) -> float:
+    """The mean over the run, without evaluations and checkpoints."""
+    training_s = shoal.runs.load(outcome.run_id).latest().get(TRAINING_S, math.nan)
+    return training_s / outcome.steps if outcome.steps else math.nan
+
+
+def _spreads(values: Mapping[str, Sequence[float]]) -> dict[str, Spread]:
+    return {name: Spread.of(each) for name, each in values.items()}
