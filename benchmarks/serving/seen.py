@@ -21,7 +21,8 @@ from shoal.serve.http.app import RestApp
 from shoal.serve.messages.inference import InferCall, Prediction
 from shoal.serve.protocol.access import Access
 from shoal.serve.protocol.tracing import TracedArrays, Tracer
-from shoal.serve.spec.model_options import ApiKey, ModelOptions
+from shoal.serve.spec.api_key import ApiKey
+from shoal.serve.spec.model_options import ModelOptions
 
 ROW = b'{"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}'
 KEY = "0123456789abcdef" * 2

@@ -72,14 +72,14 @@ def test_only_shells_and_the_cluster_import_ray(path: Path) -> None:
     assert not {name for name in imports_of(path) if name.partition(".")[0] == "ray"}
 
 
-# Within a room, the folders from the top down; "." is the files beside them. One line does not import each other.
-# A folder that is named by a path (`replica/live`) may import its parent, and its parent it.
-FOLDERS: dict[str, list[set[str]]] = {
+# Within a room: its folders, and where their order needs it the files beside them, from the top down. One line does not
+# import each other. "." stands for the files that are not named.
+ORDER: dict[str, list[set[str]]] = {
     "cli": [{"."}, {"commands"}, {"display"}, {"support"}],
-    "train": [{"tune"}, {"launch"}, {"export", "loop"}, {"optim", "reporting"}, {"."}],
-    "rl": [{"."}, {"gateway"}, {"experience"}, {"algorithms"}],
+    "train": [{"__main__"}, {"tune"}, {"launch"}, {"export", "loop"}, {"optim", "reporting"}, {"."}],
+    "rl": [{"local_loop", "ray_workers"}, {"learner"}, {"gateway"}, {"experience"}, {"spec"}, {"algorithms"}],
     "serve": [
-        {"."},
+        {"ray_app"},
         {"on_ray"},
         {"replica"},
         {"grpc"},
@@ -91,23 +91,88 @@ FOLDERS: dict[str, list[set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("room", FOLDERS)
+@pytest.mark.parametrize("room", ORDER)
 def test_folders_of_a_room_import_down(room: str) -> None:
-    level = {folder: number for number, folders in enumerate(FOLDERS[room]) for folder in folders}
+    level = {name: number for number, names in enumerate(ORDER[room]) for name in names}
 
-    def folder_of(parts: tuple[str, ...]) -> str:
-        return parts[0] if parts and parts[0] in level else "."
+    def part_of(name: str) -> str:
+        return name if name in level else "."
 
     for path in sorted((PACKAGE / room).rglob("*.py")):
-        if path.name.startswith("__"):
+        parts = path.relative_to(PACKAGE / room).with_suffix("").parts
+        if parts == ("__init__",):
             continue
-        here = folder_of(path.relative_to(PACKAGE / room).parts[:-1])
+        here = part_of(parts[0])
         for name in imports_of(path):
-            parts = name.split(".")
-            if parts[:2] != ["shoal", room] or len(parts) < 3:
-                continue
-            there = folder_of(tuple(parts[2:]))
-            assert there == here or level[there] > level[here], f"{path.relative_to(PACKAGE)} may not import {name}"
+            imported = name.split(".")
+            if imported[:2] == ["shoal", room] and len(imported) > 2:
+                there = part_of(imported[2])
+                is_allowed = there == here or level.get(there, -1) > level.get(here, -1)
+                assert is_allowed, f"{path.relative_to(PACKAGE)} may not import {name}"
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+def circles_in(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other (strongly connected components of more than one node; Tarjan 1972)."""
+    index: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    circles: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = lowest[node] = len(index)
+        stack.append(node)
+        for other in sorted(graph[node]):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                lowest[node] = min(lowest[node], lowest[other])
+        if lowest[node] == index[node]:
+            group = [stack.pop()]
+            while group[-1] != node:
+                group.append(stack.pop())
+            if len(group) > 1:
+                circles.append(sorted(group))
+
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    return circles
+
+
+def imported_modules(path: Path) -> set[str]:
+    """The modules of ours that a file imports: `from shoal.data import loader` imports the module, not its package."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (members & MODULES.keys()) | ({node.module} if members - MODULES.keys() else set())
+    return found & MODULES.keys()
+
+
+def test_no_circle_between_modules() -> None:
+    assert not circles_in({module: imported_modules(path) - {module} for module, path in MODULES.items()})
+
+
+def test_a_circle_is_found() -> None:
+    assert circles_in({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_folders_hold_at_most_fifteen_files() -> None:
+    sizes: dict[Path, int] = {}
+    for path in FILES:
+        if path.name != "__init__.py":
+            sizes[path.parent] = sizes.get(path.parent, 0) + 1
+    assert {str(folder): size for folder, size in sizes.items() if size > 15} == {}
 
 
 def test_jobs_and_serve_apps_are_imported_by_nobody() -> None:

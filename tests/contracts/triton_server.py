@@ -28,7 +28,8 @@ from shoal.serve.http.app import RestApp
 from shoal.serve.messages.inference import Arrays
 from shoal.serve.protocol.access import Access
 from shoal.serve.protocol.limits import Limits
-from shoal.serve.spec.model_options import ApiKey, ModelOptions
+from shoal.serve.spec.api_key import ApiKey
+from shoal.serve.spec.model_options import ModelOptions
 
 HOST = "127.0.0.1"
 TOKEN = "the-token"

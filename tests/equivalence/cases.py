@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shoal.parallel import ParallelSpec, World
-from shoal.parallel.model import ParallelModel, parallelize
+from shoal.parallel.build import parallelize
+from shoal.parallel.model import ParallelModel
 
 SEED, BATCH, VOCABULARY, LENGTH = 11, 16, 72, 6
 # Of Adam: a bias that batch norm cancels has a gradient of rounding errors, which a small eps would make a whole step.

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from programs import run_ranks
 from shoal.errors import PlanError
-from shoal.parallel import ParallelSpec, World, parallelize
+from shoal.parallel import ParallelSpec, World
+from shoal.parallel.build import parallelize
 
 
 class Skipping(nn.Module):

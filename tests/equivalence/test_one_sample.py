@@ -11,7 +11,8 @@ from pipeline_cases import Learnable
 from torch import Tensor, nn
 
 from programs import run_ranks
-from shoal.parallel import ParallelSpec, World, parallelize
+from shoal.parallel import ParallelSpec, World
+from shoal.parallel.build import parallelize
 
 PLANS: dict[str, dict[str, Any]] = {
     "ddp": {"data": 4},

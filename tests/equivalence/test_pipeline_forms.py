@@ -9,8 +9,9 @@ from pipeline_cases import Learnable
 from torch import Tensor, nn
 
 from programs import run_ranks
-from shoal.parallel import ParallelSpec, World, parallelize
-from shoal.parallel.pipeline.stage_shapes import Schedules, form_of
+from shoal.parallel import ParallelSpec, World
+from shoal.parallel.build import parallelize
+from shoal.parallel.pipeline.stages import Schedules, form_of
 
 CPU = torch.device("cpu")
 LENGTHS = [(5, 5), (5, 3), (4, 5), (3, 4), (2, 2), (5, 3)]  # of the samples of each data rank, by step
@@ -35,9 +36,9 @@ def _share(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 def _stepped(world: World, shard: bool) -> list[dict[str, Tensor | None]]:
     """The gradients of each step. Three schedules are kept, of four that there are."""
-    from shoal.parallel.pipeline import stage_shapes
+    from shoal.parallel.pipeline import stages
 
-    stage_shapes.NUM_KEPT = 3
+    stages.NUM_KEPT = 3
     spec = ParallelSpec.parse({"data": 2, "pipeline": 2, "micro_batches": 2, "shard": shard})
     degrees = spec.degrees(world.size)
     at = degrees.coordinates(world.rank).data
@@ -67,7 +68,7 @@ def test_shapes_may_change_and_differ_between_data_ranks(shard: bool) -> None:
 
 
 def test_the_newest_schedules_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.parallel.pipeline.stage_shapes.NUM_KEPT", 2)
+    monkeypatch.setattr("shoal.parallel.pipeline.stages.NUM_KEPT", 2)
     kept, forms = Schedules(None, CPU), [form_of((torch.zeros(2, length), torch.zeros(2))) for length in range(3)]
     for number, form in enumerate(forms[:2]):
         assert kept.must_try(form)

@@ -85,7 +85,7 @@ class FakeServe:
 @contextmanager
 def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
     """`shoal.serve.on_ray.deployment` on a cluster with these named actors, on which one driver lives."""
-    from shoal.serve.on_ray import deployment, owner, ownership
+    from shoal.serve.on_ray import deployment, ownership, removal
 
     class Controller:
         def __init__(self, setting: ControllerSetting) -> None:
@@ -98,15 +98,15 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
             serve.done.append("end")
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (deployment, owner):
+        for module in (deployment, removal):
             patch.setattr(module, "serve", serve)
         patch.setattr(deployment, "RayController", Controller)
         patch.setattr(deployment, "application", lambda *arguments: None)
         patch.setattr(deployment, "this_driver", lambda: LIVING)
         patch.setattr(ownership, "living_drivers", lambda: {LIVING})
         patch.setattr(ownership, "_controllers", lambda: list(actors))
-        patch.setattr(owner, "has_serve", serve.has_serve)
-        patch.setattr(owner, "end_controller", lambda actor: serve.done.append(f"end {actor}"))
+        patch.setattr(removal, "has_serve", serve.has_serve)
+        patch.setattr(removal, "end_controller", lambda actor: serve.done.append(f"end {actor}"))
         yield
 
 
@@ -185,7 +185,7 @@ def test_an_endpoint_whose_driver_lives_is_named_also_while_it_starts(applicatio
 
 
 def test_a_serve_that_is_ending_is_waited_for_and_one_that_stays_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.serve.on_ray import owner
+    from shoal.serve.on_ray import removal
 
     for ending in (FakeServe(), FakeServe("old")):
         ending.is_there, ending.looks_until_gone = True, 4
@@ -195,7 +195,7 @@ def test_a_serve_that_is_ending_is_waited_for_and_one_that_stays_is_named(monkey
         assert ending.done == ["make", "start", "run"]
     stays = FakeServe()
     stays.is_there = True
-    monkeypatch.setattr(owner, "END_S", 0.0)
+    monkeypatch.setattr(removal, "END_S", 0.0)
     with pytest.raises(ClusterError, match=r"Serve runs on this cluster \(without an application\)"):
         deploy(stays)
     assert stays.done == []
@@ -203,7 +203,7 @@ def test_a_serve_that_is_ending_is_waited_for_and_one_that_stays_is_named(monkey
 
 def test_an_endpoint_that_another_driver_makes_meanwhile_stays() -> None:
     """Its controller comes between two looks, and is there before its Serve is."""
-    from shoal.serve.on_ray import owner, ownership
+    from shoal.serve.on_ray import ownership, removal
 
     serve, actors = FakeServe(), [f"endpoint-old-0a1b2c3d@{GONE}"]
 
@@ -213,9 +213,9 @@ def test_an_endpoint_that_another_driver_makes_meanwhile_stays() -> None:
 
     with faked(serve), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ownership, "_controllers", lambda: list(actors))
-        patch.setattr(owner, "has_serve", has_serve)
+        patch.setattr(removal, "has_serve", has_serve)
         with pytest.raises(ClusterError, match=r"Serve runs on this cluster \(new\)"):
-            owner.remove_abandoned()
+            removal.remove_abandoned()
     assert serve.done == []
 
 

@@ -12,7 +12,7 @@ from serving.fake_host import FakeHost
 from shoal.serve.http.app import RestApp
 from shoal.serve.protocol.access import Access
 from shoal.serve.protocol.limits import Limits
-from shoal.serve.spec.model_options import ApiKey
+from shoal.serve.spec.api_key import ApiKey
 
 
 @dataclass

@@ -20,7 +20,8 @@ from shoal.serve.grpc.codec import FIELDS
 from shoal.serve.grpc.methods import METHODS, NOT_SERVED, OPEN
 from shoal.serve.messages.inference import Arrays
 from shoal.serve.protocol.access import Access
-from shoal.serve.spec.model_options import ApiKey, ModelOptions
+from shoal.serve.spec.api_key import ApiKey
+from shoal.serve.spec.model_options import ModelOptions
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from shoal.errors import ConfigError, RegistryError
 from shoal.flows.serving_spec import check, from_file
 from shoal.models.lenet import MEAN, SPREAD, normalise, probabilities
 from shoal.registry import Registry
-from shoal.serve.model.predictor import ModelPackage, Predictor
-from shoal.serve.spec.model_source import RegisteredModel
+from shoal.serve.model.predictor import Predictor
+from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
 
 APPS = Path(__file__).parents[2] / "serve_apps"
 

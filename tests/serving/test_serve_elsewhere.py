@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from shoal.cli import cli
-from shoal.cli.commands import serve_deploy, serve_elsewhere
+from shoal.cli.commands import serve_deploy
 from shoal.cli.support import job_output
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobInfo, JobStatus
@@ -88,8 +88,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCluster:
     fake.begin = fake.ready
     monkeypatch.setattr(serve_deploy, "find_cluster", lambda address: ClusterHandle(URL, URL, "token", {}))
     for name, stand_in in {"submit": fake.submit, "Job": fake.job, "list_jobs": fake.infos}.items():
-        monkeypatch.setattr(serve_elsewhere, name, stand_in)
-    monkeypatch.setattr(serve_elsewhere, "end_as_by_ctrl_c", lambda: None)
+        monkeypatch.setattr(serve_deploy, name, stand_in)
+    monkeypatch.setattr(serve_deploy, "end_as_by_ctrl_c", lambda: None)
     monkeypatch.setattr(job_output, "ignore_further_interrupts", lambda: None)
     monkeypatch.chdir(tmp_path)
     return fake

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from serving.fake_host import tensors
 from shoal.registry import ModelFactory, Signature
-from shoal.serve.model.predictor import ModelPackage
 from shoal.serve.replica.loader import Staged, Stager, StagingFailed
 from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.model_source import ModelPackage
 from shoal.weights import WeightSnapshot
 
 SIGNATURE = Signature(inputs=tensors(x=("FP32", [-1, -1])), outputs=tensors(y=("FP32", [-1, 1])))  # open: improbable

@@ -16,8 +16,8 @@ from shoal.open_inference.datatypes import NUMPY
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
 from shoal.serve.model.padding_cost import Lengths
-from shoal.serve.model.predictor import ModelPackage
 from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.model_source import ModelPackage
 from shoal.serve.tables.table import alike, choose_columns, column_of, column_type, csv_types, inputs_of, parse_columns
 from shoal.serve.tables.table_predictor import TablePredictor
 from shoal.weights import WeightSnapshot

@@ -19,7 +19,7 @@ from shoal.cost.predict.single_device import first_batch
 from shoal.cost.step_profiler import CostProbe
 from shoal.data import Data
 from shoal.parallel import World
-from shoal.parallel.model import parallelize
+from shoal.parallel.build import parallelize
 from shoal.train import Task, TrainSpec
 from shoal.train.optim.optimizers import make_optimizer
 

@@ -28,8 +28,9 @@ from shoal.cost.step_profiler import LONG_S, MOST_MORE, TIMED, WARM, CostProbe, 
 from shoal.data import Data
 from shoal.errors import DataError, PlanError
 from shoal.parallel import World
+from shoal.parallel.build import parallelize
 from shoal.parallel.comm.shm_p2p import HostMessages
-from shoal.parallel.model import ParallelModel, parallelize
+from shoal.parallel.model import ParallelModel
 from shoal.parallel.pipeline.simulate import predict as play
 from shoal.train import Task, TrainSpec
 from shoal.train.optim.ema import Average

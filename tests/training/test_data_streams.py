@@ -16,7 +16,7 @@ from torchdata.nodes import Loader as NodesLoader
 
 from data_sources import Shards, Stream
 from shoal.data import Loader, LoaderSpec, fingerprint
-from shoal.data.example import example_batch
+from shoal.data.loader import example_batch
 from shoal.data.readers.map_reader import Ended, Made, Reader, random_state_kept
 from shoal.data.sampling.sampler import Request
 from shoal.errors import ConfigError, DataError, SpecMismatch

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from learnable import Learnable, mlp
 from programs import run_ranks
 from shoal.errors import PlanError
-from shoal.parallel import ParallelSpec, World, check_plan, parallelize
+from shoal.parallel import ParallelSpec, World, check_plan
+from shoal.parallel.build import parallelize
 from shoal.parallel.micro_batches import micro_batches
 
 

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import PlanError, SpecMismatch
 from shoal.parallel import ParallelSpec, World
+from shoal.parallel.layers.compile import compile_forward
 from shoal.parallel.layers.dropout import Draws, Part, SeededDropout, mixed, seed_dropout
 from shoal.parallel.layers.precision import LossScale
-from shoal.parallel.spmd.base import Single, compile_forward
+from shoal.parallel.spmd.base import Single
 from shoal.parallel.spmd.fsdp_blocks import find_blocks
 from shoal.parallel.state import gradients
 from shoal.parallel.state import state_dict as state

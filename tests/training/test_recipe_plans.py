@@ -13,7 +13,7 @@ import torch
 from programs import run_ranks
 from shoal.data import Loader
 from shoal.parallel import ParallelSpec, World
-from shoal.parallel.model import parallelize
+from shoal.parallel.build import parallelize
 from shoal.train.task import load_file, make_task
 
 Weights = dict[str, torch.Tensor]

@@ -9,9 +9,9 @@ from pydantic import SecretStr
 
 from shoal.errors import ConfigError, InferenceError
 from shoal.serve.messages.auth_failures import Refused
-from shoal.serve.protocol.access import ADMINISTRATOR, ANYONE, Access, hashed
+from shoal.serve.protocol.access import Access
+from shoal.serve.spec.api_key import ADMINISTRATOR, ANYONE, ApiKey, hashed
 from shoal.serve.spec.endpoint import EndpointSpec
-from shoal.serve.spec.model_options import ApiKey
 
 TOKEN, KEY, OTHER = "the-token", "key-of-ada", "key-of-bob"
 

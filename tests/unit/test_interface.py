@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.network_address import address_towards
-from shoal.parallel.comm import interface
-from shoal.parallel.comm.interface import VARIABLE, speak_from, speak_towards
+from shoal.parallel.comm import world
+from shoal.parallel.comm.world import VARIABLE, speak_from, speak_towards
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_the_first_of_several_hosts_does_not_offer_loopback_to_the_others(
     """Its own name leads there."""
     towards = {"first": "127.0.0.1", "192.0.2.1": "10.1.2.3"}
     names = {"lo": [SimpleNamespace(address="127.0.0.1")], "eth7": [SimpleNamespace(address="10.1.2.3")]}
-    monkeypatch.setattr(interface, "address_towards", towards.get)
-    monkeypatch.setattr(interface.psutil, "net_if_addrs", lambda: names)
+    monkeypatch.setattr(world, "address_towards", towards.get)
+    monkeypatch.setattr(world.psutil, "net_if_addrs", lambda: names)
     speak_towards("first", has_others)
     assert os.environ[VARIABLE] == expected

@@ -381,7 +381,7 @@ def test_an_alias_moves_while_a_large_version_is_written(registry: Registry, mon
         write_synced(path, payload)
 
     monkeypatch.setattr("shoal.registry.registry.write_synced", slow_write)
-    monkeypatch.setattr("shoal.registry.lock.LOCK_TIMEOUT_S", 0.0)  # who has to wait is refused
+    monkeypatch.setattr("shoal.registry.registry.LOCK_TIMEOUT_S", 0.0)  # who has to wait is refused
     writer = threading.Thread(target=register, args=(registry, 3.0), kwargs={"aliases": ["candidate"]})
     writer.start()
     try:

@@ -8,7 +8,8 @@ import pytest
 from serving.asgi import Client, client, refused
 from serving.fake_host import FakeHost, FakeModel, tensors
 from shoal.errors import Closed, InferenceError
-from shoal.serve.spec.model_options import ApiKey, ModelOptions
+from shoal.serve.spec.api_key import ApiKey
+from shoal.serve.spec.model_options import ModelOptions
 
 ROW = {"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3.5]}]}
 

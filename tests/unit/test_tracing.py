@@ -17,7 +17,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from shoal.errors import ConfigError, InferenceError
 from shoal.serve.batching.batcher import BatchReport
 from shoal.serve.messages.inference import Prediction
-from shoal.serve.protocol.tracing import Destination, TracedArrays, Tracer
+from shoal.serve.protocol.tracing import TracedArrays, Tracer
+from shoal.serve.spec.trace_destination import TraceDestination
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = CALLER[:-1] + "0"
@@ -164,14 +165,14 @@ def test_a_traceparent_that_is_none_says_nothing(traced: Any, traceparent: str) 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("otlp://localhost:4318", Destination("otlp", "http://localhost:4318/v1/traces")),
-        ("otlps://h/prefix/?ratio=0.5", Destination("otlp", "https://h/prefix/v1/traces", 0.5)),
-        ("file:/tmp/traces", Destination("file", "/tmp/traces")),
-        ("file:traces?ratio=0", Destination("file", "traces", 0.0)),
+        ("otlp://localhost:4318", TraceDestination("otlp", "http://localhost:4318/v1/traces")),
+        ("otlps://h/prefix/?ratio=0.5", TraceDestination("otlp", "https://h/prefix/v1/traces", 0.5)),
+        ("file:/tmp/traces", TraceDestination("file", "/tmp/traces")),
+        ("file:traces?ratio=0", TraceDestination("file", "traces", 0.0)),
     ],
 )
-def test_destinations(text: str, expected: Destination) -> None:
-    assert Destination.parse(text) == expected
+def test_destinations(text: str, expected: TraceDestination) -> None:
+    assert TraceDestination.parse(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_destinations(text: str, expected: Destination) -> None:
 )
 def test_what_is_no_destination(text: str) -> None:
     with pytest.raises(ConfigError, match="otlp://HOST:PORT"):
-        Destination.parse(text)
+        TraceDestination.parse(text)
 
 
 def test_spans_go_to_a_collector_over_otlp() -> None:

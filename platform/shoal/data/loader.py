@@ -204,3 +204,9 @@ def _count(source: Source, batch_size: int, drop_last: bool) -> int:
         problem = f"has {num_samples} samples, not one whole batch of {batch_size}"
         raise DataError("data", name, problem, f"set batch_size to {num_samples} or less")
     return num_samples
+
+
+def example_batch(source: Source, collate: Collate | None, num_samples: int) -> Batch:
+    """The first `num_samples` samples (or as many as there are) as a batch. Raises DataError."""
+    with Loader(source, batch_size=num_samples, collate=collate, shuffle=False, drop_last=False) as loader:
+        return next(iter(loader))

@@ -1,7 +1,7 @@
 """What the processes of a group do to one model: replicate it, shard it, split its layers, or cut it into stages."""
 
 from shoal.parallel.comm.world import World
-from shoal.parallel.model import Learnable, ParallelModel, parallelize
+from shoal.parallel.model import Learnable, ParallelModel
 from shoal.parallel.spec import Coordinates, Degrees, ParallelSpec
 from shoal.parallel.validate import check_plan
 
@@ -13,5 +13,4 @@ __all__ = [
     "ParallelSpec",
     "World",
     "check_plan",
-    "parallelize",
 ]

@@ -14,9 +14,6 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.parallel.comm.world import World
-from shoal.parallel.spec import Degrees, ParallelSpec
-
 
 class Learnable(Protocol):
     """What a plan asks of a Task: how a batch enters the model, and what is made of what comes out."""
@@ -152,23 +149,3 @@ class ParallelModel(ABC):
 
     def close(self) -> None:  # noqa: B027 - most plans have nothing to do
         """Release what the plan holds beyond the modules. Idempotent."""
-
-
-def parallelize(
-    model: nn.Module,
-    learnable: Learnable,
-    spec: ParallelSpec,
-    degrees: Degrees,
-    world: World,
-    example: Any,
-    seed: int = 0,
-) -> ParallelModel:
-    """Spread `model` over the ranks of `world`; every rank has built the same model and calls this.
-
-    example: a batch as this rank will be fed it, from which shapes are read
-
-    Raises PlanError on every rank, with the remedy, when the model cannot be held by the plan.
-    """
-    from shoal.parallel.build import spread
-
-    return spread(model, learnable, spec, degrees, world, example, seed)

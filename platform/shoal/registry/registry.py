@@ -17,7 +17,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -26,9 +26,8 @@ from pydantic import AfterValidator
 
 from shoal.atomic_file import replace_synced, sync_folder, write_synced
 from shoal.errors import ConfigError, RegistryError, WeightsError
-from shoal.home import home
+from shoal.home import exclusive, home
 from shoal.registry.aliases import Aliases, Move
-from shoal.registry.lock import locked
 from shoal.registry.manifest import PAYLOAD_FILES, Manifest, ModelFactory, Signature
 from shoal.weights import WeightSnapshot
 
@@ -327,3 +326,20 @@ def _read_aliases(folder: Path) -> Aliases:
 
 def _write_aliases(folder: Path, aliases: Aliases) -> None:
     replace_synced(folder / "aliases.json", aliases.model_dump_json(indent=2).encode())
+
+
+LOCK_TIMEOUT_S = 60.0
+
+
+@contextmanager
+def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
+    """Keep every other holder of this lock, in this process or another, out; a killed holder lets go by dying.
+
+    Raises RegistryError when it stays locked for LOCK_TIMEOUT_S.
+    """
+    with ExitStack() as held:
+        try:
+            held.enter_context(exclusive(folder / name, LOCK_TIMEOUT_S))
+        except TimeoutError:
+            raise RegistryError(f"{folder} is being written by another process; try again") from None
+        yield

@@ -19,8 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli.commands.find import folder_of, write_files
-from shoal.cli.support.console import literal_console
-from shoal.cli.support.task_argument import without_key
+from shoal.cli.support.console import literal_console, without_key
 from shoal.config import word_of
 from shoal.runs.formatting import duration, number, size
 from shoal.train.launch.local import train_here

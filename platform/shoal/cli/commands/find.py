@@ -21,8 +21,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from shoal.cli.support.group import Verbs
-from shoal.cli.support.task_argument import without_key
+from shoal.cli.support.console import Verbs, without_key
 from shoal.config import word_of
 from shoal.errors import ConfigError
 from shoal.home import home

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.cli.support.task_argument import without_key
+from shoal.cli.support.console import without_key
 from shoal.config import word_of
 from shoal.errors import RunError
 from shoal.runs import Run, load

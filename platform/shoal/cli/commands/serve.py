@@ -20,8 +20,7 @@ from rich.live import Live
 from shoal.cli.commands.serve_deploy import delete, deploy
 from shoal.cli.commands.serve_simulate import simulate_verb
 from shoal.cli.display import serve_display
-from shoal.cli.support.console import literal_console
-from shoal.cli.support.group import Verbs
+from shoal.cli.support.console import Verbs, literal_console
 from shoal.client import Client
 from shoal.client.discovery import FoundEndpoint, find_endpoint, token_for
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus

@@ -23,7 +23,8 @@ from shoal.cost.predict.single_device import Costed, first_batch
 from shoal.cost.step_profile import metering
 from shoal.data import Data
 from shoal.parallel import Degrees, ParallelSpec
-from shoal.parallel.model import ParallelModel, parallelize
+from shoal.parallel.build import parallelize
+from shoal.parallel.model import ParallelModel
 from shoal.parallel.pipeline.model import Pipelined
 from shoal.parallel.pipeline.partition import Layout
 

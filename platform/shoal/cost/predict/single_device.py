@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from shoal.cost.measure.op_counter import metered
 from shoal.data import Batch, Data, Loader, LoaderSpec
 from shoal.parallel.model import Learnable
-from shoal.parallel.spmd.base import evaluating
+from shoal.parallel.state.module_snapshot import evaluating
 
 NUM_LATENCIES = 20
 LATENCY_BUDGET_S = 0.2

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shoal.errors import ConfigError
-from shoal.parallel.comm.interface import speak_towards
+from shoal.network_address import ELSEWHERE, address_towards, is_loopback
 
 T = TypeVar("T")
 CUDA_BACKEND = "cpu:gloo,cuda:nccl"
@@ -120,3 +121,24 @@ def choose_device(device: str, index: int) -> torch.device:
 def backend_for(device: torch.device) -> str:
     """The process group's back end for tensors on `device`; CPU tensors (objects, checkpoints) always have gloo."""
     return CUDA_BACKEND if device.type == "cuda" else "gloo"
+
+
+VARIABLE = "GLOO_SOCKET_IFNAME"  # of torch; what a user has set stays
+
+
+def speak_from(address: str) -> None:
+    """Groups that this process forms from now on speak by the interface that has `address`, when one has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (each.address.partition("%")[0] for each in addresses):
+            os.environ.setdefault(VARIABLE, name)
+            return
+
+
+def speak_towards(first_host: str, has_others: bool) -> None:
+    """The same by the address that leads to `first_host`, where there are ranks on other hosts, too: of the first host
+    itself, whose own name leads to loopback, that which leads out."""
+    address = address_towards(first_host)
+    if address is not None and has_others and is_loopback(address):
+        address = address_towards(ELSEWHERE)
+    if address is not None:
+        speak_from(address)

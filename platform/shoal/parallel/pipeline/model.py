@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from shoal.batch_tree import num_samples
 from shoal.errors import ConfigError, PlanError
-from shoal.parallel.build import make_mesh
+from shoal.parallel.comm.mesh import make_mesh
 from shoal.parallel.comm.shm_p2p import HostMessages
 from shoal.parallel.comm.world import World
 from shoal.parallel.layers.batch_norm import DataRanks, globalise_batch_norm
@@ -32,17 +32,15 @@ from shoal.parallel.pipeline.groups import Groups, receive, send, sum_gradients
 from shoal.parallel.pipeline.partition import Layout, lay_out
 from shoal.parallel.pipeline.schedules import SPLITTING, check, stage_ranks
 from shoal.parallel.pipeline.stage_forward import GatedModel, View, views_of
-from shoal.parallel.pipeline.stage_shapes import Schedules, form_of
 from shoal.parallel.pipeline.stage_weights import Weights, check_copies
-from shoal.parallel.pipeline.stages import Clock, StageDraws, StageModule, build_schedule
+from shoal.parallel.pipeline.stages import Clock, Schedules, StageDraws, StageModule, build_schedule, form_of
 from shoal.parallel.spec import Degrees, ParallelSpec
-from shoal.parallel.spmd.base import evaluating
 from shoal.parallel.spmd.buffer_consistency import check_buffers
 from shoal.parallel.spmd.fsdp import shard
 from shoal.parallel.spmd.fsdp_blocks import find_blocks
 from shoal.parallel.spmd.fsdp_consistency import Usage
 from shoal.parallel.state import gradients, state_dict
-from shoal.parallel.state.module_snapshot import attributes_kept
+from shoal.parallel.state.module_snapshot import attributes_kept, evaluating
 from shoal.parallel.tensor.apply import agreed_plan, part_dropouts, split_layers
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shoal.errors import PlanError
-from shoal.parallel.spmd.base import evaluating
+from shoal.parallel.state.module_snapshot import evaluating
 
 UNFIT = "is recomputed in the backward pass, or not called in evaluation"
 NUM_TIMED = 2  # passes, after one that warms up; the fastest counts

@@ -6,7 +6,7 @@ Called by `pipeline`. What a stage computes is the model's own forward, see `pip
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from shoal.batch_tree import tensors_of
 from shoal.parallel.comm.shm_p2p import HostMessages
+from shoal.parallel.layers.batch_norm import DataRanks
 from shoal.parallel.layers.dropout import Draws, mixed
 from shoal.parallel.pipeline.schedules import CLASSES, SINGLE
 from shoal.parallel.pipeline.split_points import Call, Cut
@@ -154,3 +156,49 @@ def build_schedule(
     # Gradients are scaled there, too.
     first = stages[0] if name in SINGLE else stages
     return CLASSES[name](first, num_micro_batches, loss_fn=lambda output, _: output, scale_grads=False)
+
+
+NUM_KEPT = 32  # each has memory for what its stages are handed, of all micro-batches
+
+Form = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+def form_of(batch: Any) -> Form:
+    """Shapes and types: what a schedule is made for."""
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(batch))
+
+
+class Schedules:
+    """Each with what its stages hand on, by stage. The ranks of one pipeline, which see the same forms, keep the same.
+
+    ranks: data ranks that gather one another's parameters, and must run the model equally often; None where they do not
+    """
+
+    def __init__(self, ranks: DataRanks | None, device: torch.device) -> None:
+        self._ranks, self._device = ranks, device
+        self._kept: OrderedDict[Form, tuple[Any, dict[int, Tensor]]] = OrderedDict()
+
+    def __contains__(self, form: Form) -> bool:
+        return form in self._kept
+
+    def must_try(self, form: Form) -> bool:
+        """Whether one of the data ranks has no schedule for what it is given, here of this form. Collective."""
+        is_new = form not in self._kept
+        if self._ranks is None:
+            return is_new
+        return bool(self._ranks.gather(torch.tensor([is_new], device=self._ranks.told_on(self._device))).any())
+
+    def keep(self, form: Form, schedule: Any, handed: dict[int, Tensor]) -> None:
+        """In place of the one that was not used for longest, where there are too many."""
+        self._kept[form] = schedule, handed
+        if len(self._kept) > NUM_KEPT:
+            self._kept.popitem(last=False)
+
+    def get(self, form: Form) -> tuple[Any, dict[int, Tensor]]:
+        """The schedule, and what its stages hand on. It must be kept."""
+        self._kept.move_to_end(form)
+        return self._kept[form]
+
+    def clear(self) -> None:
+        """Let all of them go."""
+        self._kept.clear()

@@ -5,12 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cache
-from itertools import count
-from types import CodeType, FunctionType
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +20,7 @@ from shoal.parallel.comm.collective_timer import Waiting
 from shoal.parallel.comm.shm_all_reduce import HostSum
 from shoal.parallel.comm.world import World
 from shoal.parallel.layers.batch_norm import DataRanks, globalise_batch_norm
+from shoal.parallel.layers.compile import compile_module
 from shoal.parallel.layers.dropout import Draws, seed_dropout
 from shoal.parallel.layers.precision import LossScale, autocast
 from shoal.parallel.micro_batches import micro_batches
@@ -32,9 +29,7 @@ from shoal.parallel.spec import ParallelSpec
 from shoal.parallel.spmd.buffer_consistency import check_buffers
 from shoal.parallel.state import gradients
 from shoal.parallel.state import state_dict as state
-from shoal.parallel.state.module_snapshot import remembered
-
-_kinds = count()  # of modules that were compiled in this process
+from shoal.parallel.state.module_snapshot import evaluating, remembered, trainable
 
 
 class Whole(ParallelModel):
@@ -204,22 +199,6 @@ class Watched(Whole):
         return self._waiting.waited_s + (self._on_host.waited_s if self._on_host else 0.0)
 
 
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode within; afterwards each layer is in the mode that it was in (some may be frozen)."""
-    training = [each for each in module.modules() if each.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for each in training:
-            each.training = True
-
-
 class Single(Whole):
     """One process alone."""
 
@@ -231,66 +210,3 @@ class Single(Whole):
     @property
     def communication_s(self) -> float:
         return 0.0
-
-
-def compile_module(module: nn.Module) -> None:
-    """torch.compile, in place. What cannot be compiled raises PlanError at the first call, and never runs slowly.
-
-    Not by `module.compile()`, which silently leaves PyTorch's own modules (a Sequential, say) as they are.
-    """
-    module._compiled_call_impl = _compiled(module, lambda *args, **kwargs: module._call_impl(*args, **kwargs))
-
-
-def compile_forward(module: nn.Module) -> None:
-    """As `compile_module`, but hooks stay outside: what FSDP and pipelines do around a block would break its graph."""
-    forward = module.forward
-    module.forward = _compiled(module, lambda *args, **kwargs: forward(*args, **kwargs))
-
-
-def _compiled(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    kind = _kind_of(module, function)
-    compiled = torch.compile(FunctionType(kind.code, function.__globals__, closure=function.__closure__))
-    before = _num_graphs()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            output = compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            raise _not_compiled(module, f"{type(error).__name__}: {error}") from error
-        if not kind.has_graph and _num_graphs() == before:
-            raise _not_compiled(module, "no graph was made of it")
-        kind.has_graph = True
-        return output
-
-    return call
-
-
-@dataclass
-class _Kind:
-    """What modules that are alike share, so that they are compiled once.
-
-    torch.compile keeps its graphs by code object, a few (8) for each; past that it silently compiles no more. So those
-    that are not alike must not share one.
-    """
-
-    code: CodeType
-    has_graph: bool = False
-
-
-def _kind_of(module: nn.Module, function: Callable[..., Any]) -> _Kind:
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
-    return _kind(function.__code__, f"{module} {shapes}")
-
-
-@cache
-def _kind(code: CodeType, description: str) -> _Kind:
-    return _Kind(code.replace(co_name=f"compiled_{next(_kinds)}"))  # torch remembers by name which sizes have changed
-
-
-def _num_graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def _not_compiled(module: nn.Module, reason: str) -> PlanError:
-    problem = f"{type(module).__name__} cannot be compiled ({reason})"
-    return PlanError("parallel.compile", True, problem, "use compile=false")

@@ -19,10 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.errors import PlanError
 from shoal.parallel.comm.world import World
 from shoal.parallel.layers.batch_norm import globalise_batch_norm
+from shoal.parallel.layers.compile import compile_module
 from shoal.parallel.micro_batches import micro_batches
 from shoal.parallel.model import Learnable
 from shoal.parallel.spec import ParallelSpec
-from shoal.parallel.spmd.base import Whole, compile_module
+from shoal.parallel.spmd.base import Whole
 from shoal.parallel.spmd.gradient_buffer import FlatGradients
 from shoal.parallel.state.module_snapshot import unchanged
 

@@ -18,9 +18,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_map_only
 
 from shoal.parallel.comm.world import World
+from shoal.parallel.layers.compile import compile_forward
 from shoal.parallel.model import Learnable
 from shoal.parallel.spec import ParallelSpec
-from shoal.parallel.spmd.base import Watched, compile_forward
+from shoal.parallel.spmd.base import Watched
 from shoal.parallel.spmd.fsdp_blocks import find_blocks
 from shoal.parallel.spmd.fsdp_consistency import Usage
 from shoal.parallel.state.module_snapshot import attributes_kept

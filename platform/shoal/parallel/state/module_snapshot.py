@@ -56,3 +56,19 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 def is_hooked(parameter: nn.Parameter) -> bool:
     """Whether something is called with the parameter's gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode within; afterwards each layer is in the mode that it was in (some may be frozen)."""
+    training = [each for each in module.modules() if each.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True

@@ -14,12 +14,13 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from shoal.errors import PlanError
-from shoal.parallel.build import data_group, make_mesh
+from shoal.parallel.comm.mesh import data_group, make_mesh
 from shoal.parallel.comm.world import World
+from shoal.parallel.layers.compile import compile_module
 from shoal.parallel.layers.dropout import Part, SeededDropout
 from shoal.parallel.model import Learnable, ParallelModel
 from shoal.parallel.spec import Degrees, ParallelSpec
-from shoal.parallel.spmd.base import Watched, Whole, compile_module
+from shoal.parallel.spmd.base import Watched, Whole
 from shoal.parallel.spmd.fsdp import Sharded
 from shoal.parallel.state.module_snapshot import attributes_kept
 from shoal.parallel.tensor.plan import TensorPlan, tensor_plan

@@ -19,8 +19,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.parallel.layers.dropout import SeededDropout
-from shoal.parallel.spmd.base import evaluating
-from shoal.parallel.state.module_snapshot import unchanged
+from shoal.parallel.state.module_snapshot import evaluating, unchanged
 
 # The layers whose masks do not come from the generators that all parts share.
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, SeededDropout)

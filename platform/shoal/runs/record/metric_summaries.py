@@ -9,7 +9,7 @@ import math
 import sqlite3
 from collections.abc import Sequence
 
-from shoal.runs.record.tensorboard_mirror import Logged
+from shoal.runs.record.tensorboard_writer import Logged
 
 _UPSERT = """
 INSERT INTO summaries (run, name, step, time, value, lowest, highest) VALUES (?, ?, ?, ?, ?, ?, ?)

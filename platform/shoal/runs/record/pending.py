@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shoal.runs.record.tensorboard_mirror import Logged
+from shoal.runs.record.tensorboard_writer import Logged
 
 
 @dataclass

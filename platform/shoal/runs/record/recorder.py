@@ -30,7 +30,7 @@ from shoal.runs.record.database import BUSY_TIMEOUT_S, connect, refusals, transa
 from shoal.runs.record.pending import Pending
 from shoal.runs.record.provenance import command_line, git_revision
 from shoal.runs.record.serialization import as_json, metric_name, metrics_of, storable, text_of, whole_number
-from shoal.runs.record.tensorboard_mirror import Mirror
+from shoal.runs.record.tensorboard_writer import Mirror
 from shoal.runs.run_reader import find_row
 from shoal.runs.run_status import TERMINAL, Status, observed, transition
 

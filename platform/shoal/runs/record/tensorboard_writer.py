@@ -5,8 +5,10 @@ Owns one event file a recorder. Called by the recorder's thread, under its lock;
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,3 +75,100 @@ class EventFile:
     def close(self) -> None:
         """Flush, and close the file."""
         self._writer.close()
+
+
+Logged = tuple[int, float, dict[str, float]]  # step, Unix time in seconds, values
+
+_log = logging.getLogger(__name__)
+
+
+class Mirror:
+    """The files of one life of a run. Every method may be called from any thread; a disk that refuses is warned of.
+
+    | capacity                    | what blocks               | who unblocks | close()                       |
+    |-----------------------------|---------------------------|--------------|-------------------------------|
+    | what is taken between writes | `write`, `add_histogram` | the disk     | writes the rest, closes files |
+    """
+
+    def __init__(self, run_id: str, folder: Path, incarnation: int) -> None:
+        self._run_id, self._folder, self._incarnation = run_id, folder, incarnation
+        self._file: EventFile | None = None
+        self._closed = False
+        self._taken: list[Logged] = []
+        self._forgotten_after: int | None = None  # of what was written before
+        self._taking = threading.Lock()  # guards _taken and _forgotten_after; held for moments
+        self._writing = threading.Lock()  # guards _file and _closed
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a file already, which then has begun with some step."""
+        return self._file is not None
+
+    def take(self, logged: list[Logged]) -> None:
+        """What was committed, to be written later."""
+        with self._taking:
+            self._taken += logged
+
+    def forget_after(self, step: int) -> None:
+        """Later steps were given up: what was taken of them is dropped, and what was written will be disowned."""
+        with self._taking:
+            self._taken = [entry for entry in self._taken if entry[0] <= step]
+            self._forgotten_after = step if self._forgotten_after is None else min(step, self._forgotten_after)
+
+    def write(self) -> None:
+        """Write what was taken."""
+        with self._writing:
+            with self._taking:
+                if not self._taken and (self._file is None or self._forgotten_after is None):
+                    return
+                logged, self._taken = self._taken, []
+                forgotten_after, self._forgotten_after = self._forgotten_after, None
+            try:
+                file = self._file_from(min((step for step, _, _ in logged), default=0), forgotten_after)
+                for step, at, values in logged:
+                    file.add(step, at, values)
+                file.flush()
+            except OSError as error:
+                self._warn(error)
+
+    def add_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        """A distribution: counts [bins] between edges [bins + 1]."""
+        with self._writing:
+            if self._closed:  # the run has ended while another thread was on its way here
+                return
+            with self._taking:
+                forgotten_after, self._forgotten_after = self._forgotten_after, None
+            try:
+                self._file_from(step, forgotten_after).add_histogram(step, time.time(), name, counts, edges)
+            except OSError as error:
+                self._warn(error)
+
+    def close(self) -> None:
+        """Write the rest, and close the file."""
+        self.write()
+        with self._writing:
+            self._closed = True
+            try:
+                if self._file is not None:
+                    self._file.close()
+            except OSError as error:
+                self._warn(error)
+
+    def _file_from(self, step: int, forgotten_after: int | None) -> EventFile:
+        """The file of this life, which is told `step` first; a life that goes on repeats some steps of the one before.
+
+        forgotten_after: the last step that counts of what was written before, when later ones were given up
+
+        Raises OSError. Called under `_writing`.
+        """
+        again = [] if forgotten_after is None else [forgotten_after + 1]
+        if self._file is None:
+            self._file = EventFile(self._folder, self._incarnation)
+            if self._incarnation > 1:
+                again.append(step)
+        if again:
+            self._file.begin_again(min(again))
+        return self._file
+
+    def _warn(self, error: OSError) -> None:
+        _log.warning("run %s: TensorBoard files cannot be written: %s", self._run_id, error)

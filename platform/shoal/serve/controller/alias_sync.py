@@ -1,26 +1,18 @@
 """The alias of a registered model and its rollout: an alias that has moved is followed; a promotion moves it, a
 rollback moves it back, both or neither.
 
-Called by the controller, at each tick and in the moment of a flip.
+Called by the controller, at each tick and in the moment of a flip. `next_for_alias` decides; the controller acts.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from shoal.errors import ConfigError, InferenceError, RegistryError
-from shoal.serve.controller.rollout import Goal, Phase, Rollout
-from shoal.serve.controller.state import Deployment
+from shoal.errors import ConfigError, RegistryError
+from shoal.serve.controller.rollout import Phase, Rollout
+from shoal.serve.controller.state import Deployment, ModelState
 from shoal.serve.spec.model_source import Catalogue
-
-if TYPE_CHECKING:
-    from shoal.serve.controller.controller import EndpointController
-
-logger = logging.getLogger(__name__)
 
 
 def move_alias(deployment: Deployment, rollout: Rollout, catalogue_in: Callable[[str], Catalogue]) -> str:
@@ -43,42 +35,47 @@ def move_alias(deployment: Deployment, rollout: Rollout, catalogue_in: Callable[
     return ""
 
 
-def follow_alias(controller: EndpointController, name: str) -> None:
-    """Begin what the alias asks for, and leave what it asks for no longer. A version that was refused is not tried
-    again until the alias has moved."""
-    model = controller.state.models[name]
+@dataclass(frozen=True)
+class Begin:
+    """Stage what the alias names now, and let it answer."""
+
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """What is being staged is not what the alias names any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Promote:
+    """The alias names the canary's candidate: the controller promotes it."""
+
+    why: str
+
+
+def is_aliased(model: ModelState) -> bool:
+    """Whether the model follows its alias at present: not while a person's own change is under way."""
     deployment, rollout = model.deployment, model.rollout
     is_pinned = not deployment.alias and deployment.version != ""
     is_following = rollout.phase is Phase.STAGING and rollout.kind == "follow"
     if deployment.is_live or not (rollout.is_open or rollout.phase is Phase.CANARY or is_following):
-        return
-    if (is_pinned or not deployment.version) and rollout.phase is not Phase.VACANT:
-        return
-    try:
-        meant = controller.catalogue(deployment.registry).meant(name, deployment.version)
-    except RegistryError as error:
-        if controller.trouble.get(name) != str(error):
-            logger.error("%s: what is served goes on being served: %s", name, error)
-        controller.trouble[name] = str(error)
-        return
-    controller.trouble.pop(name, None)
-    if meant != model.meant:
-        rollout = replace(rollout, refused=0) if model.meant else rollout
-        model.meant, model.refused = meant, 0
-        controller.adjust(name, rollout)
-    ref = f"{name}@{deployment.version}" if deployment.version else name
-    if is_following:
-        if meant != rollout.candidate:
-            controller.abandon(name, "registry", f"{ref} is version {meant} now")
-        return
+        return False
+    return rollout.phase is Phase.VACANT or not (is_pinned or not deployment.version)
+
+
+def next_for_alias(model: ModelState) -> Begin | Abandon | Promote | None:
+    """What follows from the version that the alias names (`model.meant`). A version that was rejected is not tried
+    again until the alias has moved."""
+    deployment, rollout, meant = model.deployment, model.rollout, model.meant
+    ref = f"{deployment.name}@{deployment.version}" if deployment.version else deployment.name
+    if rollout.phase is Phase.STAGING:
+        return Abandon(f"{ref} is version {meant} now") if meant != rollout.candidate else None
     if meant in (rollout.stable, rollout.refused, model.refused):
-        return
+        return None
     if rollout.phase is Phase.CANARY:
-        if meant == rollout.candidate and controller.has_candidate(name):
-            controller.adjust(name, replace(rollout, kind="promote", by="registry", why=f"{ref} moved"))
-            with suppress(InferenceError):  # the registry has gone since it was asked: the next tick asks again
-                controller.flip(name)
-        return
-    kind = "follow" if rollout.stable else "deploy"
-    why = f"{ref} moved" if rollout.stable else ref
-    controller.begin(name, meant, Goal.FLIP, kind=kind, by="registry", why=why)
+        return Promote(f"{ref} moved") if meant == rollout.candidate else None
+    return Begin("follow", f"{ref} moved") if rollout.stable else Begin("deploy", ref)

@@ -13,13 +13,14 @@ hears of it; one that is started again goes on from there.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from shoal.errors import InferenceError
-from shoal.serve.controller.alias_sync import follow_alias, move_alias
+from shoal.errors import InferenceError, RegistryError
+from shoal.serve.controller import alias_sync
 from shoal.serve.controller.canary_evidence import EvidenceBook
 from shoal.serve.controller.canary_guard import judge
 from shoal.serve.controller.live_control import LiveControl
@@ -44,6 +45,8 @@ from shoal.serve.messages.desired_state import EndpointPlan
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import Catalogue, RegistryCatalogue
+
+logger = logging.getLogger(__name__)
 
 LEASE_S = 6.0  # a replica that was not heard of for this long is no longer waited for
 STAGE_TIMEOUT_S = 600.0
@@ -184,7 +187,7 @@ class EndpointController:
             self._remove(replica)
             self.live.lost_replica()
         for name in list(self.state.models):
-            follow_alias(self, name)
+            self._follow_alias(name)
             self._forget_what_never_was(name)
         self.live.tick()
         self._advance_all()
@@ -208,6 +211,32 @@ class EndpointController:
         model = self.state.models[name]
         if model.is_added and model.rollout.phase is Phase.VACANT and model.rollout.refused:
             self.remove(name, model.rollout.by, f"it could not be loaded: {model.rollout.reason}")
+
+    def _follow_alias(self, name: str) -> None:
+        model = self.state.models[name]
+        if not alias_sync.is_aliased(model):
+            return
+        try:
+            meant = self.catalogue(model.deployment.registry).meant(name, model.deployment.version)
+        except RegistryError as error:
+            if self.trouble.get(name) != str(error):
+                logger.error("%s: what is served goes on being served: %s", name, error)
+            self.trouble[name] = str(error)
+            return
+        self.trouble.pop(name, None)
+        if meant != model.meant:
+            rollout = replace(model.rollout, refused=0) if model.meant else model.rollout
+            model.meant, model.refused = meant, 0
+            self.adjust(name, rollout)
+        match alias_sync.next_for_alias(model):
+            case alias_sync.Abandon(reason):
+                self.abandon(name, "registry", reason)
+            case alias_sync.Promote(why) if self.has_candidate(name):
+                self.adjust(name, replace(model.rollout, kind="promote", by="registry", why=why))
+                with suppress(InferenceError):  # the registry has gone since it was asked: the next tick asks again
+                    self.flip(name)
+            case alias_sync.Begin(kind, why):
+                self.begin(name, meant, Goal.FLIP, kind=kind, by="registry", why=why)
 
     def _advance_all(self) -> None:
         for name in list(self.state.models):
@@ -318,7 +347,7 @@ class EndpointController:
         """Let the candidate answer everywhere, and the alias mean it: both or neither."""
         model = self.state.models[name]
         rollout = model.rollout
-        if problem := move_alias(model.deployment, rollout, self.catalogue):
+        if problem := alias_sync.move_alias(model.deployment, rollout, self.catalogue):
             if rollout.phase is Phase.STAGING:
                 self.abandon(name, rollout.by, problem)
                 return

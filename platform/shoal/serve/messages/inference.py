@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from sys import getsizeof
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -18,12 +18,17 @@ from shoal.registry.manifest import Signature
 from shoal.serve.messages.auth_failures import MAX_CHARS
 from shoal.serve.spec.model_options import ModelOptions
 
-if TYPE_CHECKING:
-    from shoal.serve.protocol.tracing import RequestTrace
-
 Arrays = Mapping[str, np.ndarray]
 EMPTY_BYTES = getsizeof(b"")
 _FROM = " from "
+
+
+class Trace(Protocol):
+    """The span of one request, as queue and batch see it."""
+
+    submitted_ns: int
+    cancelled_as: int
+    context: Any
 
 
 class InferCall(msgspec.Struct, frozen=True, gc=False):
@@ -47,7 +52,7 @@ class InferCall(msgspec.Struct, frozen=True, gc=False):
     sticky: str = ""
     track: str = ""
     outputs: frozenset[str] | None = None
-    trace: RequestTrace | None = None
+    trace: Trace | None = None
 
 
 def size_bytes(inputs: Arrays) -> int:

@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,15 +30,6 @@ from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ModelPackage:
-    """All that a replica needs of a model: how to build it, how to call it, and its weights if there are any yet."""
-
-    factory: ModelFactory
-    signature: Signature
-    snapshot: WeightSnapshot | None = None
 
 
 class Predictor:

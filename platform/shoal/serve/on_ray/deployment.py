@@ -32,8 +32,8 @@ from shoal.serve.on_ray.errors import own_words
 from shoal.serve.on_ray.grpc_options import grpc_options
 from shoal.serve.on_ray.metrics import RayMetrics
 from shoal.serve.on_ray.options import deployment_options
-from shoal.serve.on_ray.owner import remove_abandoned
 from shoal.serve.on_ray.ownership import this_driver
+from shoal.serve.on_ray.removal import remove_abandoned
 from shoal.serve.protocol.limits import Limits
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import LiveModel, ServedModel

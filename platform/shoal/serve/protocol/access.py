@@ -23,13 +23,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from shoal.errors import ConfigError, InferenceError
+from shoal.errors import InferenceError
 from shoal.serve.messages.auth_failures import Refusals, Refused
 from shoal.serve.messages.inference import Caller
-from shoal.serve.spec.model_options import HASHED, ApiKey
+from shoal.serve.spec.api_key import ADMINISTRATOR, ANYONE, ApiKey, digest, hash_bytes, require_distinct
 
-ADMINISTRATOR = "administrator"  # the name of whoever shows the endpoint's token
-ANYONE = "anyone"  # the name of all callers of an endpoint that has neither token nor keys
 _SCHEME = b"bearer "
 MAX_SHOWN = 1024  # ways in which known keys were written
 
@@ -88,18 +86,13 @@ class Access:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._refusals = Refusals()
         self._open = Caller(ANYONE, administrator=True) if token is None and not keys else None
-        names = {ADMINISTRATOR, ANYONE}
+        require_distinct(token, keys)
         if token is not None:
-            if not token.strip():
-                raise ConfigError("token", token, "is empty", "anybody could show it: set $SHOAL_TOKEN, or none")
-            self._add(Caller(ADMINISTRATOR, administrator=True), _digest(token), None, 1)
+            self._add(Caller(ADMINISTRATOR, administrator=True), digest(token), None, 1)
         for key in keys:
-            if key.name in names:
-                raise ConfigError("keys.name", key.name, "is taken", "give every key a name of its own")
-            names.add(key.name)
             models = frozenset(key.models) or None
             self._add(
-                Caller(key.name, models=models), _digest(key.key.get_secret_value()), key.requests_per_s, key.burst
+                Caller(key.name, models=models), digest(key.key.get_secret_value()), key.requests_per_s, key.burst
             )
 
     def admit(
@@ -160,20 +153,16 @@ class Access:
         return InferenceError(status, problem)
 
     def _add(self, caller: Caller, digest: bytes, requests_per_s: float | None, burst: int) -> None:
-        place = self._place(digest)
-        if place in self._holders:
-            other = self._holders[place].caller.name
-            raise ConfigError("keys.name", caller.name, f"has the same key as {other!r}", "give each a key of its own")
-        self._holders[place] = _Holder(caller, digest, requests_per_s, burst, self._clock())
+        self._holders[self._slot(digest)] = _Holder(caller, digest, requests_per_s, burst, self._clock())
 
     def _find(self, authorization: bytes) -> _Holder | None:
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             return None
-        digest = _digest_bytes(authorization[len(_SCHEME) :].strip())
-        holder = self._holders.get(self._place(digest))
+        digest = hash_bytes(authorization[len(_SCHEME) :].strip())
+        holder = self._holders.get(self._slot(digest))
         return holder if holder is not None and hmac.compare_digest(holder.digest, digest) else None
 
-    def _place(self, digest: bytes) -> bytes:
+    def _slot(self, digest: bytes) -> bytes:
         """Where a digest is kept. Nobody outside can compute it, so the time of a look-up tells nothing about keys."""
         return hashlib.blake2b(digest, key=self._secret, digest_size=16).digest()
 
@@ -187,17 +176,3 @@ class Access:
                 f"the key {holder.caller.name!r} is over its rate of {requests_per_s:g} requests/s; try again later",
                 retry_after_s=wait_s,
             )
-
-
-def hashed(key: str) -> str:
-    """`sha256:HEX` of a key: what a spec may hold instead of the key."""
-    return f"sha256:{_digest_bytes(key.encode()).hex()}"
-
-
-def _digest(key: str) -> bytes:
-    written = HASHED.fullmatch(key)
-    return bytes.fromhex(written[1]) if written else _digest_bytes(key.encode())
-
-
-def _digest_bytes(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

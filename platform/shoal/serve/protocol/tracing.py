@@ -21,14 +21,13 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import parse_qs, urlsplit
+from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ConfigError, InferenceError
 from shoal.serve.messages.inference import Disconnected
+from shoal.serve.spec.trace_destination import TraceDestination
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -37,40 +36,12 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer as OpenTelemetryTracer
 
     from shoal.serve.batching.batcher import BatchReport
-    from shoal.serve.messages.inference import Arrays, Prediction
+    from shoal.serve.messages.inference import Arrays, Prediction, Trace
 
 MAX_WAITING_SPANS = 8192
 EXPORT_TIMEOUT_S = 3.0  # what a replica that is being stopped waits for a collector that does not answer
 EXPORT_EVERY_S = 2.0
 CLIENT_GONE = 499
-
-
-@dataclass(frozen=True)
-class Destination:
-    """Where spans go. target: a URL, or a folder."""
-
-    kind: Literal["otlp", "file"]
-    target: str
-    ratio: float = 1.0
-
-    @classmethod
-    def parse(cls, text: str) -> Destination:
-        """Raises ConfigError."""
-        parts = urlsplit(text)
-        remedy = "otlp://HOST:PORT, otlps://HOST:PORT or file:FOLDER, with ?ratio=0.01 if not all"
-        try:
-            ratio = float(parse_qs(parts.query, strict_parsing=True)["ratio"][0]) if parts.query else 1.0
-        except (KeyError, ValueError):
-            raise ConfigError("trace", text, "has words after ? that are not ratio=NUMBER", remedy) from None
-        if not 0.0 <= ratio <= 1.0:
-            raise ConfigError("trace", text, "the ratio is not between 0 and 1", remedy)
-        match parts.scheme:
-            case "otlp" | "otlps" if parts.netloc:
-                scheme = "http" if parts.scheme == "otlp" else "https"
-                return cls("otlp", f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}/v1/traces", ratio)
-            case "file" if parts.path:
-                return cls("file", parts.path, ratio)
-        raise ConfigError("trace", text, "is no destination of traces", remedy)
 
 
 class RequestTrace:
@@ -126,7 +97,7 @@ class TracedArrays(dict[str, Any]):
 
     __slots__ = ("trace",)
 
-    def __init__(self, arrays: Arrays, trace: RequestTrace) -> None:
+    def __init__(self, arrays: Arrays, trace: Trace) -> None:
         super().__init__(arrays)
         self.trace = trace
         trace.submitted_ns = time.time_ns()
@@ -142,7 +113,7 @@ class Tracer:
         from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        where = Destination.parse(destination)
+        where = TraceDestination.parse(destination)
         resource = Resource({"service.name": f"shoal.{endpoint}", "service.instance.id": replica})
         self._closing = ExitStack()
         spans = BatchSpanProcessor(
@@ -209,7 +180,7 @@ class Tracer:
 
 
 @contextmanager
-def _exporter(where: Destination, replica: str) -> Iterator[SpanExporter]:
+def _exporter(where: TraceDestination, replica: str) -> Iterator[SpanExporter]:
     if where.kind == "file":
         from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 

@@ -17,9 +17,9 @@ from typing import TypeVar
 from shoal.errors import WeightsError
 from shoal.registry.manifest import ModelFactory, Signature
 from shoal.serve.messages.replica_report import as_told
-from shoal.serve.model.predictor import LoadedModel, ModelPackage, Predictor
+from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.serve.spec.model_source import RegisteredModel
+from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

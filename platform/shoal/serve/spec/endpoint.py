@@ -18,9 +18,9 @@ from pydantic import (
 
 from shoal.config import Spec
 from shoal.network_address import is_loopback
-from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.tracing import Destination
-from shoal.serve.spec.model_options import ApiKey, ModelOptions, usable_secret
+from shoal.serve.spec.api_key import ApiKey, require_distinct, usable_secret
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.trace_destination import TraceDestination
 
 # A replica is well used when one full batch is computed while the next one gathers.
 BATCHES_PER_REPLICA = 2
@@ -145,12 +145,12 @@ class EndpointSpec(Spec):
     @classmethod
     def _destination(cls, trace: str) -> str:
         if trace:
-            Destination.parse(trace)
+            TraceDestination.parse(trace)
         return trace
 
     @model_validator(mode="after")
     def _keys_are_distinct(self) -> EndpointSpec:
-        Access(self.token.get_secret_value() if self.token is not None else None, self.keys)
+        require_distinct(self.token.get_secret_value() if self.token is not None else None, self.keys)
         return self
 
     @model_validator(mode="after")

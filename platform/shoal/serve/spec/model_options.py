@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Literal
 
-from pydantic import Field, SecretStr, field_serializer, field_validator, model_validator
+from pydantic import Field, field_serializer, model_validator
 
 from shoal.config import Spec
 
@@ -83,41 +82,3 @@ class ModelOptions(Spec):
         if self.max_queue_size < self.max_batch_size:
             raise ValueError(f"max_queue_size = {self.max_queue_size} is below max_batch_size = {self.max_batch_size}")
         return self
-
-
-HASH = "sha256:"
-HASHED = re.compile(r"sha256:([0-9a-f]{64})", re.IGNORECASE)
-
-
-def usable_secret(secret: SecretStr) -> SecretStr:
-    """A token or key that a header can carry. Raises ValueError, which does not show it."""
-    text = secret.get_secret_value()
-    if not text or not text.isascii() or not text.isprintable() or " " in text:
-        raise ValueError("it is printable ASCII without blanks, and not empty")
-    if not text.strip("*"):
-        raise ValueError("it was masked when it was printed; give the secret itself")
-    return secret
-
-
-class ApiKey(Spec):
-    """A key that callers show as `Authorization: Bearer KEY`.
-
-    key:           itself, or `sha256:` and the SHA-256 of it in hex, so that no file needs to hold it
-    name:          who it is: in metrics, in audit lines, and for fairness between tenants
-    models:        what it may ask; empty for all
-    requests_per_s, burst: its rate over the whole endpoint, and how far above it a moment may go; None: no limit
-    """
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
-    key: SecretStr
-    models: list[str] = Field(default_factory=list)
-    requests_per_s: float | None = Field(default=None, gt=0)
-    burst: int = Field(default=10, ge=1)
-
-    @field_validator("key")
-    @classmethod
-    def _usable_in_a_header(cls, key: SecretStr) -> SecretStr:
-        text = key.get_secret_value()
-        if text.lower().startswith(HASH) and HASHED.fullmatch(text) is None:
-            raise ValueError(f"behind {HASH} are 64 hexadecimal digits: the SHA-256 of the key")
-        return usable_secret(key)

@@ -2,22 +2,28 @@
 
 `ServedModel` is what `deploy` is told. A live model's source travels to the replicas; of a registered one they hear by
 the controller's plan, and load packages from the registry. `Catalogue` is
-the controller's side: what a word such as `champion` means, and moving it. Imports torch only where a package is made.
+the controller's side: what a word such as `champion` means, and moving it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from shoal.errors import RegistryError
 from shoal.registry import ModelFactory, Registry, Signature, split_ref
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.weights import WeightSource
+from shoal.weights import WeightSnapshot, WeightSource
 
-if TYPE_CHECKING:
-    from shoal.serve.model.predictor import ModelPackage
+
+@dataclass(frozen=True)
+class ModelPackage:
+    """All that a replica needs of a model: how to build it, how to call it, and its weights if there are any yet."""
+
+    factory: ModelFactory
+    signature: Signature
+    snapshot: WeightSnapshot | None = None
 
 
 @dataclass(frozen=True)
@@ -29,8 +35,6 @@ class RegisteredModel:
 
     def package(self, version: int) -> ModelPackage:
         """Raises RegistryError, WeightsError."""
-        from shoal.serve.model.predictor import ModelPackage
-
         found = Registry(Path(self.registry)).get(f"{self.name}@{version}")
         return ModelPackage(found.manifest.model, found.manifest.signature, found.snapshot())
 

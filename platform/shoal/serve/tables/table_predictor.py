@@ -15,8 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 from shoal.errors import ConfigError, DataError, InferenceError
-from shoal.serve.model.predictor import ModelPackage, Predictor
+from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.model_source import ModelPackage
 from shoal.serve.tables.table import alike, choose_columns, column_of, column_type, inputs_of
 
 Part = tuple[int, dict[str, np.ndarray] | None]  # so many rows, and their outputs; None for one that failed

@@ -28,8 +28,7 @@ from shoal.cpu_count import usable_cores
 from shoal.errors import RankLost, ShoalError, TrainError
 from shoal.gc_freeze import loading
 from shoal.parallel import World
-from shoal.parallel.comm.interface import speak_from
-from shoal.parallel.comm.world import CUDA_BACKEND, TIMEOUT_S
+from shoal.parallel.comm.world import CUDA_BACKEND, TIMEOUT_S, speak_from
 from shoal.runs.ray_event_channel import CALL_TIMEOUT_S, NO_ANSWER_YET, Message, Posted, start_mailbox
 from shoal.train.reporting.event_log import Journal, Silent
 from shoal.train.reporting.result import Outcome

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import shoal.runs
 from shoal.data import Data, Loader
 from shoal.data.dataset import length_of
-from shoal.data.example import example_batch
 from shoal.data.fingerprint import fingerprint
+from shoal.data.loader import example_batch
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError
 from shoal.parallel.comm.world import choose_device
 from shoal.parallel.validate import check_plan

@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from shoal.batch_tree import moved
 from shoal.data import Data, Loader
-from shoal.data.example import example_batch
+from shoal.data.loader import example_batch
 from shoal.parallel import Degrees, World
-from shoal.parallel.model import ParallelModel, parallelize
+from shoal.parallel.build import parallelize
+from shoal.parallel.model import ParallelModel
 from shoal.train.loop.random_state import seed_everything
 from shoal.train.optim.ema import Average
 from shoal.train.optim.lr_schedule import (

@@ -25,7 +25,7 @@ from torch import Tensor
 from shoal.batch_tree import map_tensors, num_samples, tensors_of
 from shoal.errors import ConfigError
 from shoal.parallel.model import ParallelModel
-from shoal.parallel.spmd.base import evaluating
+from shoal.parallel.state.module_snapshot import evaluating
 from shoal.train.optim.ema import gather_anew
 from shoal.train.spec import SelectiveSpec, TrainSpec
 from shoal.train.task import Task

@@ -1,0 +1,80 @@
+"""torch.compile of a module in place, refused where it would silently run eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.errors import PlanError
+
+_kinds = count()  # of modules that were compiled in this process
+
+
+def compile_module(module: nn.Module) -> None:
+    """torch.compile, in place. What cannot be compiled raises PlanError at the first call, and never runs slowly.
+
+    Not by `module.compile()`, which silently leaves PyTorch's own modules (a Sequential, say) as they are.
+    """
+    module._compiled_call_impl = _compiled(module, lambda *args, **kwargs: module._call_impl(*args, **kwargs))
+
+
+def compile_forward(module: nn.Module) -> None:
+    """As `compile_module`, but hooks stay outside: what FSDP and pipelines do around a block would break its graph."""
+    forward = module.forward
+    module.forward = _compiled(module, lambda *args, **kwargs: forward(*args, **kwargs))
+
+
+def _compiled(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    kind = _kind_of(module, function)
+    compiled = torch.compile(FunctionType(kind.code, function.__globals__, closure=function.__closure__))
+    before = _num_graphs()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            output = compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise _not_compiled(module, f"{type(error).__name__}: {error}") from error
+        if not kind.has_graph and _num_graphs() == before:
+            raise _not_compiled(module, "no graph was made of it")
+        kind.has_graph = True
+        return output
+
+    return call
+
+
+@dataclass
+class _Kind:
+    """What modules that are alike share, so that they are compiled once.
+
+    torch.compile keeps its graphs by code object, a few (8) for each; past that it silently compiles no more. So those
+    that are not alike must not share one.
+    """
+
+    code: CodeType
+    has_graph: bool = False
+
+
+def _kind_of(module: nn.Module, function: Callable[..., Any]) -> _Kind:
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+    return _kind(function.__code__, f"{module} {shapes}")
+
+
+@cache
+def _kind(code: CodeType, description: str) -> _Kind:
+    return _Kind(code.replace(co_name=f"compiled_{next(_kinds)}"))  # torch remembers by name which sizes have changed
+
+
+def _num_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _not_compiled(module: nn.Module, reason: str) -> PlanError:
+    problem = f"{type(module).__name__} cannot be compiled ({reason})"
+    return PlanError("parallel.compile", True, problem, "use compile=false")

@@ -1,0 +1,81 @@
+"""The keys of an endpoint: what a spec holds of them, and which sets of keys it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+from pydantic import Field, SecretStr, field_validator
+
+from shoal.config import Spec
+from shoal.errors import ConfigError
+
+ADMINISTRATOR = "administrator"  # the name of the caller that shows the endpoint's token
+ANYONE = "anyone"  # the name of all callers of an endpoint that has neither token nor keys
+HASH = "sha256:"
+HASHED = re.compile(r"sha256:([0-9a-f]{64})", re.IGNORECASE)
+
+
+def usable_secret(secret: SecretStr) -> SecretStr:
+    """A token or key that a header can carry. Raises ValueError, which does not show it."""
+    text = secret.get_secret_value()
+    if not text or not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError("it is printable ASCII without blanks, and not empty")
+    if not text.strip("*"):
+        raise ValueError("it was masked when it was printed; give the secret itself")
+    return secret
+
+
+class ApiKey(Spec):
+    """A key that callers show as `Authorization: Bearer KEY`.
+
+    key:           itself, or `sha256:` and the SHA-256 of it in hex, so that no file needs to hold it
+    name:          who it is: in metrics, in audit lines, and for fairness between tenants
+    models:        what it may ask; empty for all
+    requests_per_s, burst: its rate over the whole endpoint, and how far above it a moment may go; None: no limit
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
+    key: SecretStr
+    models: list[str] = Field(default_factory=list)
+    requests_per_s: float | None = Field(default=None, gt=0)
+    burst: int = Field(default=10, ge=1)
+
+    @field_validator("key")
+    @classmethod
+    def _usable_in_a_header(cls, key: SecretStr) -> SecretStr:
+        text = key.get_secret_value()
+        if text.lower().startswith(HASH) and HASHED.fullmatch(text) is None:
+            raise ValueError(f"behind {HASH} are 64 hexadecimal digits: the SHA-256 of the key")
+        return usable_secret(key)
+
+
+def require_distinct(token: str | None, keys: Sequence[ApiKey]) -> None:
+    """Raises ConfigError for an empty token, two keys with one name, or one key with two names."""
+    names, by_digest = {ADMINISTRATOR, ANYONE}, {}
+    if token is not None:
+        if not token.strip():
+            raise ConfigError("token", token, "is empty", "anybody could show it: set $SHOAL_TOKEN, or none")
+        by_digest[digest(token)] = ADMINISTRATOR
+    for key in keys:
+        if key.name in names:
+            raise ConfigError("keys.name", key.name, "is taken", "give every key a name of its own")
+        names.add(key.name)
+        other = by_digest.setdefault(digest(key.key.get_secret_value()), key.name)
+        if other != key.name:
+            raise ConfigError("keys.name", key.name, f"has the same key as {other!r}", "give each a key of its own")
+
+
+def hashed(key: str) -> str:
+    """`sha256:HEX` of a key: what a spec may hold instead of the key."""
+    return f"sha256:{hash_bytes(key.encode()).hex()}"
+
+
+def digest(key: str) -> bytes:
+    written = HASHED.fullmatch(key)
+    return bytes.fromhex(written[1]) if written else hash_bytes(key.encode())
+
+
+def hash_bytes(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
