@@ -1,31 +1,72 @@
 """Shoal: train, reinforce and serve PyTorch models on Ray as one loop of versioned weights.
 
-`import shoal` is lazy: it loads no torch and no ray, so that a game client pays only for what it uses.
-Submodules load on first touch: `shoal.runs`, `shoal.registry`, `shoal.actor`, ...
+    import shoal
+
+    result = shoal.fit(MyTask, stop={"epochs": 3})                    # a network in the registry
+    with shoal.serve("mytask") as endpoint, endpoint.client() as client:
+        client.infer("mytask", inputs)
+
+`import shoal` loads no torch and no ray: each name is imported when it is first used, and a game client pays only for
+what it needs. The rooms of the package (`shoal.train`, `shoal.runs`, ...) are imported in the same way.
 """
 
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal import errors, runs
+    from shoal.actor import ActorClient
+    from shoal.api import connect, fit, load_run, serve
+    from shoal.client import AsyncClient, Client
+    from shoal.data import Data
+    from shoal.registry import Registry
+    from shoal.train import Task, TrainSpec
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "ActorClient",
+    "AsyncClient",
+    "Client",
+    "Data",
+    "Registry",
+    "Task",
+    "TrainSpec",
+    "__version__",
+    "connect",
+    "errors",
+    "fit",
+    "load_run",
+    "runs",
+    "serve",
+]
+
+_HOMES = {
+    **dict.fromkeys(("connect", "fit", "load_run"), "shoal.api"),
+    **dict.fromkeys(("AsyncClient", "Client"), "shoal.client"),
+    **dict.fromkeys(("Task", "TrainSpec"), "shoal.train"),
+    "ActorClient": "shoal.actor",
+    "Data": "shoal.data",
+    "Registry": "shoal.registry",
+}
 _ROOMS = frozenset(
     {
         *("errors", "home", "config", "wire", "weights", "runs", "registry", "models", "checkpoint", "open_inference"),
-        *("actor", "client", "cluster", "rl", "serve", "flows", "cli", "train", "parallel", "data", "cost"),
+        *("actor", "client", "cluster", "rl", "serve", "flows", "cli", "train", "parallel", "data", "cost", "api"),
         *("gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count"),
     }
 )
-__all__ = ["__version__"]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _ROOMS:
         return importlib.import_module(f"shoal.{name}")
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(_ROOMS | {"__version__"})
+    return sorted(__all__)

@@ -133,6 +133,17 @@ class Spec(_Model):
         _apply(values, type(self), words)
         return type(self).parse(values)
 
+    def update(self, fields: Mapping[str, Any]) -> Self:
+        """A copy with `fields` in place of its own, nested ones field by field. Raises ConfigError."""
+        return type(self).parse(merge(self.model_dump(), dict(fields)))
+
+
+def merge(base: Any, changes: Any) -> Any:
+    """`changes` over `base`, field by field where both are mappings."""
+    if not (isinstance(base, dict) and isinstance(changes, dict)):
+        return changes
+    return {**base, **{name: merge(base.get(name), each) for name, each in changes.items()}}
+
 
 def read_yaml(text: str) -> Any:
     """What a spec's file or a word says. Raises yaml.YAMLError."""

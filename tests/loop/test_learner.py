@@ -366,7 +366,7 @@ def test_a_learner_that_can_reserve_no_version_at_its_end_saves_what_it_has(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(learner_module.durable, "replace_synced", refuse)
+        full.setattr(learner_module.atomic_file, "replace_synced", refuse)
         bench.learner.stop()
         bench.learner.run()
     assert Bench(tmp_path).learner.restored_updates == 1
@@ -446,7 +446,7 @@ def test_a_pause_waits_for_room_for_the_number_of_a_version(tmp_path: Path, monk
 
     paused: list[int] = []
     with monkeypatch.context() as full:
-        full.setattr(learner_module.durable, "replace_synced", refuse)
+        full.setattr(learner_module.atomic_file, "replace_synced", refuse)
         pausing = threading.Thread(target=lambda: paused.append(bench.learner.pause().version))
         pausing.start()
         wait_for(lambda: len(refusals) >= 3)

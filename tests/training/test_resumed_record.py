@@ -47,7 +47,7 @@ def test_words_with_which_it_trained_stay_whatever_comes_then() -> None:
 
 def test_what_a_checkpoint_outlives_is_in_the_record_when_the_process_is_killed(tmp_path: Path) -> None:
     """The record is written now and then, and steps are quicker; who goes on does not log them again."""
-    program = "import sys; from shoal.runs import recorder; from shoal.train.__main__ import main;"
+    program = "import sys; from shoal.runs.record import recorder; from shoal.train.__main__ import main;"
     program += "recorder.FLUSH_INTERVAL_S = 1000.0; sys.exit(main(sys.argv[1:]))"
     words = [*WORDS, "stop.steps=200", "checkpoint.every_steps=30", f"args.notes={tmp_path}"]
     fault = ["args.fault=kill", "args.fault_step=66"]

@@ -97,6 +97,12 @@ def connect() -> None:
         raise ClusterError(f"no Ray answers at {os.environ['RAY_ADDRESS']}: {error}") from error
 
 
+def is_connected() -> bool:
+    """Whether this process is a driver already."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
 def disconnect() -> None:
     """End the connection of this process. Idempotent."""
     import ray

@@ -10,8 +10,8 @@ changes, is the controller's affair.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
@@ -25,7 +25,7 @@ from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, require
 from shoal.home import access_token
 from shoal.registry import Registry
 from shoal.runs import RunRecorder
-from shoal.serve.spec.model_source import ServedModel, registered
+from shoal.serve.spec.model_source import registered
 
 if TYPE_CHECKING:
     from shoal.serve.on_ray.deployment import Endpoint
@@ -36,6 +36,28 @@ WATCH_S = 1.0
 
 def serve_models(spec: ServingSpec, job: str) -> None:
     """Serve until interrupted. Raises ClusterError, ConfigError, RegistryError, RunError."""
+    with open_endpoint(spec, job) as (endpoint, recorder):
+        print("\n".join(_words(endpoint, spec)), flush=True)  # at once: a deploy elsewhere reads it
+        _record_until(threading.Event(), endpoint, recorder)
+
+
+@contextmanager
+def record_endpoint(spec: ServingSpec) -> Iterator[Endpoint]:
+    """An endpoint whose changes are recorded by a thread of this process. Raises as `serve_models`."""
+    stop = threading.Event()
+    with open_endpoint(spec, JOB) as (endpoint, recorder):
+        thread = threading.Thread(target=_record_until, args=(stop, endpoint, recorder), daemon=True)
+        thread.start()
+        try:
+            yield endpoint
+        finally:
+            stop.set()
+            thread.join()
+
+
+@contextmanager
+def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[Endpoint, RunRecorder]]:
+    """The endpoint of the spec and its run record, once every model answers. Raises as `serve_models`."""
     from shoal.serve.on_ray.deployment import deploy  # Serve takes a second to load: not for `--check`
 
     check(spec)
@@ -50,8 +72,7 @@ def serve_models(spec: ServingSpec, job: str) -> None:
         try:
             _require_all_served(endpoint)
             _record_places(endpoint, recorder, "ready")
-            print("\n".join(_words(endpoint, spec, served)), flush=True)  # at once: who deploys elsewhere reads it
-            _record_until_interrupted(endpoint, recorder)
+            yield endpoint, recorder
         finally:
             try:
                 _record_places(endpoint, recorder, "closed")
@@ -59,12 +80,10 @@ def serve_models(spec: ServingSpec, job: str) -> None:
                 endpoint.close()
 
 
-def _words(endpoint: Endpoint, spec: ServingSpec, served: Sequence[ServedModel]) -> list[str]:
+def _words(endpoint: Endpoint, spec: ServingSpec) -> list[str]:
     """What is served, and where."""
-    refs = zip(spec.models, served, strict=True)
-    lines = [
-        f"serving {ref} (now {Registry().get(ref).ref}) at {endpoint.url}/v2/models/{each.name}" for ref, each in refs
-    ]
+    versions = [(model, Registry().get(model)) for model in spec.models]
+    lines = [f"serving {ref} (now {now.ref}) at {endpoint.url}/v2/models/{now.name}" for ref, now in versions]
     return [*lines, f"serving gRPC at {endpoint.grpc}"] if endpoint.grpc else lines
 
 
@@ -86,9 +105,8 @@ def _require_all_served(endpoint: Endpoint) -> None:
             raise ClusterError(f"{model['name']} cannot be served: {model['reason'] or model['state'].lower()}")
 
 
-def _record_until_interrupted(endpoint: Endpoint, recorder: RunRecorder) -> None:
-    pause = threading.Event()
-    while not pause.wait(WATCH_S):
+def _record_until(stop: threading.Event, endpoint: Endpoint, recorder: RunRecorder) -> None:
+    while not stop.wait(WATCH_S):
         record_changes(endpoint, recorder)
 
 

@@ -71,13 +71,22 @@ def run_training(spec: TrainSpec, job: str, checked: Checked | None = None) -> s
 
     checked: what `check` has found, when it has looked already
     """
+    outcome = train_on_cluster(spec, job, checked)
+    if outcome.is_interrupted:
+        raise KeyboardInterrupt
+    return outcome.run_id
+
+
+def train_on_cluster(spec: TrainSpec, job: str, checked: Checked | None = None, *, registers: bool = True) -> Outcome:
+    """Train in workers of the cluster that this process is connected to. Raises a ShoalError as `run_training`."""
     checked = checked or check(spec)
     with shoal.runs.record_of(
         spec.to_yaml(), job, begun="training", resumed=spec.resume, run_id=expected_run_id()
     ) as recorder:
-        _Flow(spec, checked, recorder).run()
-    shoal.runs.report_at_end(recorder.id)
-    return recorder.id
+        outcome = _Flow(spec, checked, recorder, registers).run()
+    if not outcome.is_interrupted:
+        shoal.runs.report_at_end(recorder.id)
+    return outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +106,8 @@ PLACES = _Lack("room_taken", ROOM_S, "beside what runs", "that has ended")
 class _Flow:
     """One run, over all attempts that it takes."""
 
-    def __init__(self, spec: TrainSpec, checked: Checked, recorder: RunRecorder) -> None:
-        self.spec, self.checked, self.recorder = placed(spec), checked, recorder
+    def __init__(self, spec: TrainSpec, checked: Checked, recorder: RunRecorder, registers: bool) -> None:
+        self.spec, self.checked, self.recorder, self._registers = placed(spec), checked, recorder, registers
         self._step = -1  # the newest that was heard of
         self._beat_at = time.monotonic()
         self._has_begun = False  # the attempt of now: something was heard of it
@@ -106,7 +115,7 @@ class _Flow:
         self._lack_since, self._lack_is_told = 0.0, False
         self._told = Told(Recorded(recorder), _say)
 
-    def run(self) -> None:
+    def run(self) -> Outcome:
         """Attempt until the run ends, or until workers were lost several times without a step between."""
         num = self.spec.workers
         print(f"run {self.recorder.id}: {self.spec.task} on {num} worker{'s' * (num > 1)}", flush=True)
@@ -126,10 +135,10 @@ class _Flow:
             from shoal.train.launch.predicted_cost import predicted_cost
 
             self._told.event(PREDICTED, **predicted_cost(self.spec))
-        end_run(self.spec, outcome, self.checked, self.recorder, registers=True)
-        if outcome.is_interrupted:
-            raise KeyboardInterrupt
-        print(f"run {self.recorder.id}: {outcome.detail}; {in_words(outcome.metrics)}", flush=True)
+        end_run(self.spec, outcome, self.checked, self.recorder, registers=self._registers)
+        if not outcome.is_interrupted:
+            print(f"run {self.recorder.id}: {outcome.detail}; {in_words(outcome.metrics)}", flush=True)
+        return outcome
 
     def _attempt(self) -> Outcome:
         from shoal.train.launch.ray_train import Fit, Setting  # Ray Train takes a second to load: not for `--check`

@@ -1,1 +1,26 @@
-"""Endpoints: a model behind HTTP that batches without a timeout and follows new weights without dropping a request."""
+"""Endpoints: models behind HTTP and gRPC that batch without a timeout and swap versions without losing a request.
+
+`shoal.serve("fashion@champion", num_replicas=2)` serves registered models from this process, and returns when all of
+them answer (`shoal.api.serve`, which `shoal.serve` calls):
+
+    with shoal.serve("fashion") as endpoint, endpoint.client() as client:
+        client.infer("fashion", images)
+
+Python sets `shoal.serve` to this package as soon as a part of it is imported: so the package itself can be called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _CallablePackage(ModuleType):
+    def __call__(self, *models: str, **fields: Any) -> Any:
+        """See `shoal.api.serve`."""
+        return importlib.import_module("shoal.api").serve(*models, **fields)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -23,10 +23,10 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from shoal.config import merge
 from shoal.errors import ConfigError, InferenceError
 from shoal.registry import split_ref
 from shoal.serve.messages.desired_state import Shares
-from shoal.serve.spec.endpoint import over
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 
 Action = Literal["deploy", "canary", "shadow", "promote", "rollback", "delete", "metric"]
@@ -91,7 +91,7 @@ def parse_change(values: Mapping[str, Any]) -> Change:
 def parse_options(values: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with `values` over it, part by part, as a checked ModelOptions. Raises InferenceError (400)."""
     try:
-        return ModelOptions.parse(over(base, values)).model_dump(mode="json")
+        return ModelOptions.parse(merge(base, values)).model_dump(mode="json")
     except ConfigError as error:
         raise InferenceError(400, f"options.{error}") from None
 

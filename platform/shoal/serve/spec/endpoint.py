@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from shoal.config import Spec
+from shoal.config import Spec, merge
 from shoal.network_address import is_loopback
 from shoal.serve.spec.api_key import ApiKey, require_distinct, usable_secret
 from shoal.serve.spec.model_options import ModelOptions
@@ -32,13 +32,6 @@ def _said(given: Any) -> Any:
     if isinstance(given, Spec):
         return given.model_dump(exclude_unset=True)
     return {name: _said(each) for name, each in given.items()} if isinstance(given, dict) else given
-
-
-def over(base: Any, said: Any) -> Any:
-    """What is said, over `base` where both have fields."""
-    if not (isinstance(base, dict) and isinstance(said, dict)):
-        return said
-    return {**base, **{name: over(base.get(name), each) for name, each in said.items()}}
 
 
 def _as_said(spec: SpecT, said: dict[str, Any]) -> SpecT:
@@ -111,7 +104,7 @@ class EndpointSpec(Spec):
         if not isinstance(said, dict) or not said:
             return handler(values)
         everybodys = _said(values.get("model", {}))
-        spec = handler({**values, "models": {name: over(everybodys, each) for name, each in said.items()}})
+        spec = handler({**values, "models": {name: merge(everybodys, each) for name, each in said.items()}})
         for name, each in said.items():
             spec.models[name] = _as_said(spec.models[name], each)
         return spec

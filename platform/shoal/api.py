@@ -1,0 +1,195 @@
+"""What `import shoal` offers to a notebook or a script: `fit`, `serve`, `connect`, `load_run`.
+
+Each is a few lines over the rooms below, where everything else is. Where a Ray cluster is needed, it is the one that
+`shoal up` started, or one of this process's own, which ends with its last user and at the latest with the process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from shoal.errors import ClusterError, ConfigError
+
+if TYPE_CHECKING:
+    from shoal.actor import ActorClient
+    from shoal.client import Client
+    from shoal.runs import Run
+    from shoal.serve.on_ray.deployment import Endpoint
+    from shoal.train import Task, TrainSpec
+    from shoal.train.reporting.result import Outcome
+
+
+def fit(
+    task: type[Task] | str | TrainSpec,
+    *,
+    register: bool = True,
+    say: Callable[[str], None] | None = print,
+    **fields: Any,
+) -> Outcome:
+    """Train a Task to the end, and put its network into the registry.
+
+    task:     a Task class (also one that is defined in a notebook); a word, as `shoal run train task=...` takes it:
+              `my_task.py:MyTask`, `package.module:MyTask`, or a recipe's name; or a whole TrainSpec
+    register: register the network as a new version of `name` (by default the class's name in lower case), which the
+              alias `champion` then means
+    say:      takes a line for a person now and then; None for silence
+    fields:   of TrainSpec, nested ones as dicts:
+              `stop={"epochs": 3}`, `stop={"target": "accuracy>=0.9"}`, `optimizer={"learning_rate": 1e-3}`,
+              `batch_size=256`, `parallel="fsdp"`, `workers=2`, `args={"hidden": 64}`, `device="cuda"`, `resume=RUN_ID`
+
+    With `workers=1` it trains in this process, without Ray; with more, in Ray workers, spread by `parallel` ("ddp",
+    "fsdp", "tensor", "pipeline", or degrees). Ctrl-C saves a checkpoint and returns; `resume=result.run_id` goes on.
+
+    Returns how the run ended: `result.metrics` of the network that was kept, `result.run_id` for `shoal.load_run`.
+    Raises ConfigError for a field or a Task that does not fit, PlanError for a model that the plan cannot hold,
+    DataError, NotFinite, OutOfMemory (all of them ShoalError); the run's record then says why.
+
+        class Line(shoal.Task):
+            def model(self): return torch.nn.Linear(1, 1)
+            def data(self): return shoal.Data(train=TensorDataset(x, 2 * x + 1))
+            def loss(self, outputs, batch): return ((outputs - batch[1]) ** 2).mean()
+
+        result = shoal.fit(Line, stop={"epochs": 20})
+    """
+    from shoal.train.launch.local import train_here
+
+    spec = _train_spec(task, fields)
+    if spec.workers == 1:
+        return train_here(spec, registers=register, predicts=False, say=say)
+    from shoal.flows.training import JOB, train_on_cluster
+
+    _attachment.acquire()
+    try:
+        return train_on_cluster(spec, JOB, registers=register)
+    finally:
+        _attachment.release()
+
+
+def _train_spec(task: type[Task] | str | TrainSpec, fields: Mapping[str, Any]) -> TrainSpec:
+    from shoal.train.launch.overrides import recipe_of
+    from shoal.train.spec import TrainSpec
+    from shoal.train.task import Task
+    from shoal.train.task_source import word_of_task
+
+    if isinstance(task, TrainSpec):
+        base = task
+    elif isinstance(task, str):
+        base = recipe_of(task)
+    elif isinstance(task, type) and issubclass(task, Task):
+        base = TrainSpec(task=word_of_task(task), name=task.__name__.lower())
+    else:
+        raise ConfigError("task", repr(task), "is no Task class, word or TrainSpec", "give the class, not an instance")
+    return base.update(fields)
+
+
+class ServedEndpoint:
+    """An endpoint that this process keeps up. Use it as a context manager, or call `close`.
+
+    url:   the root of the protocol: `{url}/v2/models/{name}/infer`
+    token: what it asks callers for
+    """
+
+    def __init__(self, endpoint: Endpoint, token: str, closing: ExitStack) -> None:
+        self.name, self.url, self.token = endpoint.name, endpoint.url, token
+        self._closing = closing
+
+    def client(self, **options: Any) -> Client:
+        """A client of this endpoint; `options` as `shoal.Client` takes them."""
+        from shoal.client import Client
+
+        return Client(self.url, token=self.token, **options)
+
+    def close(self) -> None:
+        """Remove the endpoint, and the cluster if it was started for it. Idempotent."""
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def serve(*models: str, **fields: Any) -> ServedEndpoint:
+    """Serve registered models over HTTP from Ray Serve replicas, and return when all of them answer.
+
+    models: `name@version`, `name@alias` (which is followed), or `name` for the newest version now
+    fields: of EndpointSpec: `num_replicas=2`, `port=8000`, `model={"max_batch_size": 64}`, ...
+
+    Raises ConfigError, RegistryError for models that there are not, ClusterError when Ray or a replica does not start.
+
+        with shoal.serve("line") as endpoint, endpoint.client() as client:
+            client.infer("line", [[1.0]])
+    """
+    from shoal.flows.serving import record_endpoint
+    from shoal.flows.serving_spec import ServingSpec
+    from shoal.home import access_token
+
+    spec = ServingSpec.parse({"models": list(models), "endpoint": fields} if fields else {"models": list(models)})
+    with ExitStack() as closing:
+        _attachment.acquire()
+        closing.callback(_attachment.release)
+        endpoint = closing.enter_context(record_endpoint(spec))
+        return ServedEndpoint(endpoint, access_token(), closing.pop_all())
+
+
+def connect(address: str, *, token: str | None = None, **options: Any) -> ActorClient:
+    """Connect this process as an actor to the gateway of a run, and return when it has been welcomed.
+
+    address: tcp://HOST:PORT, as the run prints it
+    token:   by default the access token of this machine ($SHOAL_TOKEN, or the file in $SHOAL_HOME)
+    options: as `shoal.ActorClient` takes them; `server_key` for a gateway on another machine
+
+    Raises Refused, ConnectionLost. `shoal.actor.play(environment, client)` is the ready loop around it.
+    """
+    from shoal.actor import ActorClient
+    from shoal.home import access_token
+
+    client = ActorClient(address, access_token() if token is None else token, **options)
+    client.connect()
+    return client
+
+
+def load_run(run: str = "latest") -> Run:
+    """The record of a run, by its id or as `latest`: metrics as tables, events, models, endpoints. Raises RunError."""
+    import shoal.runs
+
+    return shoal.runs.load(run)
+
+
+class _Attachment:
+    """This process as a driver of a cluster, while an endpoint or a run uses it."""
+
+    def __init__(self) -> None:
+        self._num_users = 0
+        self._closing = ExitStack()
+
+    def acquire(self) -> None:
+        """Raises ClusterError."""
+        from shoal.cluster.attach import find_cluster
+        from shoal.cluster.embedded_cluster import start
+        from shoal.cluster.job_main import connect, disconnect, is_connected
+
+        if self._num_users == 0:
+            if is_connected():
+                raise ClusterError("this process is connected to a Ray of its own: call ray.shutdown() first")
+            with ExitStack() as closing:
+                cluster = find_cluster() or closing.enter_context(start())
+                os.environ.update(cluster.environment)
+                connect()
+                closing.callback(disconnect)
+                self._closing = closing.pop_all()
+        self._num_users += 1
+
+    def release(self) -> None:
+        """Disconnect, and end a cluster that was started for it, when this was the last user."""
+        self._num_users -= 1
+        if self._num_users == 0:
+            self._closing.close()
+
+
+_attachment = _Attachment()

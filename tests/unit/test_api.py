@@ -1,0 +1,140 @@
+"""What `import shoal` offers, frozen; and Tasks of a notebook as files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.errors import ConfigError
+
+NAMES = [
+    "ActorClient",
+    "AsyncClient",
+    "Client",
+    "Data",
+    "Registry",
+    "Task",
+    "TrainSpec",
+    "__version__",
+    "connect",
+    "errors",
+    "fit",
+    "load_run",
+    "runs",
+    "serve",
+]
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(shoal.__all__) == NAMES
+    assert [name for name in dir(shoal) if not name.startswith("_") or name == "__version__"] == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
+    assert getattr(shoal, name).__doc__
+
+
+def test_serve_is_a_function_also_when_its_room_was_imported_before() -> None:
+    program = "import shoal.serve.spec.endpoint, shoal; assert callable(shoal.serve); print(shoal.serve.spec.endpoint)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+PROGRAM = """
+import json
+import math as mathematics
+from os.path import join as joined
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import shoal
+from shoal.train.task_source import standalone_source, word_of_task
+
+WIDTH = 3
+x = torch.arange(8.0).reshape(8, 1)
+
+
+def layers(width):
+    return nn.Sequential(nn.Linear(1, width), Twice(), nn.Linear(width, 1))
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+class Line(shoal.Task):
+    def model(self):
+        assert joined("a", "b") and mathematics.pi
+        return layers(WIDTH)
+
+    def data(self):
+        x = torch.arange(8.0).reshape(8, 1)
+        return shoal.Data(train=TensorDataset(x, 2 * x + 1))
+
+    def loss(self, outputs, batch):
+        return ((outputs - batch[1]) ** 2).mean()
+
+
+class Uses(Line):
+    def data(self):
+        return shoal.Data(train=TensorDataset(x_of_the_program, x_of_the_program))
+
+
+x_of_the_program = x
+"""
+
+
+def run_program(tmp_path: Path, ending: str) -> str:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM + ending)
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_task_of_the_running_program_becomes_a_file_that_stands_alone(tmp_path: Path) -> None:
+    word = run_program(tmp_path, "print(word_of_task(Line))")
+    file, name = word.split(":")
+    assert name == "Line"
+    text = Path(file).read_text()
+    assert "import math as mathematics" in text
+    assert "from posixpath import join as joined" in text
+    assert "WIDTH = 3" in text
+    assert "json" not in text, "what the Task does not use is not written"
+    assert text.index("class Twice") < text.index("def layers") < text.index("class Line")
+    found = shoal.TrainSpec(task=word)
+    from shoal.train.task import make_task
+
+    assert len(list(make_task(found.task, {}).model().parameters())) == 4
+
+
+def test_what_only_the_running_program_has_is_refused_by_name(tmp_path: Path) -> None:
+    ending = "try:\n    standalone_source(Uses)\nexcept shoal.errors.ConfigError as error:\n    print(error)"
+    said = run_program(tmp_path, ending)
+    assert said.startswith("x_of_the_program = ")
+    assert "Tensor" in said
+    assert "put the Task into a file" in said
+
+
+def test_a_class_within_a_function_is_refused() -> None:
+    from shoal.train.task_source import word_of_task
+
+    class Inner(shoal.Task):
+        pass
+
+    with pytest.raises(ConfigError, match="is defined within a function"):
+        word_of_task(Inner)
+
+
+@pytest.mark.parametrize("task", [3, "no_such_file.py:Task", object])
+def test_what_is_no_task_is_refused(task: object) -> None:
+    with pytest.raises(ConfigError, match="task"):
+        shoal.fit(task, say=None, stop={"steps": 1})
